@@ -1,0 +1,73 @@
+# make demo   train the quickstart campaign on the bundled model
+# make test   the tests
+# make check  ruff, pyright, import-linter
+# Each sets up .venv first, once: a stamp file remembers what was installed, and from which pyproject.toml.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+JOBS ?= 2
+
+# Nothing here needs a hub; a library that tries to reach one without a network can hang for minutes.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test check reasoner docs site clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+	@echo "make reasoner  train the bundled model again (about 15 minutes)"
+	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
+	@echo "make site   build the documentation as a web site under site/"
+	@echo "make clean  remove .venv, caches and built files; logs/ stays"
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "retrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Type: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
+	@echo 'Installing retrain into $(VENV): some minutes the first time, most of them for torch'
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo 'Installing the development tools into $(VENV)'
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo 'Installing the documentation tools into $(VENV)'
+	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/retrain train campaigns/quickstart.toml
+
+# One thread for each worker: two torch processes that both use every core slow each other several-fold.
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile tests
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+reasoner: $(VENV)/.core
+	$(BIN)/python scripts/make_reasoner.py
+
+docs: $(VENV)/.core
+	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
+	$(BIN)/python -m retrain.record docs/metrics.md
+
+site: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""Put a cohort together: base, lanes, engine, data, graders, and each run restored to where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.campaign.manifest import run_directory
+from retrain.campaign.plan import RunSpec
+from retrain.checkpoints import checkpoint_directories
+from retrain.engines.local import LocalEngine
+from retrain.environments import Dataset, load_data
+from retrain.policy.base import BaseModel, load_base
+from retrain.policy.lora import Lanes
+from retrain.record.context import RunContext
+from retrain.record.environment import run_facts, write_environment
+from retrain.record.recorder import RunRecorder
+from retrain.rewards import Grader, build_grader
+from retrain.run import DataCursor, Run
+from retrain.trainer import Cohort
+
+
+def assemble(
+    directory: Path, specs: Sequence[RunSpec], observer: Any, stop: Callable[[], bool], stack: ExitStack
+) -> Cohort:
+    """The cohort of these runs, ready to train. ``stack`` closes graders and unwraps the base at the end.
+
+    Raises RetrainError when the model, the data or a checkpoint cannot be used.
+    """
+    config = specs[0].config
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    base = load_base(
+        config.model.model,
+        revision=config.model.revision,
+        local_files_only=config.model.local_files_only,
+        trust_remote_code=config.model.trust_remote_code,
+        devices=config.backend.devices,
+        dtype=config.inference.dtype,
+    )
+    lanes = Lanes(base, config.lora.target_modules)
+    stack.callback(lanes.detach)
+    engine = LocalEngine(base, lanes)
+    data = load_data(config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed)
+    graders: dict[str, Grader] = {}
+    runs, used = [], []
+    for spec in specs:
+        key = spec.config.reward.model_dump_json()
+        if key not in graders:
+            graders[key] = stack.enter_context(build_grader(spec.config.reward))
+        run = _build_run(directory, spec, base, lanes, data, graders[key], observer)
+        run.check_engine(engine.gives_entropy)
+        runs.append(run)
+        used.append(graders[key])
+    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop)
+
+
+def _build_run(
+    directory: Path, spec: RunSpec, base: BaseModel, lanes: Lanes, data: Dataset, grader: Grader, observer: Any
+) -> Run:
+    where = run_directory(directory, spec)
+    tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
+    context = RunContext(
+        condition=spec.label,
+        run_id=spec.run_id,
+        seed=spec.config.training.seed,
+        config=spec.config,
+        max_steps=spec.config.training.max_steps,
+        is_campaign=spec.is_campaign,
+        tags=tags,
+        reward_names=grader.names,
+    )
+    recorder = RunRecorder(where, context)
+    stream = (spec.config.campaign.seed, spec.config.training.seed)
+    cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
+    run = Run(spec, where, base, lanes, recorder, cursor)
+    resumed = (where / "metrics.jsonl").exists() or bool(checkpoint_directories(where))
+    if resumed:
+        for line in run.restore():
+            recorder.log(line)
+            observer.message(f"{spec.run_id}: {line}")
+    elif spec.config.resume.from_:
+        for line in run.continue_from(Path(spec.config.resume.from_)):
+            recorder.log(line)
+            observer.message(f"{spec.run_id}: {line}")
+    built = {
+        "model": type(base.model).__name__,
+        "tokenizer": type(base.tokenizer).__name__,
+        "optimizer": type(run.optimizer).__name__,
+        "engine": "LocalEngine",
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": str(base.device),
+    }
+    facts = run_facts(
+        spec.config,
+        built=built,
+        run_id=spec.run_id,
+        condition=spec.label,
+        seeds={"campaign": spec.config.campaign.seed, "run": spec.config.training.seed},
+        base={"name": base.name, "fingerprint": base.fingerprint},
+        data_hash=data.content_hash,
+        data_sizes={"train": len(data.train), "heldout": len(data.heldout)},
+    )
+    write_environment(where)
+    recorder.start(facts)
+    return run

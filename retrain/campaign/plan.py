@@ -1,0 +1,80 @@
+"""Which runs there are: conditions × seeds, each with its own resolved configuration.
+
+Runs come seed by seed, all conditions of a seed together: what is paired by seed is there early, and a campaign that
+is stopped half-way has complete pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrain.config import Condition, Config, Loaded, parse_dict
+from retrain.config.campaign import label as label_of
+from retrain.config.checking import LATER
+from retrain.config.conditions import assemble
+from retrain.config.root import without_unused
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run to be done.
+
+    ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
+    the condition's overrides are applied, keys without effect have their defaults, and values that follow others
+    are filled in. ``overrides`` are the condition's, by dotted key. Planning ``config`` again gives this run.
+    """
+
+    run_id: str
+    label: str
+    seed: int
+    condition_index: int
+    config: Config
+    is_campaign: bool
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(source: Loaded | Config) -> list[RunSpec]:
+    """The runs of a campaign in the order in which they start, or the one run of a file without [campaign].
+
+    Raises ConfigError when a run's configuration does not hold.
+    """
+    config = source.config if isinstance(source, Loaded) else source
+    if not config.is_campaign:
+        algorithm = config.algorithm
+        name = label_of(algorithm.advantage_mode, algorithm.transform_mode, {})
+        seed = config.training.seed
+        return [RunSpec(f"{name}_s{seed}", name, seed, 0, _resolve(config, None, seed, name), is_campaign=False)]
+    return [
+        RunSpec(
+            run_id=f"{condition.label}_s{seed}",
+            label=condition.label,
+            seed=seed,
+            condition_index=index,
+            config=_resolve(config, condition, seed, condition.label),
+            is_campaign=True,
+            overrides=condition.overrides,
+        )
+        for seed in config.campaign.seeds
+        for index, condition in enumerate(config.campaign.conditions)
+    ]
+
+
+def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
+    """The run's configuration with nothing left to be worked out."""
+    run = Config.model_validate(assemble(config.model_dump(), condition, seed), context=LATER)
+    data = without_unused(run)
+    training, logging = data["training"], data["logging"]
+    if run.lora.alpha == 0:
+        data["lora"]["alpha"] = 2.0 * run.model.lora_rank
+    for key in ("temperature", "max_tokens"):
+        if data["evaluation"][key] is None:
+            data["evaluation"][key] = training[key]
+    if condition is None:
+        logging["wandb_run_name"] = logging["wandb_run_name"] or label
+        return parse_dict(data)
+    run_id = f"{label}_s{seed}"
+    logging["wandb_run_name"], logging["wandb_group"] = run_id, label
+    own_tags = [label, f"seed{seed}"]
+    logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
+    return parse_dict(data)

@@ -1,0 +1,76 @@
+"""The door: parse the command line, run one command, turn errors into lines and exit statuses.
+
+Nothing heavy is imported here or at the top of ``retrain.commands``: ``retrain --help`` has to answer in less than
+half a second, and ``retrain check`` without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from retrain import __version__
+from retrain.commands import look, setup, train
+from retrain.errors import RetrainError
+
+
+class Door(TyperGroup):
+    """Says a user's mistake in plain lines, without a traceback; leaves every other exception whole."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command; exit 130 on Ctrl-C, ``error.exit_status`` on a RetrainError."""
+        try:
+            return super().invoke(ctx)
+        except RetrainError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(error.exit_status) from error
+        except KeyboardInterrupt as error:
+            print("Interrupted.", file=sys.stderr)
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    name="retrain",
+    cls=Door,
+    help="Reinforcement learning of language models as experiments: train a campaign, compare its conditions.",
+    epilog="Exit status: 0 done, 1 a run failed, 2 usage or configuration, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RUN, LOOK, START = "Run", "Look", "Set up"
+app.command(rich_help_panel=RUN)(train.train)
+app.command(rich_help_panel=RUN)(train.resume)
+app.command(rich_help_panel=RUN)(train.squeeze)
+app.command(rich_help_panel=LOOK)(look.check)
+app.command(rich_help_panel=LOOK)(look.explain)
+app.command(rich_help_panel=LOOK)(look.status)
+app.command(rich_help_panel=START)(setup.init)
+app.command(rich_help_panel=START)(setup.schema)
+app.command(rich_help_panel=START)(setup.doctor)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and stop, when ``--version`` was given."""
+    if wanted:
+        print(f"retrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def main() -> None:
+    """Entry point of the ``retrain`` command."""
+    app(prog_name="retrain")

@@ -1,0 +1,57 @@
+"""Arguments that several commands share, each with its help text once, and how a file is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from retrain.config import Loaded
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Campaign or run file (TOML).", show_default=False)]
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override one key of the file, checked as if it stood there; may be repeated.",
+        show_default=False,
+    ),
+]
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Directory to write to.",
+        show_default="logs/ and the file's name, or logging.log_dir",
+    ),
+]
+
+RunDirectory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of a run or campaign, as train prints it.", show_default=False),
+]
+
+Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def read(file: Path, sets: Sequence[str] | None) -> Loaded:
+    """The configuration in ``file``; what is questionable but allowed is told on standard error.
+
+    Raises ConfigError with every mistake, UsageError when there is no such file.
+    """
+    from retrain.config import load
+
+    loaded = load(file, sets or ())
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return loaded

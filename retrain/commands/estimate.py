@@ -1,0 +1,243 @@
+"""What a campaign will cost, from the model's ``config.json`` and the TOML alone: no torch, no weights, no network.
+
+Everything is an estimate with its assumptions in ``ASSUMPTIONS``; parameter counts of Llama-like models are exact up
+to attention biases. Units: bytes, seconds, floating-point operations, tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.files import read_json
+from retrain.models import bundled_model_path
+
+PROMPT_TOKENS = 128
+"""Assumed length of a prompt; the real one needs the tokenizer and the data."""
+
+COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
+"""Shares of the peak that eager torch code reaches."""
+
+LAYER_SECONDS = {"cpu": 4e-4, "gpu": 3e-4}
+"""Fixed cost of one layer's forward pass for one decoded token: launching its operations."""
+
+GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
+"""bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
+
+ASSUMPTIONS = (
+    f"prompts of {PROMPT_TOKENS} tokens, every completion at full length (most end earlier)",
+    "training a token costs 6 operations per active parameter: one pass for the logprobs, one forward, one backward",
+    f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
+    "adapter, gradient and two Adam moments in fp32",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder-only transformer, as far as its costs depend on them."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    tied: bool
+    mlp_matrices: int = 3
+    experts: int = 1
+    active_experts: int = 1
+    head_norms: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Architecture | None:
+        """Read a ``transformers`` config.json; None when it is no decoder whose sizes we can read."""
+        config = config.get("text_config", config)
+
+        def first(*names: str) -> Any:
+            return next((config[name] for name in names if config.get(name) is not None), None)
+
+        layers, heads = first("num_hidden_layers", "n_layer"), first("num_attention_heads", "n_head")
+        hidden, vocab = first("hidden_size", "n_embd"), first("vocab_size")
+        if not (layers and hidden and vocab and heads):
+            return None
+        experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
+        old_style = "n_embd" in config
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            vocab=vocab,
+            heads=heads,
+            kv_heads=first("num_key_value_heads") or heads,
+            head_dim=first("head_dim") or hidden // heads,
+            intermediate=(first("moe_intermediate_size") if experts > 1 else None)
+            or first("intermediate_size", "n_inner")
+            or 4 * hidden,
+            tied=bool(config.get("tie_word_embeddings", old_style)),
+            mlp_matrices=2 if old_style else 3,
+            experts=experts,
+            active_experts=first("num_experts_per_tok") or 1,
+            head_norms=str(config.get("model_type", "")).startswith("qwen3"),
+        )
+
+    @property
+    def attention_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the attention's linear layers, by their usual names."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+        }
+
+    @property
+    def mlp_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of one expert's linear layers, by their usual names."""
+        up = {"gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
+        return {**up, "up_proj": (self.hidden, self.intermediate), "down_proj": (self.intermediate, self.hidden)}
+
+    def parameters(self, experts: int | None = None) -> int:
+        """Number of parameters, or of those that one token meets when ``experts`` is given."""
+        experts = self.experts if experts is None else experts
+        attention = sum(a * b for a, b in self.attention_shapes.values())
+        mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (attention + mlp + router + norms) + embeddings + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with; with dense models nearly all."""
+        return self.parameters(self.active_experts)
+
+    def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
+        """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
+        shapes = {**self.attention_shapes, **self.mlp_shapes}
+        names = set(shapes) if isinstance(target_modules, str) else set(target_modules)
+        copies = {name: self.experts if name in self.mlp_shapes else 1 for name in shapes}
+        return self.layers * sum(rank * (a + b) * copies[name] for name, (a, b) in shapes.items() if name in names)
+
+    def cache_bytes(self, bytes_per_number: int) -> int:
+        """Bytes of keys and values that one token occupies."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the campaign would run and how fast that is at best."""
+
+    kind: str
+    name: str
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Costs of one run (counts, seconds) and of the process that trains one run (bytes)."""
+
+    completions: int
+    completion_tokens: int
+    evaluation_completions: int
+    parameters: int | None
+    adapter_parameters: int | None
+    memory: dict[str, int] | None
+    seconds: float | None
+
+
+def find_model_config(model: str, revision: str | None = None) -> Path | None:
+    """The model's config.json where it lies already: bundled, a local directory, or the hub's cache; else None."""
+    path = (bundled_model_path(model) or Path(model).expanduser()) / "config.json"
+    if path.is_file():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
+    """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
+    path = find_model_config(model, revision)
+    return Architecture.from_config(read_json(path)) if path else None
+
+
+def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float = 0) -> Device:
+    """The device that ``[backend] devices`` would use here; peaks given in ``[backpressure]`` win over the table."""
+    gpu = "" if devices == "cpu" else gpu_name()
+    if gpu:
+        tflops, gigabytes = next((peaks for part, peaks in GPU_PEAKS.items() if part in gpu), (150, 900))
+        kind, name, flops, bandwidth = "gpu", gpu, tflops * 1e12, gigabytes * 1e9
+    else:
+        cores = os.cpu_count() or 1
+        kind, name, flops, bandwidth = "cpu", f"{cores} CPU cores", cores * 60e9, 20e9
+    return Device(kind, name, peak_gflops * 1e9 or flops, peak_bandwidth_gb_s * 1e9 or bandwidth)
+
+
+def gpu_name() -> str:
+    """Name of the first NVIDIA GPU as the driver's own tool tells it, "" without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    answer = subprocess.run(
+        [tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=False
+    )
+    return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout.strip() else ""
+
+
+def evaluations(max_steps: int, eval_every: int, at_start: bool) -> int:
+    """How many held-out evaluations a run makes: at the start, every ``eval_every`` updates, after the last."""
+    between = (max_steps - 1) // eval_every if eval_every > 0 else 0
+    return int(at_start) + between + 1
+
+
+def estimate_run(config: Any, architecture: Architecture | None, device: Device) -> Estimate:
+    """Costs of one resolved run configuration."""
+    training, evaluation = config.training, config.evaluation
+    rows = training.batch_size * training.group_size
+    completions = training.max_steps * rows
+    eval_rows = evaluation.problems * evaluation.samples
+    eval_rounds = evaluations(training.max_steps, training.eval_every, evaluation.at_start) if eval_rows else 0
+    counts = {
+        "completions": completions,
+        "completion_tokens": completions * training.max_tokens,
+        "evaluation_completions": eval_rounds * eval_rows,
+    }
+    if architecture is None:
+        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, seconds=None)
+
+    wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
+    width = 4 if wide else 2
+    adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
+    length = PROMPT_TOKENS + training.max_tokens
+    micro_batch = min(rows * length, 16_384 if training.micro_batch_tokens == "auto" else training.micro_batch_tokens)
+    memory = {
+        "model": architecture.parameters() * width,
+        "adapter and optimizer": adapter * 16,
+        "keys and values while sampling": rows * length * architecture.cache_bytes(width),
+        "logits of one micro-batch": micro_batch * architecture.vocab * (width + 4),
+        "activations of one micro-batch": micro_batch * architecture.layers * architecture.hidden * width * 20,
+    }
+
+    def decode_seconds(sequences: int) -> float:
+        reading = memory["model"] + sequences * length / 2 * architecture.cache_bytes(width)
+        computing = 2 * architecture.active_parameters * sequences
+        token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
+        return training.max_tokens * (token + architecture.layers * LAYER_SECONDS[device.kind])
+
+    update = 6 * architecture.active_parameters * rows * length / (device.flops * COMPUTE_SHARE)
+    seconds = training.max_steps * (decode_seconds(rows) + update)
+    if eval_rows:
+        seconds += eval_rounds * decode_seconds(eval_rows)
+    sizes = {"parameters": architecture.parameters(), "adapter_parameters": adapter}
+    return Estimate(**counts, **sizes, memory=memory, seconds=seconds)

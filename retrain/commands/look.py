@@ -1,0 +1,241 @@
+"""``check``, ``explain``, ``status``: commands that read and print, and never import torch."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrain.commands.arguments import AsJson, ConfigFile, Out, Sets, read
+from retrain.commands.output import count, duration, plural, print_table, size
+from retrain.errors import UsageError
+from retrain.files import dumps
+
+ADVANTAGES = {
+    "grpo": "(r − mean) / std of its group",
+    "dr_grpo": "r − mean of its group",
+    "rloo": "r − mean of the others in its group",
+    "maxrl": "(r − mean) / mean of its group",
+    "reinforce_pp": "r − mean of its group, whitened over the batch",
+}
+
+CREDITS = {
+    "none": "every token alike",
+    "gtpo": "uncertain tokens more",
+    "gtpo_paper": "uncertain tokens more, added to the reward (Group Token Policy Optimization)",
+    "gtpo_hicra": "uncertain tokens more, planning tokens amplified",
+    "gtpo_hicra_placebo": "uncertain tokens more, random tokens amplified at the rate of planning tokens",
+    "gtpo_sepa": "uncertain tokens more, execution tokens pooled step by step",
+    "entropy_mask": "only the most uncertain tokens",
+}
+
+CONDITION_COLUMNS = (
+    "condition",
+    "credit for a completion with reward r",
+    "credit for its tokens",
+    "differs from the first in",
+)
+
+FILE_COLUMNS = ("file", "what it holds")
+
+CAMPAIGN_FILES = (
+    ("manifest.json", "every run and its state, the comparison, the recommended rank"),
+    ("plan.json", "the file as it was given, every run as it was resolved"),
+    ("comparison.json", "conditions against the first, paired by seed"),
+    ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
+    ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
+    ("config.json", "every key as it was resolved, package versions, git revision"),
+    ("environment.json", "machine, GPUs, Python, all installed packages"),
+    ("code.diff", "uncommitted changes of the code around"),
+)
+
+RUN_FILES = (
+    ("config.json", "every key resolved for this run, seeds, data hash, base model"),
+    ("environment.json", "machine, GPUs, Python, all installed packages"),
+    ("code.diff", "uncommitted changes of the code around"),
+    ("metrics.jsonl", "one row per step"),
+    ("evals.jsonl", "one row per held-out evaluation"),
+    ("emergence/steps.jsonl", "reward and correct count per step"),
+    ("emergence/generations.jsonl", "every completion"),
+    ("timing_spans.jsonl", "what each step spent its time on"),
+    ("run.log", "what happened when, tracebacks included"),
+    ("checkpoints.jsonl", "one line per saved checkpoint"),
+    ("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
+    ("final/", "the trained PEFT adapter"),
+)
+
+
+def check(file: ConfigFile, sets: Sets = None) -> None:
+    """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
+    from retrain.campaign.plan import plan
+
+    loaded = read(file, sets)
+    print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
+
+
+def explain(file: ConfigFile, sets: Sets = None, out: Out = None) -> None:
+    """Show what a file would train, what it costs (an estimate) and what it writes; nothing is started."""
+    print_explanation(read(file, sets), out)
+
+
+def print_explanation(loaded: Any, out: Path | None) -> None:
+    """Print conditions × seeds, costs and files of a loaded configuration."""
+    from retrain.campaign.plan import plan
+
+    specs = plan(loaded)
+    seeds = list(dict.fromkeys(spec.seed for spec in specs))
+    conditions = [spec for spec in specs if spec.seed == seeds[0]]
+    counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
+    print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
+    print_table(
+        CONDITION_COLUMNS,
+        [condition_row(spec, conditions[0]) for spec in conditions],
+        left=CONDITION_COLUMNS,
+    )
+    print(f"\nseeds         {' '.join(map(str, seeds))}")
+    print_costs(specs)
+    print_files(specs, loaded, out)
+
+
+def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
+    """Label, the two formulas in words, and the differences from the first condition."""
+    advantage, transform = spec.config.algorithm.advantage_mode, spec.config.algorithm.transform_mode
+    before, after = (dict(leaves(each.config.model_dump())) for each in (first, spec))
+    naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
+    changed = [
+        f"{key.removeprefix('algorithm.')} = {value}"
+        for key, value in after.items()
+        if before.get(key) != value and not key.startswith(naming)
+    ]
+    return (
+        spec.label,
+        ADVANTAGES.get(advantage, f"your own {advantage}"),
+        CREDITS.get(transform, f"your own {transform}"),
+        ", ".join(changed) or "-",
+    )
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of nested dictionaries."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def print_costs(specs: list[Any]) -> None:
+    """Print tokens, memory and time with the assumptions behind them."""
+    from retrain.commands.estimate import ASSUMPTIONS, architecture_of, estimate_run, find_device
+
+    config = specs[0].config
+    peaks = config.backpressure
+    device = find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    architecture = architecture_of(config.model.model, config.model.revision)
+    estimates = [estimate_run(spec.config, architecture, device) for spec in specs]
+    one, training = estimates[0], config.training
+    print(
+        f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
+        f" = {one.completions:,} completions, at most {count(one.completion_tokens)} tokens;"
+        f" {one.evaluation_completions:,} completions for held-out evaluation"
+    )
+    print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
+    if one.memory is None or one.parameters is None or one.adapter_parameters is None:
+        print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
+        return
+    print(
+        f"model         {config.model.model}: {count(one.parameters)} parameters, frozen;"
+        f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
+    )
+    parts = ", ".join(f"{name} {size(number)}" for name, number in one.memory.items())
+    print(f"memory        about {size(sum(one.memory.values()))} for one run at a time: {parts}")
+    total = sum(each.seconds or 0 for each in estimates)
+    each_run = f"one run after the other ({duration(total / len(specs))} each)"
+    print(f"time          about {duration(total)} on {device.name}, {each_run}")
+    print(f"assuming      {'; '.join(ASSUMPTIONS)}")
+
+
+def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
+    """Print every file that training would write, with a phrase for each."""
+    print(f"\nwrites        {out or loaded.config.logging.log_dir}/")
+    if not loaded.is_campaign:
+        files = {name: text for name, text in CAMPAIGN_FILES if name != "comparison.json"} | dict(RUN_FILES)
+        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
+        return
+    rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]
+    rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
+    rows += [(f"    {name}", text) for name, text in RUN_FILES]
+    print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
+
+
+def status(
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="A run, a campaign, or a directory of those.")
+    ] = Path("logs"),
+    as_json: AsJson = False,
+) -> None:
+    """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
+    from retrain.record.status import read_status, status_view
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; give the directory of a run, a campaign, or of several")
+    reports = [with_living_runs(read_status(home)) for home in homes_of_runs(directory)]
+    if as_json:
+        print(dumps(reports, indent=2))
+    elif not reports:
+        print(f"No runs under {directory}")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console()
+        for report in reports:
+            console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
+    else:
+        rows = [status_cells(report, run) for report in reports for run in report["runs"]]
+        print_table(STATUS_COLUMNS, rows, left=("directory", "run", "state", "why"))
+
+
+STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
+
+
+def status_cells(report: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """One run of a ``read_status`` report as the cells of a plain table."""
+    row = run["row"]
+    rates = (row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"])
+    cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
+    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), run["reason"] or ""]
+
+
+def homes_of_runs(directory: Path) -> list[Path]:
+    """``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
+
+    def is_home(path: Path) -> bool:
+        return (path / "manifest.json").is_file() or (path / "metrics.jsonl").is_file()
+
+    return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
+
+
+def with_living_runs(report: dict[str, Any]) -> dict[str, Any]:
+    """The report, with runs that are "running" called "interrupted" when no process holds the directory's lock."""
+    if not is_locked(Path(report["directory"]) / ".lock"):
+        for run in report["runs"]:
+            if run["state"] == "running":
+                run["state"] = "interrupted"
+    return report
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this lock file."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,97 @@
+"""Tables and numbers for people: rich on a terminal, aligned plain columns everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
+    """Print rows under headings; columns not named in ``left`` are set to the right."""
+    if not sys.stdout.isatty():
+        from retrain.record.tables import aligned
+
+        print(*aligned(headings, rows, left), sep="\n")
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
+    """What a finished campaign ends with: the comparison, the squeeze table, the recommended rank, failures, paths."""
+    from rich.console import Console
+
+    from retrain.record import tables
+
+    plain = plain or not sys.stdout.isatty()
+    print()
+    if summary["comparison"]:
+        comparison = summary["comparison"]
+        print(tables.comparison_text(comparison)) if plain else Console().print(tables.comparison_table(comparison))
+        print()
+    if summary["squeeze"]:
+        print_squeeze(summary["squeeze"], plain)
+        print()
+    for run in summary["runs"]:
+        if run["state"] == "failed":
+            print(f"failed      {run['run_id']}: {run['reason']}")
+    for name, path in summary["paths"].items():
+        print(f"{name:<12}{path}")
+
+
+def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
+    """The rank table and the line that names the recommended rank."""
+    from rich.console import Console
+
+    from retrain.record import tables
+
+    if plain or not sys.stdout.isatty():
+        print(tables.squeeze_text(report))
+    else:
+        Console().print(tables.squeeze_table(report))
+    if report["recommended_rank"] is not None:
+        print(f"recommended rank: {report['recommended_rank']} of {report['source_rank']}")
+    if report.get("compressed"):
+        print(f"compressed  {report['compressed']}")
+
+
+def plural(number: int, word: str) -> str:
+    """The number with its noun: 1 run, 2 runs."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def count(number: float) -> str:
+    """1234567 as "1.2 M"."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def size(number: float) -> str:
+    """Bytes as "1.5 GiB"."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if number >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return f"{number / 2**10:.3g} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.0f} days"

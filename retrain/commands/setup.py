@@ -1,0 +1,156 @@
+"""``init``, ``schema``, ``doctor``: what one needs before the first run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain import __version__
+from retrain.errors import UsageError
+
+REQUIRED = ("torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich")
+
+EXTRAS = {
+    "data": ("datasets", "data sets by hub name, Parquet files"),
+    "math": ("math-verify", "reward type math"),
+    "wandb": ("wandb", "Weights & Biases tracking"),
+    "tensorboard": ("tensorboard", "TensorBoard files"),
+    "trackio": ("trackio", "Trackio tracking"),
+    "gym": ("reasoning-gym", "generated reasoning tasks"),
+}
+"""Extra → (the package that shows it is installed, what it is for)."""
+
+
+class Template(StrEnum):
+    """Files that ``retrain init`` can write."""
+
+    quickstart = "quickstart"
+    campaign = "campaign"
+    gsm8k = "gsm8k"
+
+
+SCHEMA_FILE = "retrain.schema.json"
+"""Name of the schema beside a new file; its first line points there."""
+
+TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
+
+
+def template_path(name: str) -> Path:
+    """The shipped file behind a template name: in the installed package, or in the checkout it runs from."""
+    package = Path(__file__).parents[1]
+    file = TEMPLATE_FILES[name]
+    installed = package / "templates" / file
+    return installed if installed.is_file() else package.parent / "campaigns" / file
+
+
+def init(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PATH]", help="File or directory to write to.", show_default="<template>.toml here"),
+    ] = None,
+    template: Annotated[
+        Template,
+        typer.Option(
+            "--template",
+            help="quickstart: minutes on the bundled model; campaign: the five standard conditions; "
+            "gsm8k: Qwen3-8B on one GPU.",
+        ),
+    ] = Template.quickstart,
+) -> None:
+    """Write a commented campaign file, and the JSON Schema that editors check it by; nothing is ever overwritten."""
+    target = path or Path(f"{template.value}.toml")
+    if target.is_dir():
+        target = target / f"{template.value}.toml"
+    if target.suffix != ".toml":
+        raise UsageError(f"{target} does not end in .toml; type: retrain init {target}.toml")
+    if not target.parent.is_dir():
+        raise UsageError(f"the directory {target.parent} does not exist; type: mkdir -p {target.parent}")
+    text = template_path(template.value).read_text(encoding="utf-8")
+    text = text.replace("#:schema ./schema.json", f"#:schema ./{SCHEMA_FILE}", 1)
+    if not write_new(target, text):
+        raise UsageError(f"{target} exists and stays as it is; give another path")
+    print(f"Wrote {target}\nWhat it will do: retrain explain {target}\nTrain it: retrain train {target}")
+    write_new(target.with_name(SCHEMA_FILE), schema_text())
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write a file that does not exist yet; False, and nothing done, when it does."""
+    try:
+        with open(path, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def schema() -> None:
+    """Print the JSON Schema of campaign files, for editors that complete and check TOML."""
+    print(schema_text(), end="")
+
+
+def schema_text() -> str:
+    """The JSON Schema as indented text."""
+    from retrain.config import json_schema
+    from retrain.files import dumps
+
+    return dumps(json_schema(), indent=2) + "\n"
+
+
+def doctor() -> None:
+    """Show what this machine has: Python, packages, devices, extras, disk. Nothing is contacted."""
+    lines = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
+    lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
+    for package in REQUIRED:
+        found = version_of(package)
+        lines.append((package, found or "missing; type: pip install --upgrade retrain", found is not None))
+    lines += device_lines()
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    lines.append(("disk", f"{free:.1f} GiB free here", free > 1))
+    for extra, (package, purpose) in EXTRAS.items():
+        found = version_of(package)
+        hint = f"{package} {found}" if found else f"not installed ({purpose}); type: pip install 'retrain[{extra}]'"
+        lines.append((f"[{extra}]", hint, True))
+    for name in ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_MODE"):
+        if name in os.environ:
+            lines.append((name, os.environ[name], True))
+    for name, text, good in lines:
+        print(f"{'ok ' if good else 'BAD'}  {name:<20} {text}")
+    if not all(good for *_, good in lines):
+        raise typer.Exit(1)
+
+
+def version_of(package: str) -> str | None:
+    """Installed version of a distribution, or None; the package itself is not imported."""
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_lines() -> list[tuple[str, str, bool]]:
+    """(name, text, good) for the processor, memory and every CUDA device; imports torch."""
+    lines = [("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        lines.append(("memory", f"{memory:.1f} GiB", True))
+    if version_of("torch") is None:
+        return lines
+    import torch
+
+    lines.append(("torch threads", str(torch.get_num_threads()), True))
+    if not torch.cuda.is_available():
+        lines.append(("gpu", 'none found by torch: runs use the CPU ([backend] devices = "auto")', True))
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+        lines.append((f"gpu:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}", True))
+    return lines

@@ -1,0 +1,96 @@
+"""``train``, ``resume``, ``squeeze``: the commands that compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from retrain.commands.arguments import AsJson, ConfigFile, Out, Plain, RunDirectory, Sets, read
+from retrain.commands.output import print_squeeze, print_tables_of
+from retrain.errors import UsageError
+from retrain.files import dumps
+
+if TYPE_CHECKING:
+    from retrain.campaign.launch import Outcome
+    from retrain.record.observer import Observer
+
+
+def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
+    """Do the work under a console, print how it ended, exit with its status."""
+    from retrain.record.console import PlainConsole, make_console
+
+    observer = PlainConsole() if plain else make_console()
+    try:
+        outcome = work(observer)
+    finally:
+        observer.close()
+    print_tables_of(outcome.summary, plain)
+    if outcome.exit_status == 130:
+        print(
+            f"interrupted; everything up to the last finished step is saved. Type: retrain resume {outcome.directory}"
+        )
+    raise typer.Exit(outcome.exit_status)
+
+
+def train(
+    file: ConfigFile,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be trained and written (as explain does) and stop.")
+    ] = False,
+    plain: Plain = False,
+) -> None:
+    """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
+
+    Started again on the same file, it continues where it stopped: finished runs are not repeated.
+    """
+    loaded = read(file, sets)
+    if dry_run:
+        from retrain.commands.look import print_explanation
+
+        print_explanation(loaded, out)
+        return
+    from retrain.campaign.launch import launch
+
+    finish(plain, lambda observer: launch(loaded, out, observer))
+
+
+def resume(directory: RunDirectory, plain: Plain = False) -> None:
+    """Continue an interrupted run or campaign from its last checkpoints."""
+    from retrain.campaign.launch import resume as resume_directory
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    finish(plain, lambda observer: resume_directory(directory, observer))
+
+
+def squeeze(
+    directory: RunDirectory,
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="RANK", min=1, help="Write an adapter compressed to this rank.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where the compressed adapter goes.",
+            show_default="squeeze/rank_RANK beside the adapter",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which LoRA rank the trained adapter needs, and compress it when --to is given."""
+    from retrain.campaign.squeeze import squeeze as squeeze_directory
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    report: dict[str, Any] = squeeze_directory(directory, to, out)
+    if as_json:
+        print(dumps(report, indent=2))
+    else:
+        print_squeeze(report, plain=False)

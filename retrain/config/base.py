@@ -1,0 +1,114 @@
+"""The vocabulary in which sections are declared: bounded types, markers beside fields, findings of rules.
+
+A key is declared once, in its section: type, default and bound in the annotation, meaning in the docstring under
+it. What else belongs to a key is a marker in the same annotation: `UsedWhen` (the key does nothing otherwise) and
+`Unavailable` (values that other tools know and this one does not have, with what to type instead).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+INT_MAX = 2**31 - 1
+
+
+class Section(BaseModel):
+    """Base of every table: strict types, unknown keys are errors, frozen, docstrings are descriptions."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+        protected_namespaces=(),
+    )
+
+
+class Finding(NamedTuple):
+    """What a cross-field rule has found.
+
+    ``keys`` are the dotted keys involved, the one to report first. A finding is not reported when one of its keys
+    is itself wrong. ``warning`` findings do not stop the run.
+    """
+
+    keys: tuple[str, ...]
+    message: str
+    fix: str = ""
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class UsedWhen:
+    """Marker: the key has an effect only while ``key`` has one of ``values``.
+
+    ``training_only``: elsewhere it still shapes what is recorded, so only a condition's override of it is an error.
+    """
+
+    key: str
+    values: tuple[str, ...]
+    training_only: bool = False
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Marker: values that are known but cannot be used, each with (why, what to type instead)."""
+
+    values: Mapping[str, tuple[str, str]]
+
+
+def fault(message: str, fix: str = "") -> PydanticCustomError:
+    """The error for a field validator to raise: ``message`` says what was found, ``fix`` what to type."""
+    return PydanticCustomError("fault", "{message}", {"message": message, "fix": fix})
+
+
+def _blank_is_none(value: Any) -> Any:
+    return None if isinstance(value, str) and not value.strip() else value
+
+
+def _zero_is_none(value: Any) -> Any:
+    return None if type(value) in (int, float) and value == 0 else value
+
+
+def _empty_is_none(value: Any) -> Any:
+    return None if value in ([], "", {}) else value
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _split_phrases(value: Any) -> Any:
+    """Phrases as a list, as a JSON list in a string, or separated by commas; an empty text means the default."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            return json.loads(value) or None
+        except json.JSONDecodeError as error:
+            raise fault(f"is a string that is no JSON list ({error})", '["let me check", "notice that"]') from error
+    return _split_commas(value) or None if isinstance(value, str) else _empty_is_none(value)
+
+
+Count = Annotated[int, Field(ge=1, le=INT_MAX)]
+Natural = Annotated[int, Field(ge=0, le=INT_MAX)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none, json_schema_input_type=str | None)]
+OptionalCount = Annotated[Count | None, BeforeValidator(_zero_is_none, json_schema_input_type=Natural | None)]
+OptionalRanks = Annotated[list[Count] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[Count])]
+Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)]
+OptionalPhrases = Annotated[
+    list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
+]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|gpu:\d{1,3})$")]

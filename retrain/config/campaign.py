@@ -1,0 +1,127 @@
+"""[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from retrain.config.algorithm import AdvantageMode, TransformMode
+from retrain.config.base import Count, Finding, OptionalText, Section, Seed, fault
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+LABEL_MAX = 120
+"""A run directory is named label_s<seed>; file systems allow 255 bytes."""
+
+SHORT = ("training", "algorithm", "model")
+"""Sections whose keys stand in a label without their section."""
+
+
+def _distinct(seeds: list[int]) -> list[int]:
+    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    if twice:
+        rest = ", ".join(str(seed) for seed in dict.fromkeys(seeds))
+        raise fault(f"has {twice[0]} twice: the seed is the replicate, so each may stand once", f"seeds = [{rest}]")
+    return seeds
+
+
+class Condition(Section):
+    """One condition: its two modes, and any further key as an override of the base configuration.
+
+    Overrides are kept as tables, section by section; a file may also write them with dots (`"sepa.steps" = 50`)
+    or, when only one section has such a key, bare (`lr = 1e-4`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    advantage_mode: AdvantageMode
+    """As in [algorithm]."""
+    transform_mode: TransformMode
+    """As in [algorithm]."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Overrides by dotted key, in alphabetical order."""
+        tables = self.model_extra or {}
+        flat = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
+        return dict(sorted(flat.items()))
+
+    @property
+    def label(self) -> str:
+        """`advantage_mode+transform_mode`, then `~key=value` for each override; safe as a file name."""
+        return label(self.advantage_mode, self.transform_mode, self.overrides)
+
+
+def _safe(value: Any) -> str:
+    """The value as a piece of a file name."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, list | tuple):
+        text = "-".join(_safe(item) for item in value)
+    else:
+        text = str(value)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text) or "-"
+
+
+def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -> str:
+    """The condition's name in files, tables and trackers."""
+    parts = []
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        parts.append(f"{key if section in SHORT else dotted}={_safe(value)}")
+    text = "~".join([f"{advantage_mode}+{transform_mode}", *sorted(parts)])
+    if len(text) > LABEL_MAX:
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"
+    return text
+
+
+def _standard() -> list[Condition]:
+    pairs: tuple[tuple[AdvantageMode, TransformMode], ...] = (
+        ("grpo", "none"),
+        ("maxrl", "none"),
+        ("maxrl", "gtpo"),
+        ("maxrl", "gtpo_hicra"),
+        ("maxrl", "gtpo_sepa"),
+    )
+    return [Condition(advantage_mode=advantage, transform_mode=transform) for advantage, transform in pairs]
+
+
+class Campaign(Section):
+    """Conditions × seeds. A file with this section is a campaign, all other sections are its base configuration."""
+
+    name: OptionalText = None
+    """Name in reports; unset is the name of the file."""
+    seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = Field(
+        default_factory=lambda: list(range(1, 9))
+    )
+    """Seeds of the runs of every condition: the replicates of the comparison, paired across conditions."""
+    max_steps: Count | None = None
+    """Optimizer steps of every run; replaces `[training] max_steps`."""
+    lanes: Literal["auto"] | Count = "auto"
+    """Runs that train together over one copy of the frozen base; `auto` fits them to memory."""
+    seed: Seed = 0
+    """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
+    allow_confounded: bool = False
+    """Permit settings that let conditions differ in more than what is compared."""
+    conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
+    """What is compared; without any, the five standard conditions."""
+
+
+def campaign_rules(config: Config) -> Iterator[Finding]:
+    """What a comparison needs; asked of the campaign, not of its runs."""
+    campaign = config.campaign
+    if len(campaign.seeds) < 6 and len(campaign.conditions) > 1:
+        least = 2.0 ** -(len(campaign.seeds) - 1)
+        yield Finding(
+            ("campaign.seeds",),
+            f"has {len(campaign.seeds)}: the smallest p that so few pairs can reach is {min(least, 1.0):g}, so no "
+            "verdict is possible",
+            "seeds = [1, 2, 3, 4, 5, 6]",
+            warning=True,
+        )

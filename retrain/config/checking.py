@@ -1,0 +1,290 @@
+"""All mistakes of a configuration at once: in keys, between keys, and in the conditions of a campaign.
+
+Keys that are wrong by themselves are reported and put aside (they count as unset), so that the rules can still be
+asked about everything else. A rule that involves a key put aside says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from retrain.config.base import Finding
+from retrain.config.campaign import Condition, campaign_rules
+from retrain.config.conditions import MODES, assemble, fold
+from retrain.config.problems import Mistake, Path, mistakes
+from retrain.config.root import Config, differing, keys, rule_findings, unused, without_unused
+from retrain.config.tasks import FILE_ENDINGS
+from retrain.errors import ConfigError, Problem
+
+LAST = 10**9
+"""Sorts ``--set`` problems behind all lines of the file."""
+
+CONDITIONS: Path = ("campaign", "conditions")
+LATER = {"rules_later": True}
+"""Validation context: types and bounds now; the rules are asked afterwards."""
+
+
+@dataclass
+class Places:
+    """Where each key was written: a line of the file, or ``--set``."""
+
+    name: str
+    lines: dict[Path, int] = field(default_factory=dict)
+    sets: set[Path] = field(default_factory=set)
+
+    def given(self, path: Path) -> bool:
+        """Whether this very key was written anywhere."""
+        return path in self.lines or path in self.sets
+
+    def find(self, path: Path) -> tuple[int, str]:
+        """(sort order, text) of the key, or of the nearest table around it that was written."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.sets:
+                return LAST, "--set"
+            if path[:length] in self.lines:
+                line = self.lines[path[:length]]
+                return line, f"{self.name}:{line}"
+        return (1, f"{self.name}:1") if self.lines or self.sets else (0, self.name)
+
+
+@dataclass
+class Review:
+    """What has been found so far in one configuration."""
+
+    data: dict[str, Any]
+    places: Places
+    wrong: list[Mistake]
+    warnings: list[Mistake] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    """Dotted keys that are wrong by themselves."""
+    overrides: list[dict[str, Path]] = field(default_factory=list)
+    """For each condition of the data, where each override (by dotted key) was written."""
+    origins: list[int] = field(default_factory=list)
+    """For each condition of the data, its number in the file."""
+    partial: set[int] = field(default_factory=set)
+    """Numbers of conditions with overrides that are wrong, and left out."""
+
+    def is_broken(self, dotted: str) -> bool:
+        """Whether this key, or a table around it, is wrong by itself."""
+        parts = dotted.split(".")
+        return any(".".join(parts[:length]) in self.broken for length in range(1, len(parts) + 1))
+
+
+def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
+    """The configuration and its warnings; ConfigError with every mistake, ``wrong`` included."""
+    review = Review(data, places, list(wrong))
+    _fold_conditions(review)
+    config = _validate(review)
+    if config is not None:
+        if config.is_campaign:
+            _examine_campaign(review, config)
+        else:
+            _examine_single(review, config)
+        _examine_sources(review, config)
+    if review.wrong or config is None:
+        raise ConfigError(_problems(review.wrong, places))
+    return config, [str(problem) for problem in _problems(review.warnings, places)]
+
+
+def _problems(found: Iterable[Mistake], places: Places) -> list[Problem]:
+    """Mistakes with their places, in the order of the file, none twice."""
+    ordered = sorted(dict.fromkeys(found), key=lambda mistake: places.find(mistake.path)[0])
+    return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
+
+
+def _fold_conditions(review: Review) -> None:
+    """Bring every condition into the form of ``Condition``, in place."""
+    campaign = review.data.get("campaign")
+    rows = campaign.get("conditions") if isinstance(campaign, dict) else None
+    if not isinstance(rows, list):
+        return
+    for index, row in enumerate(rows):
+        places: dict[str, Path] = {}
+        if isinstance(row, Mapping):
+            rows[index], places, wrong = fold(row, (*CONDITIONS, index))
+            review.wrong.extend(wrong)
+            if wrong:
+                review.partial.add(index)
+        review.overrides.append(places)
+    review.origins = list(range(len(rows)))
+
+
+def _validate(review: Review) -> Config | None:
+    """The configuration without the keys that are wrong by themselves; None if nothing then holds together."""
+    try:
+        return Config.model_validate(review.data, context=LATER)
+    except ValidationError as error:
+        found = mistakes(error, review.data)
+    review.wrong.extend(found)
+    for mistake in found:
+        review.broken.add(".".join(str(part) for part in mistake.path[:2]))
+        _put_aside(review.data, mistake.path)
+    _close_gaps(review)
+    try:
+        return Config.model_validate(review.data, context=LATER)
+    except ValidationError:
+        return None
+
+
+def _put_aside(data: dict[str, Any], path: Path) -> None:
+    """Remove a wrong section or key; of a list of tables, empty the whole table."""
+    if len(path) == 1:
+        data.pop(str(path[0]), None)
+        return
+    table = data.get(str(path[0]))
+    if not isinstance(table, dict):
+        return
+    if len(path) == 2:
+        table.pop(path[1], None)
+        return
+    rows = table.get(path[1])
+    if isinstance(rows, list) and isinstance(path[2], int):
+        rows[path[2]] = None
+
+
+def _close_gaps(review: Review) -> None:
+    """Drop the tables that were emptied, and lists of which nothing is left."""
+    for section, key in (CONDITIONS, ("reward", "components")):
+        table = review.data.get(str(section))
+        rows = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(rows, list) or not isinstance(table, dict):
+            continue
+        if section == "campaign":
+            review.origins = [index for index, row in enumerate(rows) if row is not None]
+            review.overrides = [review.overrides[index] for index in review.origins]
+        table[key] = [row for row in rows if row is not None]
+        if not table[key]:
+            del table[key]
+
+
+def _path(dotted: str) -> Path:
+    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
+
+
+def _header(review: Review, position: int) -> Path:
+    """The table of the condition at this position of the data; the whole campaign for a standard condition."""
+    return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
+
+
+def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
+    """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``."""
+    for finding in rule_findings(config):
+        if not any(review.is_broken(key) for key in finding.keys):
+            found = _blame(review, finding, own, header)
+            (review.warnings if finding.warning else review.wrong).append(found)
+
+
+def _blame(review: Review, finding: Finding, own: Mapping[str, Path], header: Path) -> Mistake:
+    """Point at an override of the condition, else at a key that was written, else at the condition."""
+    main = finding.keys[0]
+    if main in own:
+        return Mistake(own[main], finding.message, finding.fix)
+    overridden = [own[key] for key in finding.keys if key in own]
+    written = [_path(key) for key in finding.keys if review.places.given(_path(key))]
+    path = (overridden or written or [header or _path(main)])[0]
+    return Mistake(path, finding.message, finding.fix, about=Mistake(_path(main), "").key)
+
+
+def _examine_single(review: Review, config: Config) -> None:
+    _ask_rules(review, config, {})
+    _examine_unused(review, config, [config])
+    if review.data.get("training", {}).get("seed") == -1:
+        review.warnings.append(Mistake(("training", "seed"), "is -1: every run is seeded, this one with 0"))
+
+
+def _examine_campaign(review: Review, config: Config) -> None:
+    """Ask about every condition as the run that it would be."""
+    runs: dict[int, Config] = {}
+    for position, condition in enumerate(config.campaign.conditions):
+        run = _examine_condition(review, condition, position)
+        if run is not None:
+            runs[position] = run
+    _examine_likeness(review, config, runs)
+    if len(runs) == len(config.campaign.conditions):
+        _examine_unused(review, config, list(runs.values()))
+    _examine_shadowed(review, config)
+
+
+def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]) -> None:
+    """No two conditions may have one label, and none should be another one under a second label."""
+    labels: dict[str, int] = {}
+    contents: list[tuple[int, dict[str, Any]]] = []
+    for position, run in runs.items():
+        number = review.origins[position] if review.origins else position
+        if number in review.partial:
+            continue
+        label = config.campaign.conditions[position].label
+        content = {section: table for section, table in without_unused(run).items() if section != "campaign"}
+        same = labels.setdefault(label.casefold(), number)
+        twin = next((earlier for earlier, other in contents if other == content), None)
+        if same != number:
+            message = f"has the label of condition {same + 1}, {label}"
+            review.wrong.append(Mistake(_header(review, position), message, "remove one, or let a key differ"))
+        elif twin is not None:
+            message = f"is the same experiment as condition {twin + 1} under another label"
+            review.warnings.append(Mistake(_header(review, position), message))
+        contents.append((number, content))
+
+
+def _examine_condition(review: Review, condition: Condition, position: int) -> Config | None:
+    """The condition as a run, asked about everything; None when an override is wrong by itself."""
+    own, header = review.overrides[position] if review.overrides else {}, _header(review, position)
+    data = assemble(review.data, condition, None)
+    try:
+        run = Config.model_validate(data, context=LATER)
+    except ValidationError as error:
+        for mistake in mistakes(error, data):
+            dotted = ".".join(str(part) for part in mistake.path[:2])
+            review.wrong.append(mistake._replace(path=own.get(dotted, header)))
+        return None
+    _ask_rules(review, run, own, header)
+    for dotted in condition.overrides:
+        idle = unused(run, dotted, override=True)
+        if idle is not None:
+            review.wrong.append(Mistake(own.get(dotted, header), idle.message, idle.fix))
+    return run
+
+
+def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
+    """A key that was written and has no effect in any run is a mistake: somebody believes that it has one."""
+    if review.is_broken("campaign.conditions") or review.partial:
+        return
+    differs = set(differing(config))
+    for dotted in keys():
+        if not (review.places.given(_path(dotted)) if review.places.lines or review.places.sets else dotted in differs):
+            continue
+        idle = [finding for run in runs if (finding := unused(run, dotted)) is not None]
+        if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
+            continue
+        message = "has no effect in any condition" if config.is_campaign else idle[0].message
+        review.wrong.append(Mistake(_path(dotted), message, idle[0].fix))
+
+
+def _examine_shadowed(review: Review, config: Config) -> None:
+    """Say which values of the base are replaced in every run; and what a comparison lacks."""
+    for finding in campaign_rules(config):
+        review.warnings.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
+    for key in MODES:
+        if review.places.given(("algorithm", key)):
+            message = "has no effect in a campaign: every condition has its own"
+            review.warnings.append(Mistake(("algorithm", key), message, "remove the line"))
+    steps = config.campaign.max_steps
+    if review.places.given(("training", "max_steps")) and steps not in (None, config.training.max_steps):
+        message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
+        review.warnings.append(Mistake(("training", "max_steps"), message, "keep one of the two"))
+
+
+def _examine_sources(review: Review, config: Config) -> None:
+    """Files of problems should exist where the configuration is checked; they may appear later."""
+    for key, value in (("source", config.data.source), ("eval_source", config.data.eval_source)):
+        path = ("data", key)
+        if value is None or not value.endswith(FILE_ENDINGS) or not review.places.given(path):
+            continue
+        if "\0" in value or not FilePath(value).is_file():
+            message = f'is "{value}": no such file beside the TOML file or in the working directory'
+            review.warnings.append(Mistake(path, message))

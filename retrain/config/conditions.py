@@ -1,0 +1,154 @@
+"""A campaign's conditions: their overrides brought into one form, and applied to the base configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from retrain.config.campaign import Condition
+from retrain.config.legacy import FLAT_PREFIXES, REPLACED, SYNONYMS
+from retrain.config.problems import Mistake, Path, nearest
+from retrain.config.root import keys, sections
+
+MODES = ("advantage_mode", "transform_mode")
+_ONE_BASE = "all runs of a campaign share one frozen base and one engine"
+_ONE_YARDSTICK = "conditions are compared on the same problems with the same yardstick"
+_ONE_RECORD = "it belongs to the campaign as a whole"
+FIXED: dict[str, str] = {
+    "campaign": _ONE_RECORD,
+    "model": _ONE_BASE,
+    "backend": _ONE_BASE,
+    "inference": _ONE_BASE,
+    "data": _ONE_YARDSTICK,
+    "environment": _ONE_YARDSTICK,
+    "evaluation": _ONE_YARDSTICK,
+    "backpressure": _ONE_RECORD,
+    "squeeze": _ONE_RECORD,
+    "resume": _ONE_RECORD,
+    "logging": _ONE_RECORD,
+    "training.seed": "the seed is the replicate: [campaign] seeds",
+}
+"""What a condition may not override, by section or key, and why."""
+
+FREE = ("model.lora_rank", "logging.strategic_grams")
+"""Keys that a condition may override although their section is fixed."""
+
+
+def why_fixed(dotted: str) -> str:
+    """Why a condition may not override this key, or "" if it may."""
+    if dotted in FREE:
+        return ""
+    return FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
+
+
+def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
+    """Bring a condition as written at ``path`` into the form of ``Condition``.
+
+    Returns the condition with its overrides as tables, where in the file each override (by dotted key) stands,
+    and the mistakes, whose overrides are left out.
+    """
+    folded: dict[str, Any] = {}
+    places: dict[str, Path] = {}
+    wrong: list[Mistake] = []
+
+    def override(name: str, place: Path, value: Any) -> None:
+        dotted = _dotted(name)
+        if isinstance(dotted, Mistake):
+            wrong.append(dotted._replace(path=place))
+            return
+        reason = why_fixed(dotted)
+        section, _, key = dotted.partition(".")
+        if reason:
+            wrong.append(Mistake(place, f"cannot differ between conditions: {reason}", "a campaign file for each"))
+        elif dotted in places:
+            wrong.append(Mistake(place, f"overrides {dotted} a second time in this condition", "keep one of the two"))
+        elif section == "algorithm" and key in MODES:
+            wrong.append(Mistake(place, "is the condition's own mode under another name", f'{key} = "{value}"'))
+        else:
+            places[dotted] = place
+            folded.setdefault(section, {})[key] = value
+
+    for name, value in condition.items():
+        place = (*path, name)
+        if name in MODES:
+            folded[name] = value
+        elif name in sections() and isinstance(value, Mapping):
+            for key, item in value.items():
+                override(f"{name}.{key}", (*place, key), item)
+        elif isinstance(value, Mapping):
+            wrong.append(_no_section(name)._replace(path=place))
+        else:
+            override(name, place, value)
+    return folded, places, wrong
+
+
+def _no_section(name: str) -> Mistake:
+    hint = nearest(name, sections()).replace("its keys are", "the sections are")
+    return Mistake((), f"names no section [{name}]", hint)
+
+
+def _dotted(name: str) -> str | Mistake:
+    """The dotted key that a condition means by ``name``: dotted, bare, or flat as in ``sepa_steps``."""
+    if name in keys():
+        return name
+    section, dot, key = name.partition(".")
+    if dot:
+        if section not in sections():
+            return _no_section(section)
+        if name in REPLACED:
+            return Mistake((), f"is not a key: {REPLACED[name][0]}", REPLACED[name][1])
+        own = [field.alias or key for key, field in sections()[section].model_fields.items()]
+        return Mistake((), f"is not a key of [{section}]", nearest(key, own))
+    homes = [dotted for dotted in keys() if dotted.partition(".")[2] == name and not why_fixed(dotted)]
+    if len(homes) == 1:
+        return homes[0]
+    if homes:
+        fix = " or ".join(f'"{dotted}"' for dotted in homes)
+        return Mistake((), f"is a key of {len(homes)} sections", fix)
+    fixed = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    if fixed:
+        return next((dotted for dotted in fixed if not dotted.startswith("campaign.")), fixed[0])
+    prefix, _, rest = name.partition("_")
+    flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
+    if flat in keys():
+        return flat
+    for section in ("training", "algorithm"):
+        if f"{section}.{name}" in REPLACED:
+            message, fix = REPLACED[f"{section}.{name}"]
+            return Mistake((), f"is not a key: {message}", fix)
+    if name in SYNONYMS:
+        return Mistake((), "is not a key", f'"{SYNONYMS[name]}"')
+    bare = [dotted.partition(".")[2] for dotted in keys() if not why_fixed(dotted)]
+    hint = nearest(name, bare)
+    return Mistake((), "is not a key", hint if hint.startswith("did") else 'section and key in quotes: "sepa.steps"')
+
+
+def assemble(base: Mapping[str, Any], condition: Condition | None, seed: int | None) -> dict[str, Any]:
+    """The configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
+
+    In a campaign it is again a campaign, of this one run, so that planning it gives the same run.
+    """
+    data = {section: dict(table) for section, table in base.items()}
+    training = data.setdefault("training", {})
+    if seed is not None:
+        training["seed"] = seed
+    if condition is None:
+        return data
+    campaign = data.setdefault("campaign", {})
+    if campaign.get("max_steps") is not None:
+        training["max_steps"] = campaign["max_steps"]
+    evaluation = data.setdefault("evaluation", {})
+    for key in ("temperature", "max_tokens"):
+        # The yardstick is the base's, also for a condition that trains with another temperature or length.
+        if evaluation.get(key) is None and key in training:
+            evaluation[key] = training[key]
+    data.setdefault("algorithm", {}).update(
+        advantage_mode=condition.advantage_mode, transform_mode=condition.transform_mode
+    )
+    for dotted, value in condition.overrides.items():
+        section, _, key = dotted.partition(".")
+        data.setdefault(section, {})[key] = value
+    campaign["conditions"] = [condition.model_dump()]
+    if seed is not None:
+        campaign["seeds"] = [seed]
+    return data

@@ -1,0 +1,155 @@
+"""What a key accepts, in words and in TOML: for error messages and for the reference."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from retrain.config.base import INT_MAX, Device, Section, Unavailable
+
+NUMBER_WORDS = {int: "an integer", float: "a number"}
+_DEVICE_PATTERN = get_args(Device)[1].metadata[0].pattern
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """``value`` as TOML, shortened for a message."""
+    text = toml(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def toml(value: Any) -> str:
+    """``value`` as a TOML value on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        pairs = (f"{key} = {toml(item)}" for key, item in value.items() if item is not None)
+        return "{ " + ", ".join(pairs) + " }"
+    return str(value)
+
+
+def kind(value: Any) -> str:
+    """The TOML type of a value, with its article."""
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, datetime.date | datetime.time):
+        return "a date or time"
+    return type(value).__name__
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """All strings that a field with a fixed set of values accepts."""
+    return [value for value in _literals(field.annotation) if isinstance(value, str)]
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) is not list:
+        for part in get_args(annotation):
+            yield from _literals(part)
+
+
+def expected(annotation: Any, metadata: list[Any] | tuple[Any, ...] = (), plural: bool = False) -> str:
+    """What a type accepts, such as ``an integer ≥ 1, or "auto"``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return expected(inner, [*_flat(more), *metadata], plural)
+    if origin in (Union, types.UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        # Bounds on a union are those of its numbers.
+        return ", or ".join(expected(part, metadata, plural) for part in reversed(parts))
+    if origin is Literal:
+        values = [f'"{value}"' for value in get_args(annotation)]
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
+    if origin is list:
+        return f"a list of {expected(get_args(annotation)[0], plural=True)}"
+    if annotation is bool:
+        return "true or false"
+    if annotation in NUMBER_WORDS:
+        word = NUMBER_WORDS[annotation]
+        word = f"{word.split()[1]}s" if plural else word
+        bounds = bound(metadata)
+        return f"{word} {bounds}" if bounds else word
+    if annotation is str:
+        if any(getattr(item, "pattern", None) == _DEVICE_PATTERN for item in metadata):
+            return '"auto", "cpu" or a GPU such as "gpu:0"'
+        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "tables" if plural else "a table"
+    return "a table"
+
+
+def _flat(metadata: Any) -> Iterator[Any]:
+    for item in metadata:
+        yield from item.metadata if isinstance(item, FieldInfo) else [item]
+
+
+def bound(metadata: list[Any] | tuple[Any, ...]) -> str:
+    """The bounds among a field's metadata, such as ``≥ 0 and < 1``."""
+    words = []
+    for item in _flat(metadata):
+        if isinstance(item, annotated_types.Ge):
+            words.append(f"≥ {item.ge}")
+        elif isinstance(item, annotated_types.Gt):
+            words.append(f"> {item.gt}")
+        elif isinstance(item, annotated_types.Le) and item.le not in (INT_MAX, 2**63 - 1):
+            words.append(f"≤ {item.le}")
+        elif isinstance(item, annotated_types.Lt):
+            words.append(f"< {item.lt}")
+        elif isinstance(item, annotated_types.MinLen):
+            words.append("not empty")
+    return " and ".join(words)
+
+
+def field_expected(field: FieldInfo) -> str:
+    """What a field accepts."""
+    return expected(field.annotation, field.metadata)
+
+
+def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
+    """Why a known value cannot be used here and what to type instead, or None."""
+    for item in field.metadata:
+        if isinstance(item, Unavailable) and isinstance(value, str):
+            return item.values.get(value)
+    return None
+
+
+def accepts(field: FieldInfo, value: Any) -> bool:
+    """Whether the field by itself would accept the value."""
+    adapter = TypeAdapter(
+        Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation,
+        config=ConfigDict(strict=True, allow_inf_nan=False),
+    )
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The field's default; None also where there is none."""
+    return None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]

@@ -1,0 +1,145 @@
+"""From a TOML file and ``--set`` values to a `Config`, or to all of its mistakes at once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from retrain.config.checking import Places, examine
+from retrain.config.lines import key_lines
+from retrain.config.problems import Mistake
+from retrain.config.root import Config, keys, sections
+from retrain.config.tasks import FILE_ENDINGS
+from retrain.errors import ConfigError, Problem, UsageError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration file that holds: its text, what it means, and what there is to say about it."""
+
+    config: Config
+    path: FilePath
+    text: str
+    is_campaign: bool
+    warnings: list[str] = field(default_factory=list)
+
+
+def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
+    """Read a configuration file, apply ``section.key=value`` settings, and validate all of it.
+
+    Raises UsageError when there is no such file, and ConfigError with every mistake, ordered by line.
+    """
+    path = FilePath(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    text, data = _parse(raw, path.name)
+    places = Places(path.name, key_lines(text))
+    wrong = _apply_sets(data, sets, places)
+    _beside(data, path)
+    config, warnings = examine(data, places, wrong)
+    if config.logging.log_dir is None:
+        directory = f"logs/{path.stem}"
+        config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
+    return Loaded(config, path, text, config.is_campaign, warnings)
+
+
+def parse_dict(data: Mapping[str, Any]) -> Config:
+    """The configuration in plain data such as ``config.model_dump(mode="json")``; ConfigError with every mistake."""
+    return examine(deepcopy(dict(data)), Places("config"), [])[0]
+
+
+def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
+    """Text and data of a TOML file; a syntax error becomes a problem with its line."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError([Problem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]) from error
+    try:
+        return text, tomllib.loads(text)
+    except RecursionError as error:
+        raise ConfigError([Problem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]) from error
+    except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
+        raise ConfigError([_syntax_problem(str(error), text, name)]) from error
+
+
+def _syntax_problem(message: str, text: str, name: str) -> Problem:
+    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    lines = text.replace("\r\n", "\n").split("\n")
+    number = int(match.group(1)) if match else len(text.rstrip("\n").split("\n"))
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    reason = re.sub(r"\s*\(at [^)]*\)", "", message)
+    where = f" at column {match.group(2)}" if match else " at the end of the file"
+    pair = re.match(r"([\w.\-\"]+)\s*=\s*([^\s\"'\[{#][^#]*?)\s*(?:#.*)?$", line)
+    if pair and pair.group(2).lower() in ("true", "false"):
+        fix = f"{pair.group(1)} = {pair.group(2).lower()}"
+    elif "overwrite" in reason or "twice" in reason or "Duplicate" in reason:
+        fix = "each key and each section stands once; keep one of them"
+    elif pair and "value" in reason.lower():
+        fix = f'{pair.group(1)} = "{pair.group(2)}"'
+    else:
+        fix = "a line is key = value or [section], and strings are in quotes"
+    return Problem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
+
+
+def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> list[Mistake]:
+    """Put ``section.key=value`` settings into ``data``; the mistakes in their form."""
+    wrong = []
+    for setting in sets:
+        name, equals, value = setting.partition("=")
+        parts = tuple(part.strip() for part in name.split("."))
+        homes = [dotted for dotted in keys() if dotted.partition(".")[2] == name.strip()]
+        problem = ""
+        if not equals or not all(parts):
+            problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
+        elif len(parts) == 1 and homes and name.strip() not in sections():
+            problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in homes)
+        if problem:
+            places.sets.add(("--set",))
+            wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))
+            continue
+        places.sets.add(parts)
+        table = data
+        for part in parts[:-1]:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                inner = table[part] = {}
+            table = inner
+        table[parts[-1]] = _set_value(value.strip())
+        if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
+            # A file's [campaign] max_steps would otherwise win over what was just typed.
+            data["campaign"].pop("max_steps", None)
+    return wrong
+
+
+def _set_value(text: str) -> Any:
+    """The text as a TOML value, or as it stands when it is none."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["v"] if list(parsed) == ["v"] else text
+
+
+def _beside(data: dict[str, Any], path: FilePath) -> None:
+    """Files of problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
+    reward = data.get("reward")
+    parts = reward.get("components") if isinstance(reward, dict) else None
+    rewards = [reward, *parts] if isinstance(parts, list) else [reward]
+    named = [(data.get("data"), key) for key in ("source", "eval_source")]
+    for table, key in [*named, *((table, "custom_module") for table in rewards)]:
+        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(value, str) or "\0" in value:
+            continue
+        if key == "custom_module" and not value.endswith(".py"):
+            value = value.replace(".", "/") + ".py"
+        beside = path.parent / value
+        if value.endswith((".py", *FILE_ENDINGS)) and beside.is_file():
+            table[key] = str(beside.resolve())

@@ -1,0 +1,104 @@
+"""[model], [lora], [backend], [inference]: what is trained, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from retrain.config.base import (
+    Count,
+    Decay,
+    Device,
+    Finding,
+    NotNegative,
+    OptionalText,
+    Section,
+    Text,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+_NO_SERVER = ("the engine samples in-process, and server engines are not available", 'engine = "local"')
+_NO_REMOTE = ("remote training is not available", 'backend = "local"')
+
+
+def _local_engine(value: Any) -> Any:
+    return "local" if value == "pytorch" else value
+
+
+class Model(Section):
+    """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
+
+    model: Text = "tiny-reasoner"
+    """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
+    revision: OptionalText = None
+    """Branch, tag or commit of a hub model; unset is the default branch."""
+    local_files_only: bool = False
+    """Never ask the hub: use only what is in the local cache."""
+    lora_rank: Count = 32
+    """Rank of the LoRA adapter."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a hub model. Leave off unless you have read that code."""
+
+
+class Lora(Section):
+    """The adapter apart from its rank. The defaults follow "LoRA without regret"."""
+
+    alpha: NotNegative = 32.0
+    """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
+    dropout: Decay = 0.0
+    """Dropout on the adapter's input while training; sampling never drops anything."""
+    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Which layers get an adapter: `all-linear`, or a list of module names such as `["q_proj", "v_proj"]`."""
+
+
+class Backend(Section):
+    """Where the training happens."""
+
+    backend: Annotated[Literal["local"], Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
+    """`local`: torch, transformers and peft in this process."""
+    devices: Device = "auto"
+    """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
+    adapter_path: OptionalText = None
+    """Directory that also receives the final adapter; a campaign writes one directory per run beneath it. The run
+    directory's `final/` is written in any case."""
+
+
+class Inference(Section):
+    """How completions are sampled."""
+
+    engine: Annotated[
+        Literal["local"],
+        BeforeValidator(_local_engine),
+        Unavailable({name: _NO_SERVER for name in ("vllm", "sglang", "openai", "max", "mlx")}),
+    ] = "local"
+    """`local`: the model that is trained also samples. `pytorch` is read as `local`."""
+    url: OptionalText = None
+    """Address of a server engine."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU."""
+
+
+def model_rules(config: Config) -> Iterator[Finding]:
+    """Rules over what is trained and on what."""
+    if config.inference.url is not None:
+        yield Finding(
+            ("inference.url", "inference.engine"),
+            'has no effect with engine = "local"',
+            "remove the line",
+        )
+    if config.lora.dropout > 0:
+        yield Finding(
+            ("lora.dropout",),
+            f"is {config.lora.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
+            "importance ratio is noisy even on-policy",
+            "dropout = 0.0",
+            warning=True,
+        )
+
+
+RULES = (model_rules,)

@@ -1,0 +1,230 @@
+"""From what pydantic says to one line that a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from retrain.config.base import Section
+from retrain.config.campaign import Condition
+from retrain.config.describe import accepts, choices, default_of, field_expected, kind, show, toml, unavailable
+from retrain.config.legacy import REPLACED, REPLACED_SECTIONS, SYNONYMS
+from retrain.config.root import keys, sections
+from retrain.config.tasks import RewardComponent
+
+Path = tuple[str | int, ...]
+LISTED: dict[str, type[Section]] = {"campaign.conditions": Condition, "reward.components": RewardComponent}
+"""Keys that are lists of tables, and what their tables are."""
+
+
+class Mistake(NamedTuple):
+    """One mistake at a path of the file, before it is known on which line that is.
+
+    ``about`` is the key that the message speaks of when another one, at the path, is what was written.
+    """
+
+    path: Path
+    message: str
+    fix: str = ""
+    about: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the message is about: the path in dotted form, list positions counted from 1 as people do."""
+        if self.about:
+            return self.about
+        text = ""
+        for part in self.path:
+            text += f"[{part + 1}]" if isinstance(part, int) else f".{part}" if text else part
+        return text
+
+
+def mistakes(error: ValidationError, data: Mapping[str, Any]) -> list[Mistake]:
+    """One mistake for every wrong key in ``data``, however many complaints pydantic has about it."""
+    found: dict[Path, Mistake] = {}
+    for details in error.errors(include_url=False):
+        mistake = _mistake(details, data)
+        found.setdefault(mistake.path, mistake)
+    return list(found.values())
+
+
+def _mistake(details: ErrorDetails, data: Mapping[str, Any]) -> Mistake:
+    location = details["loc"]
+    if details["type"] == "extra_forbidden":
+        return unknown(tuple(location), details["input"])
+    if len(location) < 2:
+        name = str(location[0]) if location else "configuration"
+        return _not_a_table((name,), details["input"])
+    path, field = _field(location)
+    if field is None:
+        return _not_a_table(path, details["input"])
+    name = str(path[-1])
+    if details["type"] == "missing":
+        return Mistake(path, "is missing", f"{name} = {toml(_example(field))}")
+    if details["type"] == "fault":
+        context = details.get("ctx", {})
+        return Mistake(path, context["message"], context["fix"])
+    return wrong_value(path, field, _at(data, path))
+
+
+def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
+    """The path of the key in which an error lies, and the key's field; None when a whole table is wrong."""
+    section, name = str(location[0]), str(location[1])
+    listed = LISTED.get(f"{section}.{name}")
+    if listed is None or len(location) < 3:
+        return (section, name), keys()[f"{section}.{name}"]
+    path: Path = (section, name, location[2])
+    if len(location) < 4:
+        return path, None
+    key = str(location[3])
+    return (*path, key), listed.model_fields[key]
+
+
+def _at(data: Any, path: Iterable[str | int]) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _not_a_table(path: Path, value: Any) -> Mistake:
+    name = str(path[0])
+    if isinstance(path[-1], int):
+        fix = f"[[{'.'.join(str(part) for part in path[:-1])}]]"
+        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", fix)
+    if name not in sections():
+        return unknown(path, value)
+    if isinstance(value, list):
+        return Mistake(path, f"is a list, but there is one [{name}]", f"[{name}]")
+    fix = f"[{name}]"
+    if f"{name}.{name}" in keys():
+        fix = f"[{name}] and below it {name} = {show(value)}"
+    return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", fix)
+
+
+def _example(field: FieldInfo) -> Any:
+    default = default_of(field)
+    return default if default is not None else next(iter(choices(field)), "…")
+
+
+def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
+    """The mistake of a value that its key does not accept."""
+    name = str(path[-1])
+    known = unavailable(field, value)
+    if known is not None:
+        return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
+    message = f"is {show(value)}"
+    if not isinstance(value, list):
+        message += f", {kind(value)}" if not _same_kind(field, value) else ""
+    message += f", but must be {field_expected(field)}"
+    return Mistake(path, message, _suggestion(name, field, value))
+
+
+def _same_kind(field: FieldInfo, value: Any) -> bool:
+    """Whether the value is of a type that the field accepts, so that naming the type would not help."""
+    text = field_expected(field)
+    if isinstance(value, bool):
+        return "true" in text
+    if isinstance(value, int | float):
+        return "number" in text or "integer" in text
+    return isinstance(value, str) and '"' in text
+
+
+def _candidates(value: Any) -> Iterator[Any]:
+    """Values that somebody may have meant by ``value``, the likeliest first."""
+    if isinstance(value, str):
+        with suppress(KeyError, ValueError, RecursionError):
+            yield tomllib.loads(f"v = {value.strip().lower()}")["v"]
+        yield value.strip().lower()
+        yield value.strip()
+        yield [value]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if value in (0, 1):
+            yield bool(value)
+        if isinstance(value, float) and value.is_integer():
+            yield int(value)
+        yield [value]
+    elif isinstance(value, list) and len(value) == 1:
+        yield value[0]
+
+
+def _suggestion(name: str, field: FieldInfo, value: Any) -> str:
+    options = choices(field)
+    if isinstance(value, str) and options:
+        close = difflib.get_close_matches(value.lower(), options, n=1, cutoff=0.5)
+        if close:
+            return f'did you mean {name} = "{close[0]}"'
+    for candidate in _candidates(value):
+        if (type(candidate), candidate) != (type(value), value) and accepts(field, candidate):
+            return f"{name} = {show(candidate)}"
+    default = default_of(field)
+    if default is not None and default != []:
+        return f"{name} = {show(default)}"
+    return f"{name} = {show(options[0])}" if options else "remove the line for the default"
+
+
+def unknown(path: Path, value: Any) -> Mistake:
+    """The mistake of a section or key that does not exist, with the nearest one that does."""
+    section, name = str(path[0]), str(path[-1])
+    if len(path) == 1:
+        return _unknown_section(path, name, value)
+    if len(path) > 2:
+        listed = LISTED[".".join(str(part) for part in path[:2])]
+        return Mistake(path, f"is not a key of {_table(path[:2])}", nearest(name, listed.model_fields, value))
+    replaced = REPLACED.get(f"{section}.{name}")
+    if replaced is not None:
+        return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
+    own = [field.alias or key for key, field in sections()[section].model_fields.items()]
+    synonym = SYNONYMS.get(name)
+    if synonym is not None:
+        return Mistake(path, f"is not a key of [{section}]", f"{_elsewhere(synonym, section)} = {show(value)}")
+    elsewhere = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    if elsewhere:
+        belongs = " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
+        return Mistake(path, f"is not a key of [{section}]", f"{name} belongs to {belongs}")
+    close = difflib.get_close_matches(name, own, n=1, cutoff=0.65)
+    if not close:
+        wide = difflib.get_close_matches(name, [dotted.partition(".")[2] for dotted in keys()], n=1, cutoff=0.8)
+        if wide:
+            dotted = next(dotted for dotted in keys() if dotted.partition(".")[2] == wide[0])
+            return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
+    return Mistake(path, f"is not a key of [{section}]", nearest(name, own, value))
+
+
+def _table(path: Path) -> str:
+    return f"[[{'.'.join(str(part) for part in path)}]]"
+
+
+def _elsewhere(dotted: str, section: str) -> str:
+    home, _, key = dotted.partition(".")
+    return key if home == section else f"[{home}] {key}"
+
+
+def nearest(name: str, candidates: Iterable[str], value: Any = None) -> str:
+    """``did you mean …`` for the nearest candidate, with the value it was given, or all when none is near."""
+    names = list(candidates)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    given = "" if value is None or isinstance(value, Mapping) else f" = {show(value)}"
+    return f"did you mean {close[0]}{given}" if close else f"its keys are {', '.join(names)}"
+
+
+def _unknown_section(path: Path, name: str, value: Any) -> Mistake:
+    if name in REPLACED_SECTIONS:
+        return Mistake(path, *REPLACED_SECTIONS[name])
+    homes = [dotted.partition(".")[0] for dotted in keys() if dotted.partition(".")[2] == name]
+    if name in SYNONYMS and not isinstance(value, Mapping):
+        home, _, key = SYNONYMS[name].partition(".")
+        return Mistake(path, "is not a key outside a section", f"[{home}] {key} = {show(value)}")
+    if homes and not isinstance(value, Mapping):
+        where = " or ".join(f"[{home}]" for home in homes)
+        return Mistake(path, "stands outside a section", f"put it under {where}")
+    close = difflib.get_close_matches(name, list(sections()), n=1, cutoff=0.6)
+    if close:
+        return Mistake(path, "is not a section", f"did you mean [{close[0]}]")
+    return Mistake(path, "is not a section", "the sections are " + ", ".join(f"[{section}]" for section in sections()))

@@ -1,0 +1,125 @@
+"""The JSON Schema and the reference page, made from the models."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from retrain.config.base import Section, UsedWhen
+from retrain.config.campaign import Condition
+from retrain.config.conditions import MODES, why_fixed
+from retrain.config.describe import default_of, field_expected, toml
+from retrain.config.root import Config, keys, sections
+from retrain.config.tasks import RewardComponent
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+INTRODUCTION = """\
+# Configuration
+
+*Made from the models in `retrain/config/` by `python -m retrain.config docs/configuration.md`; edit those.*
+
+A run or a campaign is one TOML file. Every key has a default, so a file holds only what differs from it.
+`retrain check FILE` tells every mistake at once, each on one line: where it stands, which key, what is wrong, and
+what to type. A key or section that does not exist is a mistake, and so is one that would have no effect. Types are
+strict: `"false"` is not `false`, and 1 is not `true`.
+
+`--set section.key=value` replaces a value from the command line. The value is read as TOML, or as text where it is
+no TOML, and is validated like the file. The resolved configuration is written beside the results as `config.json`.
+
+A file with a `[campaign]` section is a campaign: every condition runs with every seed. All other sections are the base
+configuration that the conditions share.
+
+```toml
+[campaign]
+seeds = [1, 2, 3, 4, 5, 6]
+max_steps = 100
+
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "gtpo_sepa"
+"sepa.steps" = 50            # an override; or: sepa = { steps = 50 }
+lr = 2e-4                    # a bare key, when only one section has it
+```
+
+A condition's label is `advantage_mode+transform_mode`, then `~key=value` for each override; a run is
+`<label>_s<seed>`. The runs here are `grpo+none_s1`, `maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50_s1`, and so on.
+Conditions cannot override the base model, the engine, the data or the evaluation, which a comparison needs to be the
+same, nor the seed, which is the replicate.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a configuration file, for editors."""
+    schema = Config.model_json_schema(by_alias=True, mode="validation")
+    schema["$schema"] = DIALECT
+    schema["title"] = "retrain"
+    schema["description"] = "A run or a campaign of retrain."
+    definitions = schema["$defs"]
+    overridable = [dotted for dotted in keys() if not why_fixed(dotted)]
+    condition: dict[str, Any] = definitions["Condition"]["properties"]
+    names = [dotted.partition(".")[2] for dotted in overridable]
+    for dotted in overridable:
+        section, _, key = dotted.partition(".")
+        of_key = {"$ref": f"#/$defs/{sections()[section].__name__}/properties/{key}"}
+        if dotted.startswith("algorithm.") and key in MODES:
+            continue
+        condition[dotted] = of_key
+        if names.count(key) == 1 and key not in sections():
+            condition[key] = of_key
+        table = condition.setdefault(section, {"type": "object", "properties": {}, "additionalProperties": False})
+        table["properties"][key] = of_key
+    definitions["Condition"]["additionalProperties"] = False
+    for definition in definitions.values():
+        for of_key in definition["properties"].values():
+            of_key.pop("title", None)  # pydantic's rewording of the key
+    return schema
+
+
+def configuration_markdown() -> str:
+    """The reference page: every section with a table of its keys."""
+    parts = [INTRODUCTION]
+    for name, section in sections().items():
+        parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")
+        if name == "campaign":
+            parts.append(f"### [[campaign.conditions]]\n\n{_text(Condition)}\n\n{_table(Condition)}")
+        if name == "reward":
+            parts.append(f"### [[reward.components]]\n\n{_text(RewardComponent)}\n\n{_table(RewardComponent)}")
+    return "\n".join(parts)
+
+
+def _text(section: type[Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "")
+
+
+def _table(section: type[Section]) -> str:
+    rows = ["| key | default | accepts | meaning |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        cells = [f"`{field.alias or name}`", _default(field), field_expected(field), _meaning(field)]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = default_of(field)
+    if isinstance(value, list) and value and isinstance(value[0], Condition):
+        return "the five standard ones: " + ", ".join(f"`{condition.label}`" for condition in value)
+    return "unset" if value is None else f"`{toml(value)}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    text = " ".join((field.description or "").split())
+    conditions = [
+        f"`{marker.key.partition('.')[2]}` = {' or '.join(f'`{value}`' for value in marker.values)}"
+        for marker in field.metadata
+        if isinstance(marker, UsedWhen)
+    ]
+    return f"{text} Used with {' and '.join(conditions)}." if conditions else text

@@ -1,0 +1,138 @@
+"""The whole configuration: all sections, the rules between them, and which keys have an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
+from pydantic.fields import FieldInfo
+
+from retrain.config import algorithm, models, tasks, training, upkeep
+from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
+from retrain.config.base import Finding, Section, UsedWhen, fault
+from retrain.config.campaign import Campaign
+from retrain.config.models import Backend, Inference, Lora, Model
+from retrain.config.tasks import Data, Environment, Reward
+from retrain.config.training import Evaluation, Optimizer, Training
+from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
+
+RULES = (
+    *models.RULES,
+    *training.RULES,
+    *algorithm.RULES,
+    *tasks.RULES,
+    *upkeep.RULES,
+)
+
+
+class Config(Section):
+    """Everything about a run or a campaign. Attribute names are those of the TOML file."""
+
+    campaign: Campaign = Campaign()
+    model: Model = Model()
+    lora: Lora = Lora()
+    optimizer: Optimizer = Optimizer()
+    training: Training = Training()
+    algorithm: Algorithm = Algorithm()
+    gtpo: Gtpo = Gtpo()
+    hicra: Hicra = Hicra()
+    sepa: Sepa = Sepa()
+    planning: Planning = Planning()
+    backend: Backend = Backend()
+    inference: Inference = Inference()
+    data: Data = Data()
+    reward: Reward = Reward()
+    environment: Environment = Environment()
+    evaluation: Evaluation = Evaluation()
+    backpressure: Backpressure = Backpressure()
+    squeeze: Squeeze = Squeeze()
+    resume: Resume = Resume()
+    logging: Logging = Logging()
+
+    @property
+    def is_campaign(self) -> bool:
+        """Whether there is a [campaign] section: several runs that are compared."""
+        return "campaign" in self.model_fields_set
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
+        return self.model_dump(mode="json")
+
+    @model_validator(mode="after")
+    def _rules_hold(self, info: ValidationInfo) -> Config:
+        """Rules for a configuration that is built directly; the loader checks them itself, to report all at once."""
+        if not (info.context or {}).get("rules_later"):
+            wrong = [finding for finding in rule_findings(self) if not finding.warning]
+            if wrong:
+                lines = [f"{item.keys[0]} {item.message}" + (f": {item.fix}" if item.fix else "") for item in wrong]
+                raise fault("; ".join(lines))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent_campaign(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A single run has no [campaign] section, and its dump has none either."""
+        dumped = handler(self)
+        if not self.is_campaign:
+            dumped.pop("campaign", None)
+        return dumped
+
+
+def rule_findings(config: Config) -> Iterator[Finding]:
+    """What all cross-field rules say of this configuration, as a single run with its modes."""
+    for rule in RULES:
+        yield from rule(config)
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Every section by name, in the order of the reference."""
+    return {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
+
+
+@cache
+def keys() -> dict[str, FieldInfo]:
+    """Every key of every section by dotted TOML name."""
+    return {
+        f"{section}.{field.alias or name}": field
+        for section, model in sections().items()
+        for name, field in model.model_fields.items()
+    }
+
+
+def value_at(config: Config, dotted: str) -> Any:
+    """The value of ``section.key``."""
+    section, _, key = dotted.partition(".")
+    return getattr(getattr(config, section), "from_" if key == "from" else key)
+
+
+def unused(config: Config, dotted: str, override: bool = False) -> Finding | None:
+    """That ``dotted`` has no effect in this run, or None if it has one.
+
+    ``override``: the key is asked for as what distinguishes a condition, so it must change the training.
+    """
+    for marker in keys()[dotted].metadata:
+        if isinstance(marker, UsedWhen) and (override or not marker.training_only):
+            value = value_at(config, marker.key)
+            if value not in marker.values:
+                other = marker.key.partition(".")[2]
+                message = f'has no effect with {other} = "{value}"'
+                return Finding((dotted, marker.key), message, f'remove the line, or {other} = "{marker.values[0]}"')
+    return None
+
+
+def differing(config: Config) -> Iterable[str]:
+    """Dotted keys whose values are not the defaults."""
+    default = Config()
+    return [key for key in keys() if value_at(config, key) != value_at(default, key)]
+
+
+def without_unused(config: Config) -> dict[str, Any]:
+    """The dump of the configuration in which keys without effect have their defaults."""
+    dumped, default = config.model_dump(), Config()
+    for dotted in differing(config):
+        if unused(config, dotted) is not None:
+            section, _, key = dotted.partition(".")
+            dumped[section][key] = value_at(default, dotted)
+    return dumped

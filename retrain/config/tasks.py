@@ -1,0 +1,252 @@
+"""[data], [reward], [environment]: the problems, and what an answer is worth."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from retrain.config.base import (
+    Count,
+    Finding,
+    OptionalText,
+    Positive,
+    Section,
+    Text,
+    UsedWhen,
+    fault,
+)
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+SOURCES = ("arithmetic", "gsm8k", "math")
+FILE_ENDINGS = (".jsonl", ".parquet")
+Level = Literal["easy", "medium", "hard"]
+
+
+def is_plugin(text: str) -> bool:
+    """Whether the text has the form `package.module:function`."""
+    module, colon, function = text.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _source(value: str | None) -> str | None:
+    if value is None or value in SOURCES or value.endswith(FILE_ENDINGS) or is_plugin(value):
+        return value
+    close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
+    name = "math" if close == ["hendrycks_math"] else close[0] if close else "arithmetic"
+    raise fault(
+        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, or a '
+        "module:function",
+        f'source = "{name}"',
+    )
+
+
+def _prompt_template(value: str) -> str:
+    if "{prompt}" not in value:
+        raise fault("does not contain {prompt}, so the problem would never be shown", 'prompt_template = "{prompt}"')
+    return value
+
+
+def _positive_turns(value: Any) -> Any:
+    return 1 if type(value) is int and value == -1 else value
+
+
+class Data(Section):
+    """The problems to train on and those held out."""
+
+    source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
+    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file (looked for beside the TOML file
+    first), or `module:function`."""
+    split: Text = "train"
+    """Split of a hub source to train on."""
+    eval_source: Annotated[OptionalText, AfterValidator(_source)] = None
+    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of the file."""
+    eval_split: Text = "test"
+    """Split of a hub source to hold out."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of a file's problems that is held out when there is no `eval_source`."""
+    prompt_column: Text = "prompt"
+    """Column of a file that holds the problem: a string, or a list of chat messages."""
+    answer_column: Text = "answer"
+    """Column of a file that holds the reference answer."""
+    tags_column: OptionalText = None
+    """Column of a file that holds a tag or a list of tags; metrics are also reported for each tag."""
+    system_prompt: OptionalText = None
+    """Put before every problem as the system message."""
+    prompt_template: Annotated[Text, AfterValidator(_prompt_template)] = "{prompt}"
+    """Text of the user message; `{prompt}` is the problem."""
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Arguments of the tokenizer's chat template, such as `{ enable_thinking = false }`."""
+    levels: Annotated[list[Level], Field(min_length=1)] | None = None
+    """Difficulties of generated problems to draw from; unset is all of them."""
+    size: Annotated[Count, UsedWhen("data.source", ("arithmetic",))] = 20_000
+    """How many training problems to generate."""
+    shuffle: bool = True
+    """Shuffle the problems anew in every pass, by the run's seed."""
+
+
+class Grader(Section):
+    """Keys that a reward and a component of a weighted reward have in common."""
+
+    judge_model: OptionalText = None
+    """Model name sent to the judge."""
+    judge_url: OptionalText = None
+    """Base address of an OpenAI-compatible endpoint, such as `http://localhost:8000/v1`; unset is OpenAI's own."""
+    judge_api_key_env: OptionalText = None
+    """Environment variable that holds the endpoint's key; unset sends none."""
+    custom_module: OptionalText = None
+    """Module or `.py` file of a reward of your own; looked for beside the TOML file first."""
+    custom_function: Text = "score"
+    """Its function: gets the completion and the reference answer, returns a number or a `RewardResult`."""
+
+
+class RewardComponent(Grader):
+    """One part of a weighted reward: weight × (reward + offset)."""
+
+    type: Literal["match", "math", "format", "judge", "custom"]
+    """As in [reward]."""
+    name: OptionalText = None
+    """Name in the metrics; unset is the type."""
+    weight: float = 1.0
+    """Factor of this part in the total."""
+    offset: float = 0.0
+    """Added before weighting: -1 makes it a penalty that a perfect answer does not pay."""
+
+
+class Reward(Grader):
+    """What an answer is worth."""
+
+    type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
+    """`match`: the last boxed answer, compared as text after normalising; `math`: mathematical equality; `format`:
+    whether there is a boxed answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
+    `[[reward.components]]`."""
+    timeout_s: Positive = 10.0
+    """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
+    workers: Count = 2
+    """Processes (`math`) or connections (`judge`) that grade side by side."""
+    components: list[RewardComponent] = Field(default_factory=list)
+    """The parts of a weighted reward, each logged by its name."""
+    reward_min: float | None = None
+    """Lower end of the reward, for scaling charts only."""
+    reward_max: float | None = None
+    """Upper end of the reward, for scaling charts only."""
+
+
+class Environment(Section):
+    """Environments of several turns. Only problems of one turn, from [data], are available."""
+
+    provider: OptionalText = None
+    """Who provides the environment; leave unset."""
+    id: OptionalText = None
+    """Which of the provider's environments."""
+    args: Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
+        default_factory=dict
+    )
+    """Arguments of the environment."""
+    max_turns: Annotated[Count, BeforeValidator(_positive_turns)] = 1
+    """Turns of one episode. Only 1; -1 is read as 1."""
+    auto_install: bool = False
+    """Whether to install the environment from its hub."""
+
+
+def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
+    """What one grader needs for its kind, and what it has without using it."""
+    owners = {"judge_model": "judge", "judge_url": "judge", "judge_api_key_env": "judge", "custom_module": "custom"}
+    needs = {"judge": ("judge_model", "gpt-4o-mini"), "custom": ("custom_module", "my_rewards")}
+    for key, owner in owners.items():
+        if kind != owner and getattr(grader, key) is not None:
+            fix = f'remove the line, or type = "{owner}"'
+            yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind in needs:
+        key, example = needs[kind]
+        if getattr(grader, key) is None:
+            message = f'is missing: type = "{kind}" needs it'
+            yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
+
+
+def reward_rules(config: Config) -> Iterator[Finding]:
+    """Each kind of reward has what it needs, and nothing that it would ignore."""
+    reward = config.reward
+    yield from _grader_findings(reward, reward.type, "reward")
+    if reward.type == "weighted":
+        if not reward.components:
+            yield Finding(
+                ("reward.components", "reward.type"),
+                'is missing: type = "weighted" needs its parts',
+                'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
+            )
+    elif reward.components:
+        yield Finding(
+            ("reward.components", "reward.type"),
+            f'has no effect with type = "{reward.type}"',
+            'type = "weighted"',
+        )
+    names: set[str] = set()
+    for index, part in enumerate(reward.components):
+        path = f"reward.components.{index}"
+        yield from _grader_findings(part, part.type, path)
+        name = part.name or part.type
+        if name in names:
+            yield Finding(
+                (f"{path}.name", path),
+                f'is "{name}", like a part before it: their metrics would be one',
+                f'name = "{name}_{index + 1}"',
+            )
+        names.add(name)
+    low, high = reward.reward_min, reward.reward_max
+    if low is not None and high is not None and low >= high:
+        yield Finding(
+            ("reward.reward_max", "reward.reward_min"),
+            f"is {high:g}, which is not above reward_min = {low:g}",
+            f"reward_max = {low + 1:g}",
+        )
+
+
+def data_rules(config: Config) -> Iterator[Finding]:
+    """Levels are those of generated problems."""
+    data = config.data
+    if data.levels is not None and "arithmetic" not in (data.source, data.eval_source):
+        yield Finding(
+            ("data.levels", "data.source"),
+            f'has no effect with source = "{data.source}"',
+            'remove the line, or source = "arithmetic"',
+        )
+
+
+def maxrl_rules(config: Config) -> Iterator[Finding]:
+    """MaxRL is defined for rewards in [0, 1]."""
+    reward = config.reward
+    if config.algorithm.advantage_mode != "maxrl" or reward.type != "weighted":
+        return
+    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
+        sum(part.weight for part in reward.components) > 1 + 1e-9
+    ):
+        yield Finding(
+            ("reward.components", "algorithm.advantage_mode"),
+            "can give totals outside [0, 1], for which maxrl is not defined",
+            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
+        )
+
+
+def environment_rules(config: Config) -> Iterator[Finding]:
+    """Only single-turn problems exist; nothing about environments is accepted and ignored."""
+    environment = config.environment
+    fix = "remove [environment] and choose problems with [data] source"
+    if environment.provider is not None:
+        yield Finding(("environment.provider",), f'is "{environment.provider}": environments are not available', fix)
+    elif environment.id is not None or environment.args or environment.auto_install:
+        key = "id" if environment.id is not None else "args" if environment.args else "auto_install"
+        yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
+    if environment.max_turns > 1:
+        yield Finding(
+            ("environment.max_turns",),
+            f"is {environment.max_turns}: only one turn is available",
+            "max_turns = 1",
+        )
+
+
+RULES = (data_rules, reward_rules, maxrl_rules, environment_rules)

@@ -1,0 +1,192 @@
+"""[training], [optimizer], [evaluation]: how long, how much, how fast, and how it is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from retrain.config.base import (
+    Count,
+    Decay,
+    Finding,
+    Natural,
+    NotNegative,
+    OptionalCount,
+    Positive,
+    PositiveShare,
+    Section,
+    Seed,
+    UsedWhen,
+)
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+
+def _zero_follows(value: Any) -> Any:
+    return None if type(value) in (int, float) and value == 0 else value
+
+
+class Training(Section):
+    """The loop: what one optimizer step is made of, and how many there are."""
+
+    seed: Annotated[Seed, BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value)] = 0
+    """Seed of a single run; in a campaign `[campaign] seeds` takes its place. -1 ("no seed") is read as 0."""
+    max_steps: Count = 100
+    """Optimizer steps of a run."""
+    batch_size: Count = 8
+    """Prompts per step."""
+    group_size: Count = 8
+    """Completions sampled for each prompt."""
+    max_tokens: Count = 256
+    """Longest completion, in tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature while training; logprobs and ratios are those of the distribution sampled from."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling. Only 1.0: a truncated sampler would make every importance ratio wrong."""
+    top_k: Natural = 0
+    """Top-k sampling. Only 0 (off), for the same reason."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-4
+    """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
+    weight_decay: NotNegative = 0.0
+    """AdamW weight decay, on the adapter."""
+    max_examples: OptionalCount = None
+    """Use at most this many training problems; unset or 0 is all of them."""
+    save_every: Natural = 20
+    """Steps between checkpoints; 0 saves only the final state."""
+    keep_last: Natural = 2
+    """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
+    eval_every: Natural = 0
+    """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
+    clip_eps: Annotated[Decay, UsedWhen("algorithm.loss", ("ppo", "gspo"))] = 0.2
+    """The importance ratio is clipped at 1 − clip_eps below, and above unless `clip_eps_high` is set. 0 switches
+    clipping off."""
+    clip_eps_high: Annotated[
+        Annotated[float, Field(gt=0, le=100)] | None,
+        BeforeValidator(_zero_follows, json_schema_input_type=NotNegative | None),
+        UsedWhen("algorithm.loss", ("ppo", "gspo")),
+    ] = None
+    """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
+    micro_batch_tokens: Literal["auto"] | Count = "auto"
+    """Tokens in one forward and backward pass. Changes memory and speed, never the update."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(low, high) distances from ratio 1 at which to clip. (1, inf), where no ratio is, when clipping is off."""
+        if self.clip_eps == 0:
+            return 1.0, math.inf
+        return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+
+
+class Optimizer(Section):
+    """AdamW and its learning-rate schedule."""
+
+    beta1: Decay = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: Decay = 0.999
+    """Decay of the running mean of squared gradients."""
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+    grad_clip_norm: NotNegative = 1.0
+    """Largest global gradient norm of an update; 0 switches clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or falling to 0 at the last step."""
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises to `lr`."""
+
+
+class Evaluation(Section):
+    """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update."""
+
+    problems: Natural = 128
+    """Held-out problems; 0 switches evaluation off."""
+    samples: Count = 1
+    """Completions for each held-out problem."""
+    temperature: NotNegative | None = None
+    """Sampling temperature; unset is that of training, 0 is greedy."""
+    max_tokens: Count | None = None
+    """Longest completion; unset is that of training."""
+    at_start: bool = True
+    """Evaluate the untrained model, so that there is something to compare with."""
+
+
+def sampling_rules(config: Config) -> Iterator[Finding]:
+    """What the importance ratio and the group baseline need of sampling."""
+    training = config.training
+    if training.top_p != 1.0:
+        yield Finding(
+            ("training.top_p",),
+            f"is {training.top_p:g}: a truncated sampler has other probabilities than the trainer, so every "
+            "importance ratio would be wrong",
+            "top_p = 1.0",
+        )
+    if training.top_k != 0:
+        yield Finding(
+            ("training.top_k",),
+            f"is {training.top_k}: a truncated sampler has other probabilities than the trainer, so every "
+            "importance ratio would be wrong",
+            "top_k = 0",
+        )
+    if training.temperature > 2:
+        yield Finding(
+            ("training.temperature",),
+            f"is {training.temperature:g}: above 2 completions are close to noise",
+            "temperature = 1.0",
+            warning=True,
+        )
+    mode = config.algorithm.advantage_mode
+    if training.group_size == 1:
+        yield Finding(
+            ("training.group_size", "algorithm.advantage_mode"),
+            "is 1: advantages compare the completions of a group, and with one of them all are 0",
+            "group_size = 8",
+        )
+    if training.group_size == 2 and mode == "maxrl":
+        yield Finding(
+            ("training.group_size", "algorithm.advantage_mode"),
+            "is 2: with two completions maxrl equals rloo in expectation",
+            "group_size = 8",
+            warning=True,
+        )
+
+
+def clipping_rules(config: Config) -> Iterator[Finding]:
+    """The upper clip needs the lower one."""
+    training = config.training
+    if training.clip_eps == 0 and training.clip_eps_high is not None:
+        yield Finding(
+            ("training.clip_eps_high", "training.clip_eps"),
+            f"is {training.clip_eps_high:g} while clip_eps = 0 switches clipping off",
+            "clip_eps = 0.2",
+        )
+
+
+def schedule_rules(config: Config) -> Iterator[Finding]:
+    """Warm-up, evaluation and saving must fall inside the run."""
+    steps = config.training.max_steps
+    if config.optimizer.warmup_steps >= steps:
+        yield Finding(
+            ("optimizer.warmup_steps", "training.max_steps"),
+            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
+            f"warmup_steps = {steps // 10}",
+        )
+    if config.training.eval_every and not config.evaluation.problems:
+        yield Finding(
+            ("training.eval_every", "evaluation.problems"),
+            "has no effect with [evaluation] problems = 0",
+            "remove the line, or problems = 128",
+        )
+    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        yield Finding(
+            ("evaluation.samples", "evaluation.temperature"),
+            f"is {config.evaluation.samples} at temperature 0: all samples of a problem are the same",
+            "samples = 1",
+        )
+
+
+RULES = (sampling_rules, clipping_rules, schedule_rules)

@@ -1,0 +1,151 @@
+"""[backpressure], [squeeze], [resume], [logging]: what goes on around the learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from pydantic import Field
+
+from retrain.config.base import (
+    Count,
+    Device,
+    Finding,
+    Natural,
+    NotNegative,
+    OptionalCount,
+    OptionalPhrases,
+    OptionalRanks,
+    OptionalText,
+    PositiveShare,
+    Section,
+    Tags,
+)
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+Tool = Literal["tinker", "trl", "telescope", "retrain"]
+
+
+class Backpressure(Section):
+    """Adapting the load to what the hardware can take (Universal Scalability Law)."""
+
+    enabled: bool = False
+    """Measure throughput and adapt."""
+    target: Literal["concurrency", "batch_size"] = "concurrency"
+    """What is adapted. `concurrency`: sequences decoded at once and tokens in a micro-batch, which changes speed
+    only."""
+    warmup_steps: Natural = 10
+    """Steps of measuring before the first decision."""
+    throttle_margin: PositiveShare = 0.85
+    """Reduce the load when it exceeds this share of the optimum."""
+    increase_margin: PositiveShare = 0.5
+    """Raise the load while it is below this share of the optimum."""
+    min_batch_size: Count = 1
+    """Smallest load, in prompts."""
+    max_batch_size: Count = 64
+    """Largest load, in prompts."""
+    peak_gflops: NotNegative = 0.0
+    """Peak arithmetic of the device in GFLOP/s, for telling memory-bound from compute-bound; 0 is unknown."""
+    peak_bw_gb_s: NotNegative = 0.0
+    """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
+
+
+class Squeeze(Section):
+    """Analysis of the trained adapter's rank after the first run, and compression."""
+
+    enabled: bool = True
+    """Analyse the first finished run."""
+    min_variance_retention: PositiveShare = 0.95
+    """Energy that a rank must keep on average over layers to be recommended."""
+    min_layer_retention: PositiveShare = 0.9
+    """Energy that it must keep in the worst layer."""
+    target_ranks: OptionalRanks = None
+    """Ranks to tabulate; unset or empty is the powers of two up to the adapter's rank."""
+    compress_to: OptionalCount = None
+    """Rank of the compressed adapter; unset or 0 is the recommended rank."""
+    output_path: OptionalText = None
+    """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
+    device: Device = "cpu"
+    """Where the decomposition runs."""
+
+
+class Resume(Section):
+    """Starting from what another run left."""
+
+    from_: Annotated[OptionalText, Field(alias="from")] = None
+    """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
+
+
+class Logging(Section):
+    """Where records go, and under which names."""
+
+    log_dir: OptionalText = None
+    """Output directory; unset is `logs/` and the name of the TOML file."""
+    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = Field(default_factory=list)
+    """Trackers besides the files. Setting `wandb_project` is enough for wandb."""
+    wandb_project: OptionalText = None
+    """wandb project."""
+    wandb_run_name: OptionalText = None
+    """wandb run name; unset is the condition's label. In a campaign it is always `<label>_s<seed>`."""
+    wandb_entity: OptionalText = None
+    """wandb team or user."""
+    wandb_group: OptionalText = None
+    """wandb group; in a campaign it is always the condition's label."""
+    wandb_tags: Tags = Field(default_factory=list)
+    """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """wandb mode; unset leaves it to wandb."""
+    strategic_grams: OptionalPhrases = None
+    """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
+    aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
+    """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
+    log_kl: bool = False
+    """Record the KL divergence to the frozen base; costs one more forward pass."""
+
+    @property
+    def wandb(self) -> bool:
+        """Whether runs report to wandb."""
+        return self.wandb_project is not None or "wandb" in self.report_to
+
+
+def backpressure_rules(config: Config) -> Iterator[Finding]:
+    """Adapting the batch size changes the learning problem."""
+    pressure = config.backpressure
+    if pressure.min_batch_size > pressure.max_batch_size:
+        yield Finding(
+            ("backpressure.min_batch_size", "backpressure.max_batch_size"),
+            f"is {pressure.min_batch_size}, above max_batch_size = {pressure.max_batch_size}",
+            f"min_batch_size = {pressure.max_batch_size}",
+        )
+    if pressure.target == "batch_size":
+        if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
+            message = (
+                'is "batch_size": batch sizes would differ between the conditions that are compared, each with '
+                "another learning problem"
+            )
+        else:
+            message = 'is "batch_size", which changes the learning problem and is not available'
+        yield Finding(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
+
+
+def squeeze_rules(config: Config) -> Iterator[Finding]:
+    """Nothing can be compressed to more than it has."""
+    rank, squeeze = config.model.lora_rank, config.squeeze
+    if squeeze.compress_to is not None and squeeze.compress_to > rank:
+        yield Finding(
+            ("squeeze.compress_to", "model.lora_rank"),
+            f"is {squeeze.compress_to}, above lora_rank = {rank}",
+            f"compress_to = {rank}",
+        )
+    if squeeze.target_ranks and max(squeeze.target_ranks) > rank:
+        fitting = [k for k in squeeze.target_ranks if k <= rank] or [rank]
+        yield Finding(
+            ("squeeze.target_ranks", "model.lora_rank"),
+            f"has {max(squeeze.target_ranks)}, above lora_rank = {rank}",
+            f"target_ranks = {fitting}",
+        )
+
+
+RULES = (backpressure_rules, squeeze_rules)

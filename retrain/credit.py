@@ -1,0 +1,177 @@
+"""From graded groups to what the policy trains on: advantages, planning masks, token credit, loss denominators.
+
+The formulas are in ``retrain.maths``; this file lays groups out as padded tensors and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.maths.advantages import group_advantages, whiten
+from retrain.maths.credit import NEEDS_ENTROPY, ModeInputs, TokenCredit, placebo_mask, token_advantages
+from retrain.maths.planning import RegexDetector
+from retrain.policy.logprobs import TrainSequence
+from retrain.policy.update import Denominators
+from retrain.rng import uniforms
+from retrain.types import Completion, Group
+
+
+@dataclass(frozen=True)
+class CreditResult:
+    """Sequences to train on, the denominators of the whole step, and the catalogue's credit statistics."""
+
+    sequences: list[TrainSequence]
+    denominators: Denominators
+    stats: dict[str, float | None]
+    exec_variance: float | None
+
+
+def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "reward") -> None:
+    """Set ``advantages_N`` and ``discarded`` of every group from its rewards.
+
+    Completions without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
+    itself. ``reinforce_pp`` is whitened over the batch. A group whose advantages are all equal to 0 carries no
+    signal and is marked ``zero_advantage``, one without any reward ``no_reward``.
+    """
+    rated = []
+    for group in groups:
+        rewards_N = group.rewards_N
+        known = np.isfinite(rewards_N)
+        group.advantages_N = np.full(len(rewards_N), np.nan)
+        if known.any() and not (mode == "rloo" and known.sum() < 2):
+            values = group_advantages(mode, torch.from_numpy(rewards_N[known]), reward_name=reward_name)
+            group.advantages_N[known] = values.numpy()
+            rated.append((group, known))
+    if mode == "reinforce_pp" and rated:
+        flat = torch.from_numpy(np.concatenate([group.advantages_N[known] for group, known in rated]))
+        counts = torch.tensor([len(c) for g, known in rated for c, k in zip(g.completions, known, strict=True) if k])
+        whitened, start = whiten(flat, counts).numpy(), 0
+        for group, known in rated:
+            group.advantages_N[known] = whitened[start : start + int(known.sum())]
+            start += int(known.sum())
+    for group in groups:
+        known = np.isfinite(group.advantages_N)
+        if not known.any():
+            group.discarded = "no_reward"
+        else:
+            group.discarded = None if np.any(group.advantages_N[known] != 0) else "zero_advantage"
+
+
+def completion_offsets(completion: Completion, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Text of a completion and, for each of its tokens, the characters [start, end) it stands for.
+
+    Sampled ids need not be the tokenizer's own way of writing the text, so the tokens are decoded as a stream:
+    characters that need several tokens belong to the last of them, special tokens to none.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _offsets_by_prefix(completion, tokenizer)
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    pieces = [stream.step(backend, token_id) or "" for token_id in completion.token_ids]
+    offsets, start = [], 0
+    for piece in pieces:
+        offsets.append((start, start + len(piece)))
+        start += len(piece)
+    return "".join(pieces), offsets
+
+
+def _offsets_by_prefix(completion: Completion, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """The same for tokenizers without a fast backend: lengths of the decoded prefixes."""
+    text, offsets = "", []
+    for end in range(1, len(completion.token_ids) + 1):
+        longer = tokenizer.decode(completion.token_ids[:end], skip_special_tokens=True)
+        offsets.append((len(text), max(len(text), len(longer))))
+        text = longer
+    return text, offsets
+
+
+def mark_planning(groups: Sequence[Group], detector: RegexDetector, tokenizer: Any) -> None:
+    """Set ``planning`` of every group: per completion a bool array [T]."""
+    for group in groups:
+        group.planning = []
+        for completion in group.completions:
+            text, offsets = completion_offsets(completion, tokenizer)
+            group.planning.append(np.asarray(detector.token_mask(text, offsets), dtype=bool))
+
+
+def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tensor:
+    out = np.zeros((len(arrays), width), dtype=dtype)
+    for i, array in enumerate(arrays):
+        out[i, : len(array)] = array
+    return torch.from_numpy(out)
+
+
+def assign_credit(
+    groups: Sequence[Group], config: Any, sepa_lambda: float, placebo_stream: tuple[int | str, ...]
+) -> CreditResult:
+    """Token credit for every completion that has a reward; sequences only from groups with signal.
+
+    ``config`` is the run's configuration; ``placebo_stream`` names the random stream of the HICRA placebo.
+    """
+    rows = [(g, i) for g in groups for i in range(len(g.completions)) if np.isfinite(g.advantages_N[i])]
+    if not rows:
+        return CreditResult([], Denominators(0, 0), {}, None)
+    completions = [g.completions[i] for g, i in rows]
+    width = max(len(c) for c in completions)
+    mask_BT = _padded([np.ones(len(c), bool) for c in completions], width, np.bool_)
+    logprobs_BT = _padded([c.logprobs_T for c in completions], width, np.float64)
+    planning_BT = entropy_BT = placebo_BT = None
+    if all(g.planning is not None for g in groups):
+        planning_BT = _padded([g.planning[i] for g, i in rows if g.planning is not None], width, np.bool_)
+    if all(c.entropy_T is not None for c in completions):
+        entropy_BT = _padded([c.entropy_T for c in completions if c.entropy_T is not None], width, np.float64)
+    mode = config.algorithm.transform_mode
+    if mode == "gtpo_hicra_placebo" and planning_BT is not None:
+        draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
+        placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
+    order = {id(group): number for number, group in enumerate(groups)}
+    credit: TokenCredit = token_advantages(
+        mode,
+        torch.tensor([g.advantages_N[i] for g, i in rows], dtype=torch.float64),
+        logprobs_BT,
+        entropy_BT,
+        planning_BT,
+        mask_BT,
+        uncertainty_kind=config.algorithm.uncertainty_kind,
+        beta=config.gtpo.beta,
+        alpha=config.hicra.alpha,
+        sepa_lambda=sepa_lambda,
+        inputs=ModeInputs(
+            rewards_B=torch.tensor([g.rewards[i].total_reward for g, i in rows], dtype=torch.float64),
+            correct_B=torch.tensor([g.rewards[i].is_correct for g, i in rows]),
+            group_B=torch.tensor([order[id(g)] for g, _ in rows]),
+            placebo_B_T=placebo_BT,
+            entropy_rho=config.algorithm.entropy_mask_rho,
+            entropy_denominator=config.algorithm.entropy_mask_denominator,
+        ),
+    )
+    advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
+    counted = credit.denominator_mask_B_T
+    sequences = []
+    for row, (group, i) in enumerate(rows):
+        if group.discarded is None:
+            length = len(completions[row])
+            sequences.append(
+                TrainSequence(
+                    prompt_ids=group.prompt.token_ids,
+                    completion_ids=completions[row].token_ids,
+                    sampler_logprobs_T=completions[row].logprobs_T,
+                    advantages_T=advantages[row, :length],
+                    loss_mask_T=loss_mask[row, :length],
+                )
+            )
+    denominators = Denominators(tokens=int(counted.sum()), sequences=int(mask_BT.any(1).sum()),
+        all_tokens=config.algorithm.entropy_mask_denominator == "all")
+    return CreditResult(sequences, denominators, credit.stats, credit.exec_variance)
+
+
+def needs_entropy(config: Any) -> bool:
+    """Whether the configuration can only run on an engine that returns full-vocabulary entropies."""
+    return config.algorithm.uncertainty_kind == "shannon_entropy" or config.algorithm.transform_mode in NEEDS_ENTROPY

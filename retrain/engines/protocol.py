@@ -1,0 +1,38 @@
+"""What the trainer asks of an engine: completions with the log-probabilities of the distribution sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from retrain.policy.lora import Adapter
+from retrain.types import Completion
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Draw ``samples`` completions of one prompt with the adapter of one lane.
+
+    ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
+    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch.
+    """
+
+    lane: int
+    prompt_ids: tuple[int, ...]
+    samples: int
+    max_tokens: int
+    temperature: float
+    stream: tuple[int | str, ...]
+
+
+class Engine(Protocol):
+    """A sampler. ``gives_entropy``: whether completions carry full-vocabulary entropies. ``max_rows``: most sequences
+    to decode at once, None for as many as fit; it changes speed and memory only."""
+
+    gives_entropy: bool
+    max_rows: int | None
+
+    def sample(self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter]) -> list[list[Completion]]:
+        """One list of completions per request, in order; ``request.lane`` indexes ``adapters``."""
+        ...

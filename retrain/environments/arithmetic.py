@@ -1,0 +1,135 @@
+"""Generated arithmetic problems of three difficulties, the data source named ``arithmetic``.
+
+A problem is an expression such as ``47+38-19`` that is worked from left to right; a product stands only in front,
+so that order is also the order of precedence. Its level is its tag:
+
+- ``easy``: one addition or subtraction (``147-38``)
+- ``medium``: an addition and a subtraction of two-digit numbers (``47+38-19``)
+- ``hard``: a one-digit times a two-digit number, then an addition and a subtraction (``7*46-58+23``)
+
+No intermediate result is negative. The side of a problem, train or held-out, is a function of its expression
+alone: no seed, count or choice of levels can bring a held-out problem into training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from retrain.errors import DataError
+from retrain.rng import generator
+from retrain.types import Problem
+
+Split = Literal["train", "heldout"]
+Operation = tuple[str, int]
+
+LEVELS = ("easy", "medium", "hard")
+HELDOUT_SHARE = 1 / 8
+LARGEST = {
+    "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
+    "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
+}
+"""Most problems of a level that one call gives. The finite spaces are a little larger."""
+
+_SIDE_KEY = b"retrain arithmetic: train or held-out"
+_BLOCK = 4096
+_TERM = re.compile(r"([-+*]?)(\d+)")
+
+
+def split_of(expression: str) -> Split:
+    """The side of an expression: ``heldout`` for one in eight, decided by a keyed hash of its text."""
+    digest = hashlib.blake2b(expression.encode(), digest_size=8, key=_SIDE_KEY).digest()
+    return "heldout" if int.from_bytes(digest, "little") < HELDOUT_SHARE * 2**64 else "train"
+
+
+def parse(expression: str) -> tuple[int, list[Operation]]:
+    """``"7*46-58"`` as its first number and the operations on it: ``(7, [("*", 46), ("-", 58)])``."""
+    terms = _TERM.findall(expression)
+    if not terms or "".join(op + number for op, number in terms) != expression or terms[0][0]:
+        raise DataError(f"{expression!r} is not an arithmetic expression of this source, such as 47+38-19")
+    return int(terms[0][1]), [(op, int(number)) for op, number in terms[1:]]
+
+
+def apply(operation: str, left: int, right: int) -> int:
+    """One operation, ``+``, ``-`` or ``*``."""
+    if operation == "+":
+        return left + right
+    return left - right if operation == "-" else left * right
+
+
+def evaluate(expression: str) -> int:
+    """The value of an expression of this source, worked from left to right."""
+    value, operations = parse(expression)
+    for operation, number in operations:
+        value = apply(operation, value, number)
+    return value
+
+
+def problem_of(expression: str, level: str) -> Problem:
+    """The problem that asks for the value of ``expression``."""
+    return Problem(
+        id=f"arithmetic/{expression}",
+        prompt=f"{expression}=?",
+        answer=str(evaluate(expression)),
+        tags=(level,),
+        metadata={"expression": expression},
+    )
+
+
+def problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
+    """``count`` different problems of one side, the levels taking turns.
+
+    A longer list with the same seed begins with the shorter one. ``levels`` None means all three. Raises DataError
+    for an unknown split or level, and when a level has not that many problems.
+    """
+    chosen = tuple(LEVELS if levels is None else dict.fromkeys(levels))
+    unknown = [level for level in chosen if level not in LEVELS]
+    if unknown or not chosen:
+        raise DataError(f"arithmetic has no level {', '.join(map(repr, unknown)) or '(empty list)'}: use {LEVELS}")
+    if split not in LARGEST:
+        raise DataError(f"arithmetic has no split {split!r}: use 'train' or 'heldout'")
+    share = -(-count // len(chosen))
+    for level in chosen:
+        if share > LARGEST[split][level]:
+            raise DataError(
+                f"arithmetic has at most {LARGEST[split][level]} {split} problems of level {level!r}, "
+                f"{share} were asked for: ask for fewer or add levels"
+            )
+    streams = [_stream(split, level, seed) for level in chosen]
+    return [next(streams[i % len(streams)]) for i in range(count)]
+
+
+def _stream(split: Split, level: str, seed: int) -> Iterator[Problem]:
+    """Different problems of one level and side in an order that only the seed decides, until none is left."""
+    draws = generator("arithmetic", split, level, seed)
+    seen: set[str] = set()
+    while True:
+        for expression in _expressions(level, draws):
+            if expression not in seen:
+                seen.add(expression)
+                if split_of(expression) == split:
+                    yield problem_of(expression, level)
+
+
+def _expressions(level: str, draws: np.random.Generator) -> list[str]:
+    """One block of random expressions of a level; those with a negative intermediate result are left out."""
+    signs = draws.integers(0, 2, _BLOCK).tolist()
+    if level == "easy":
+        columns = (draws.integers(10, 200, _BLOCK), draws.integers(10, 100, _BLOCK))
+        rows = zip(signs, *(column.tolist() for column in columns), strict=True)
+        return [f"{a}-{b}" if sign else f"{a}+{b}" for sign, a, b in rows if not sign or a >= b]
+    low, high = (10, 100) if level == "medium" else (12, 100)
+    columns = (draws.integers(low, high, _BLOCK), draws.integers(10, 100, _BLOCK), draws.integers(10, 100, _BLOCK))
+    factors = draws.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
+    found = []
+    for sign, d, a, b, c in zip(signs, factors, *(column.tolist() for column in columns), strict=True):
+        start, value = (str(a), a) if d == 1 else (f"{d}*{a}", d * a)
+        if sign and value >= b:
+            found.append(f"{start}-{b}+{c}")
+        elif not sign and value + b >= c:
+            found.append(f"{start}+{b}-{c}")
+    return found

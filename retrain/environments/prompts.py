@@ -1,0 +1,46 @@
+"""From a problem to the tokens that the model sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retrain.errors import DataError, ModelError
+from retrain.types import Message, Problem, Prompt
+
+
+def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
+    """The problem through ``prompt_template``, ``system_prompt`` and the tokenizer's chat template.
+
+    Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
+    Raises ModelError when the template refuses the conversation (some know no system role), DataError when no token
+    comes out.
+    """
+    messages = conversation(problem, data)
+    if getattr(tokenizer, "chat_template", None):
+        extra = getattr(data, "chat_template_kwargs", None) or {}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
+        except Exception as error:  # a template is a program of its author's: any jinja error, told with its text
+            hint = ": leave [data] system_prompt out" if getattr(data, "system_prompt", None) else ""
+            raise ModelError(f"the tokenizer's chat template refuses problem {problem.id}: {error}{hint}") from error
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        text = "\n\n".join(message["content"] for message in messages)
+        token_ids = tokenizer(text)["input_ids"]
+    if not token_ids:
+        raise DataError(f"problem {problem.id} has no tokens")
+    return Prompt(problem, text, tuple(int(token) for token in token_ids))
+
+
+def conversation(problem: Problem, data: Any) -> list[Message]:
+    """The chat messages: the system prompt, if one is set, then the problem with the template in its last message."""
+    template = getattr(data, "prompt_template", None) or "{prompt}"
+    messages: list[Message]
+    if isinstance(problem.prompt, str):
+        messages = [{"role": "user", "content": problem.prompt}]
+    else:
+        messages = [dict(message) for message in problem.prompt]
+    # Not str.format: a template asks for \boxed{} in so many words.
+    messages[-1] = {**messages[-1], "content": template.replace("{prompt}", messages[-1]["content"])}
+    system = getattr(data, "system_prompt", None)
+    return [{"role": "system", "content": system}, *messages] if system else messages

@@ -1,0 +1,80 @@
+"""The exception tree. Every error a user can cause derives from RetrainError and carries its exit status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RetrainError(Exception):
+    """Base of all errors that are told to the user in one line, without a traceback."""
+
+    exit_status = 1
+
+
+class UsageError(RetrainError):
+    """A wrong call: missing file, directory that is not a run, arguments that contradict each other."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration file.
+
+    ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path, ``message`` what was found
+    and why it cannot be, ``fix`` the line to type instead.
+    """
+
+    where: str
+    key: str
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}  {self.key}  {self.message}"
+        return f"{text}: {self.fix}" if self.fix else text
+
+
+class ConfigError(UsageError):
+    """All mistakes of a configuration at once; ``str()`` has one line for each."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class MissingExtra(UsageError):
+    """An optional package is needed and absent; the message holds the one line that installs it."""
+
+    def __init__(self, feature: str, package: str, extra: str):
+        super().__init__(f"{feature} needs the package {package}: pip install 'retrain[{extra}]'")
+
+
+class ModelError(RetrainError):
+    """A model, tokenizer or adapter cannot be loaded or does not fit what is asked of it."""
+
+    exit_status = 2
+
+
+class DataError(RetrainError):
+    """A data source is missing, empty or malformed."""
+
+    exit_status = 2
+
+
+class PluginError(RetrainError):
+    """A user's module:function is missing or returned something it may not return; names the plug-in."""
+
+
+class CheckpointError(RetrainError):
+    """A checkpoint or run directory is damaged or does not belong to this run."""
+
+
+class RunFailed(RetrainError):
+    """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log."""
+
+
+class Interrupted(RetrainError):
+    """SIGINT or SIGTERM: the step was finished and everything is saved."""
+
+    exit_status = 130

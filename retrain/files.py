@@ -1,0 +1,129 @@
+"""Writing files so that nothing is ever lost or half-written, and nothing but strict JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` as strict JSON: numpy scalars and arrays become plain, NaN and infinities become None."""
+    if isinstance(value, bool) or value is None or isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in value) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return jsonable(value.tolist())
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Strict JSON text of ``value``; characters that some readers take for line ends are escaped."""
+    text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.translate(_LINE_ENDS)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames and new names inside ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(aside, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` atomically with the strict, indented JSON of ``value``."""
+    write_text(path, dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in ``path``."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Append one strict-JSON line for each row and flush; all rows go out in one write."""
+    text = "".join(dumps(row) + "\n" for row in rows)
+    if not text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """All complete rows; a torn last line (killed while writing) is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n") and line.strip():
+                rows.append(json.loads(line))
+    return rows
+
+
+def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
+    """Keep the rows with ``row[key] < before_step``; drop the rest and any torn line. Atomic."""
+    if not path.exists():
+        return
+    kept = [row for row in read_jsonl(path) if row.get(key) is None or row[key] < before_step]
+    write_text(path, "".join(dumps(row) + "\n" for row in kept))
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of the file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def publish_directory(aside: Path, final: Path) -> None:
+    """Rename a completely written directory into place, durably; an older one of that name is replaced."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    fsync_directory(aside)
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
+        os.replace(aside, final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(aside, final)
+    fsync_directory(final.parent)

@@ -1,0 +1,221 @@
+"""Back pressure by the Universal Scalability Law (Gunther): X(n) = λn/(1 + σ(n−1) + κn(n−1)), peak n* = √((1−σ)/κ).
+
+λ is the throughput of one, σ contention, κ coherency (crosstalk). A fit alone always yields some n*; the controller
+believes it only when κ̂ − 2·SE > 0 and loads on both sides of n* were observed. Pairs of different loads are never
+averaged together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PARAMETERS = 3
+BEYOND_PEAK = 1.25
+"""How far past an extrapolated n* exploration goes, so that the next measurement can bracket it."""
+STANDARD_ERRORS = 2.0
+"""How many standard errors κ̂ must lie above 0, and the half-width of the interval of n* in standard errors."""
+
+
+@dataclass(frozen=True)
+class UslFit:
+    """Fitted parameters with standard errors; ``n_star`` and its error are None when κ̂ = 0 (no peak)."""
+
+    lam: float
+    sigma: float
+    kappa: float
+    lam_se: float
+    sigma_se: float
+    kappa_se: float
+    n_star: float | None
+    n_star_se: float | None
+
+    @property
+    def n_star_interval(self) -> tuple[float, float] | None:
+        """n* ± 2 standard errors by the delta method, not below 1."""
+        if self.n_star is None or self.n_star_se is None:
+            return None
+        reach = STANDARD_ERRORS * self.n_star_se
+        return max(self.n_star - reach, 1.0), self.n_star + reach
+
+    @property
+    def peak_throughput(self) -> float | None:
+        """X(n*), None without a peak."""
+        return None if self.n_star is None else float(usl(self.n_star, self.lam, self.sigma, self.kappa))
+
+    @property
+    def kappa_is_positive(self) -> bool:
+        """Whether κ̂ − 2·SE > 0: the data show a peak."""
+        return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0
+
+
+def usl(n: float | np.ndarray, lam: float, sigma: float, kappa: float) -> float | np.ndarray:
+    """Throughput at load ``n``, in the unit of ``lam``."""
+    return lam * n / (1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0))
+
+
+def _jacobian(n: np.ndarray, lam: float, sigma: float, kappa: float) -> np.ndarray:
+    """∂X/∂(λ, σ, κ), [points, 3]."""
+    below = 1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0)
+    x = lam * n / below
+    return np.stack([n / below, -x * (n - 1.0) / below, -x * n * (n - 1.0) / below], axis=1)
+
+
+def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
+    """Bounded non-linear least squares on (load, throughput) pairs, λ > 0, 0 ≤ σ ≤ 1, κ ≥ 0.
+
+    Standard errors are s²(JᵀJ)⁻¹ at the optimum with s² = RSS/(points − 3); that of n* by the delta method with
+    ∂n*/∂σ = −n*/(2(1−σ)) and ∂n*/∂κ = −n*/(2κ). Raises ValueError for fewer than 4 pairs, fewer than 3 different
+    loads, loads below 1 and non-positive or non-finite throughputs.
+    """
+    from scipy.optimize import least_squares
+
+    n, x = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
+    if n.ndim != 1 or n.shape != x.shape:
+        raise ValueError(f"one throughput per load: got shapes {n.shape} and {x.shape}")
+    if not (np.isfinite(n).all() and np.isfinite(x).all() and (n >= 1.0).all() and (x > 0.0).all()):
+        raise ValueError("loads must be >= 1 and throughputs > 0, all finite")
+    if len(n) <= PARAMETERS or len(np.unique(n)) < PARAMETERS:
+        raise ValueError("the scalability law needs at least 4 measurements at 3 different loads")
+    unit = float((x / n).max())  # the fit runs in units of λ, so that all three parameters are of order 1 or less
+
+    def residuals(p: np.ndarray) -> np.ndarray:
+        return np.asarray(usl(n, *p)) - x / unit
+
+    fit = least_squares(
+        residuals,
+        x0=(1.0, 0.02, 1e-3),
+        jac=lambda p: _jacobian(n, *p),  # type: ignore[arg-type]
+        bounds=([1e-6, 0.0, 0.0], [np.inf, 1.0, np.inf]),
+        x_scale=(1.0, 0.1, 1e-2),
+        ftol=1e-14,
+        xtol=1e-14,
+        gtol=1e-14,
+    )
+    scaled, sigma, kappa = (float(value) for value in fit.x)
+    kappa = 0.0 if kappa < 1e-12 else kappa
+    jacobian = _jacobian(n, scaled, sigma, kappa)
+    noise = float((residuals(fit.x) ** 2).sum()) / (len(n) - PARAMETERS)
+    covariance = noise * np.linalg.pinv(jacobian.T @ jacobian)
+    errors = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    n_star = n_star_se = None
+    if kappa > 0.0 and sigma < 1.0:
+        n_star = math.sqrt((1.0 - sigma) / kappa)
+        gradient = np.array([0.0, -n_star / (2.0 * (1.0 - sigma)), -n_star / (2.0 * kappa)])
+        n_star_se = math.sqrt(max(float(gradient @ covariance @ gradient), 0.0))
+    return UslFit(
+        scaled * unit, sigma, kappa, float(errors[0]) * unit, float(errors[1]), float(errors[2]), n_star, n_star_se
+    )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the controller may do. Margins are fractions of n*: the load aims at ``throttle_margin``·n* and grows only
+    when it is below ``increase_margin`` of that aim. Peaks of 0 mean that the roofline is not known.
+    """
+
+    min_load: int = 1
+    max_load: int = 64
+    warmup_steps: int = 10
+    throttle_margin: float = 0.85
+    increase_margin: float = 0.5
+    peak_gflops: float = 0.0
+    peak_bw_gb_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_load <= self.max_load or self.warmup_steps < 0:
+            raise ValueError("back pressure needs 1 <= min_load <= max_load and warmup_steps >= 0")
+        if not (0.0 < self.throttle_margin <= 1.0 and 0.0 < self.increase_margin <= 1.0):
+            raise ValueError("throttle_margin and increase_margin must be in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the load.
+
+    ``action``: hold, increase or throttle, toward ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the
+    data do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or
+    ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``utilization`` is the throughput
+    now over the fitted peak; None, like ``n_star``, unless the basis is ``fit``.
+    """
+
+    action: str
+    regime: str
+    basis: str
+    load: int
+    n_star: float | None = None
+    n_star_interval: tuple[float, float] | None = None
+    sigma: float | None = None
+    kappa: float | None = None
+    utilization: float | None = None
+
+
+def roofline_regime(limits: Limits, flops_per_byte: float | None) -> str | None:
+    """``memory_bound`` below the ridge point peak FLOP/s ÷ peak bytes/s, else ``compute_bound``; or None."""
+    if flops_per_byte is None or limits.peak_gflops <= 0.0 or limits.peak_bw_gb_s <= 0.0:
+        return None
+    return "memory_bound" if flops_per_byte < limits.peak_gflops / limits.peak_bw_gb_s else "compute_bound"
+
+
+def decide(
+    loads: Sequence[float],
+    throughputs: Sequence[float],
+    current_load: int,
+    limits: Limits,
+    flops_per_byte: float | None = None,
+) -> Decision:
+    """The next load from all (load, throughput) pairs so far, the latest last.
+
+    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. Otherwise it explores: toward the far side of
+    a peak that the fit places outside the observed loads, else upward by doubling; once the maximum itself was
+    measured without sign of a peak, it stays there. ``flops_per_byte`` is the arithmetic intensity of the work, for
+    the roofline. Raises ValueError for impossible measurements.
+    """
+    load = min(max(int(current_load), limits.min_load), limits.max_load)
+    roofline = roofline_regime(limits, flops_per_byte)
+    if len(loads) <= limits.warmup_steps:
+        return Decision("hold", "warmup", "warmup", load)
+    if len(loads) <= PARAMETERS or len(set(loads)) < PARAMETERS:
+        return _move("warmup", "warmup", load, min(2 * load, limits.max_load))
+    fit = fit_usl(loads, throughputs)
+    known = {"sigma": fit.sigma, "kappa": fit.kappa}
+    if not fit.kappa_is_positive or fit.n_star is None:
+        if max(loads) >= limits.max_load:
+            return _move("unbounded", roofline or "optimal", load, limits.max_load, **known)
+        return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **known)
+    if fit.n_star >= max(loads):
+        beyond = min(2 * load, math.ceil(BEYOND_PEAK * fit.n_star), limits.max_load)
+        return _move("explore", roofline or "warmup", load, max(beyond, load), **known)
+    if fit.n_star <= min(loads):
+        before = max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load)
+        return _move("explore", roofline or "warmup", load, min(before, load), **known)
+    n_star = fit.n_star
+    peak = float(usl(n_star, fit.lam, fit.sigma, fit.kappa))
+    aim = min(max(round(n_star * limits.throttle_margin), limits.min_load), limits.max_load)
+    regime = "retrograde" if load > n_star else roofline or "optimal"
+    action = "hold"
+    if load > n_star and aim < load:
+        action = "throttle"
+    elif load < limits.increase_margin * aim:
+        action = "increase"
+    return Decision(
+        action,
+        regime,
+        "fit",
+        load if action == "hold" else aim,
+        n_star,
+        fit.n_star_interval,
+        utilization=float(throughputs[-1]) / peak,
+        **known,
+    )
+
+
+def _move(
+    basis: str, regime: str, load: int, target: int, sigma: float | None = None, kappa: float | None = None
+) -> Decision:
+    """A decision that moves the load to ``target`` without claiming to know n*."""
+    action = "increase" if target > load else "throttle" if target < load else "hold"
+    return Decision(action, regime, basis, target, sigma=sigma, kappa=kappa)

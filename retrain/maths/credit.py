@@ -1,0 +1,396 @@
+"""Token credit: spreading one advantage over the tokens of a completion.
+
+One pipeline, ``token_advantages``: uncertainty → SEPA pooling → GTPO weight → HICRA → mask. Two papers use the name
+GTPO. ``gtpo`` here is the weighting form w_t = max(0, 1 + β(h_t/h̄ − 1)) whose mean weight is 1 for β ≤ 1;
+``gtpo_paper`` is Group Token Policy Optimization (arXiv 2508.04349), additive and normalised over the group.
+
+Everything is vectorised over the padded batch [B, T]; column t is position t of the completion, padding lies where
+``mask_B_T`` is False and may hold any value, NaN included. Nothing here carries a gradient: inputs are detached and
+weights are constants of the loss. Float dtype of the inputs is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrain.errors import PluginError
+from retrain.maths.advantages import EQUAL_REWARDS
+
+MAX_UNCERTAINTY = 50.0
+MIN_MEAN_UNCERTAINTY = 1e-7
+MIN_PAPER_UNCERTAINTY = 1e-6
+UNCERTAINTIES = ("surprisal", "predictive_variance", "shannon_entropy")
+TRANSFORMS = ("none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask")
+NEEDS_PLANNING = frozenset({"gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"})
+NEEDS_ENTROPY = frozenset({"entropy_mask"})
+
+Uncertainty = str | Callable[..., Any]
+Transform = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TokenCredit:
+    """Token advantages and what they were made from.
+
+    ``advantages_B_T`` is 0 outside ``loss_mask_B_T``, which says which tokens train (an advantage of 0 does not).
+    ``denominator_mask_B_T`` says which tokens the loss normaliser counts: the same, except for ``entropy_mask`` with
+    denominator ``all``. ``weights_B_T`` are the GTPO weights, None for modes without. ``stats`` holds the catalogue
+    keys {exec,plan}_{surprisal,entropy}_{mean,var} before pooling and planning_fraction, None where undefined.
+    ``exec_variance`` is the variance of the raw execution uncertainty that the SEPA ``auto`` schedule watches.
+    """
+
+    advantages_B_T: Tensor
+    loss_mask_B_T: Tensor
+    denominator_mask_B_T: Tensor
+    stats: dict[str, float | None] = field(default_factory=dict)
+    weights_B_T: Tensor | None = None
+    exec_variance: float | None = None
+
+    @property
+    def planning_fraction(self) -> float | None:
+        """Share of trained tokens marked as planning."""
+        return self.stats["planning_fraction"]
+
+
+def _plugin_name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _require(what: str, tensor: Tensor | None, like: Tensor, needed_by: str) -> Tensor:
+    """``tensor``, which must be given and of the shape of ``like``; ValueError otherwise."""
+    if tensor is None:
+        raise ValueError(f"{needed_by} needs {what}, which was not given")
+    if tensor.shape != like.shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {tuple(like.shape)}")
+    return tensor
+
+
+def _clean(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Detached values with 0 in the padding; ValueError when a trained token holds NaN."""
+    values_B_T = torch.where(mask_B_T, values_B_T.detach(), 0.0)
+    if bool(torch.isnan(values_B_T.sum())) and bool(torch.isnan(values_B_T).any()):
+        row, column = torch.nonzero(torch.isnan(values_B_T))[0].tolist()
+        raise ValueError(f"{what} is NaN at completion {row}, token {column}")
+    return values_B_T
+
+
+@torch.no_grad()
+def uncertainty(kind: Uncertainty, logprobs_B_T: Tensor, entropy_B_T: Tensor | None, mask_B_T: Tensor) -> Tensor:
+    """Uncertainty h ≥ 0 of every trained token, [B, T] in nats (``predictive_variance``: no unit), 0 in the padding.
+
+    ``surprisal`` −log p; ``predictive_variance`` p(1 − p); ``shannon_entropy`` the given full-vocabulary entropy of
+    the sampled distribution; or a function(logprobs_B_T, entropy_B_T, mask_B_T). Clamped to [0, 50]. Raises
+    ValueError for NaN, an unknown kind or a missing entropy; PluginError for a plug-in's bad result.
+    """
+    if _require("mask_B_T", mask_B_T, logprobs_B_T, "uncertainty").dtype != torch.bool:
+        raise ValueError(f"mask_B_T must be bool: got {mask_B_T.dtype}")
+    if callable(kind):
+        name = _plugin_name(kind)
+        h_B_T = torch.as_tensor(kind(logprobs_B_T.detach(), entropy_B_T, mask_B_T))
+        if h_B_T.shape != logprobs_B_T.shape:
+            raise PluginError(
+                f"uncertainty plug-in {name} returned shape {tuple(h_B_T.shape)} for tokens of shape "
+                f"{tuple(logprobs_B_T.shape)}: return one number per token"
+            )
+        h_B_T = torch.where(mask_B_T, h_B_T.to(logprobs_B_T), 0.0)
+        if not bool(torch.isfinite(h_B_T).all()):
+            raise PluginError(f"uncertainty plug-in {name} returned NaN or infinity for a trained token")
+    elif kind == "surprisal":
+        h_B_T = -_clean("logprob", logprobs_B_T, mask_B_T)
+    elif kind == "predictive_variance":
+        p_B_T = _clean("logprob", logprobs_B_T, mask_B_T).clamp(max=0.0).exp()
+        h_B_T = p_B_T * (1.0 - p_B_T)
+    elif kind == "shannon_entropy":
+        h_B_T = _clean("entropy", _require("entropy_B_T", entropy_B_T, logprobs_B_T, "shannon_entropy"), mask_B_T)
+    else:
+        raise ValueError(f"unknown uncertainty kind {kind!r}: one of {', '.join(UNCERTAINTIES)}, or a function")
+    return h_B_T.clamp(0.0, MAX_UNCERTAINTY)
+
+
+@torch.no_grad()
+def sepa_pool(h_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor, lam: float) -> Tensor:
+    """Selective entropy pooling: execution tokens move to their completion's mean, λ·mean(h_exec) + (1−λ)·h.
+
+    Planning tokens stay. λ is clamped to [0, 1]; λ = 0 and completions without execution tokens are exact no-ops.
+    Keeps Σh of every completion, hence h̄ and every planning weight. Raises ValueError for a NaN λ.
+    """
+    if math.isnan(lam):
+        raise ValueError("SEPA λ is NaN")
+    lam = min(max(lam, 0.0), 1.0)
+    if lam == 0.0:
+        return h_B_T
+    execution_B_T = mask_B_T & ~planning_B_T
+    count_B_1 = execution_B_T.sum(1, keepdim=True).clamp(min=1)
+    mean_B_1 = torch.where(execution_B_T, h_B_T, 0.0).sum(1, keepdim=True) / count_B_1
+    return torch.where(execution_B_T, torch.lerp(h_B_T, mean_B_1.expand_as(h_B_T), lam), h_B_T)
+
+
+@torch.no_grad()
+def gtpo_weights(h_B_T: Tensor, mask_B_T: Tensor, beta: float) -> Tensor:
+    """w_t = max(0, 1 + β(h_t/h̄ − 1)), h̄ the mean over the completion's trained tokens; 0 in the padding.
+
+    Completions with h̄ < 1e-7 get 1; β = 0 is an exact no-op; the mean weight is 1 for β ≤ 1. Raises ValueError for
+    a negative or non-finite β.
+    """
+    if not (math.isfinite(beta) and beta >= 0.0):
+        raise ValueError(f"gtpo beta must be a finite number >= 0: got {beta}")
+    count_B_1 = mask_B_T.sum(1, keepdim=True).clamp(min=1)
+    mean_B_1 = torch.where(mask_B_T, h_B_T, 0.0).sum(1, keepdim=True) / count_B_1
+    flat_B_1 = mean_B_1 < MIN_MEAN_UNCERTAINTY
+    scale_B_1 = torch.where(flat_B_1, 0.0, beta / torch.where(flat_B_1, 1.0, mean_B_1))
+    base_B_1 = torch.where(flat_B_1, 1.0, torch.full_like(mean_B_1, 1.0 - beta))
+    weights_B_T = torch.addcmul(base_B_1, h_B_T, scale_B_1).clamp_(min=0.0)
+    return torch.where(mask_B_T, weights_B_T, 0.0)
+
+
+@torch.no_grad()
+def hicra(advantages_B_T: Tensor, planning_B_T: Tensor, alpha: float) -> Tensor:
+    """A_t + α|A_t| on planning tokens (arXiv 2509.03646): raises positive advantages, dampens negative ones.
+
+    Raises ValueError unless 0 ≤ α < 1.
+    """
+    if not 0.0 <= alpha < 1.0:
+        raise ValueError(f"hicra alpha must be in [0, 1): got {alpha}")
+    return torch.where(planning_B_T, advantages_B_T + alpha * advantages_B_T.abs(), advantages_B_T)
+
+
+@torch.no_grad()
+def placebo_mask(uniforms_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """As many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
+
+    ``uniforms_B_T`` comes from the run's own stream; the smallest are chosen, ties by position.
+    """
+    counts_B_1 = (planning_B_T & mask_B_T).sum(1, keepdim=True)
+    shuffled_B_T = torch.where(mask_B_T, uniforms_B_T.detach().to(torch.float64), math.inf)
+    order_B_T = torch.argsort(shuffled_B_T, dim=1, stable=True)
+    columns_B_T = torch.arange(mask_B_T.shape[1], device=mask_B_T.device).expand_as(order_B_T)
+    rank_B_T = torch.empty_like(order_B_T).scatter_(1, order_B_T, columns_B_T)
+    return (rank_B_T < counts_B_1) & mask_B_T
+
+
+@torch.no_grad()
+def entropy_mask(entropy_B_T: Tensor, mask_B_T: Tensor, rho: float) -> Tensor:
+    """The ⌈ρn⌉ trained tokens of highest entropy in the whole batch (arXiv 2506.01939), bool [B, T].
+
+    Ties at the threshold go to the earlier token, so exactly ⌈ρn⌉ stay; ρ = 1 is an exact no-op. ρ is read as the
+    decimal it was written as (0.1 of 30 tokens is 3, not 4). Raises ValueError unless 0 < ρ ≤ 1, and for NaN.
+    """
+    if not 0.0 < rho <= 1.0:
+        raise ValueError(f"entropy_mask rho must be in (0, 1]: got {rho}")
+    total = int(mask_B_T.sum())
+    keep = math.ceil(Fraction(repr(float(rho))) * total)
+    if keep == total:
+        return mask_B_T.clone()
+    values = torch.where(mask_B_T, _clean("entropy", entropy_B_T, mask_B_T), -math.inf).flatten()
+    threshold = values.topk(keep, sorted=True).values[-1]
+    above = values > threshold
+    ties = (values == threshold) & mask_B_T.flatten()
+    chosen = above | (ties & (ties.cumsum(0) <= keep - above.sum()))
+    return chosen.view_as(mask_B_T)
+
+
+@torch.no_grad()
+def gtpo_paper(
+    h_B_T: Tensor,
+    rewards_B: Tensor,
+    correct_B: Tensor,
+    group_B: Tensor,
+    mask_B_T: Tensor,
+    alpha1: float = 1.0,
+    alpha2: float = 0.1,
+) -> Tensor:
+    """Token advantages of Group Token Policy Optimization (arXiv 2508.04349), [B, T], 0 in the padding.
+
+    Per group and position t, over the completions that still run at t: a correct one gets
+    α₁r + α₂·d_t·h/Σh (d_t: how many correct ones still run), a wrong one −α₁ − α₂·c_t·(1/h)/Σ(1/h). The shaped
+    rewards of all tokens of the group, correct and wrong together, are then centred and divided by their standard
+    deviation. Groups that are all correct or all wrong give 0. ``group_B`` numbers the group of each row.
+    """
+    rows, columns = mask_B_T.shape
+    for what, given in (("rewards_B", rewards_B), ("correct_B", correct_B), ("group_B", group_B)):
+        if given.shape != (rows,):
+            raise ValueError(f"{what} has shape {tuple(given.shape)}, expected ({rows},)")
+    if not bool(torch.isfinite(rewards_B).all()):
+        raise ValueError("gtpo_paper rewards must be finite")
+    if mask_B_T.numel() == 0:
+        return torch.zeros_like(h_B_T)
+    _, group_B = torch.unique(group_B, return_inverse=True)
+    groups = int(group_B.max()) + 1
+    correct_B = correct_B.to(torch.bool)
+    h_B_T = _clean("uncertainty", h_B_T, mask_B_T).to(torch.float64).clamp(min=MIN_PAPER_UNCERTAINTY)
+    share_B_T = torch.where(correct_B[:, None], h_B_T, 1.0 / h_B_T)
+    share_B_T = torch.where(mask_B_T, share_B_T, 0.0)
+    side_B = group_B * 2 + correct_B.long()  # one row of the tables below for each (group, correct or wrong)
+    sums = share_B_T.new_zeros(2 * groups, columns).index_add_(0, side_B, share_B_T)[side_B]
+    active = share_B_T.new_zeros(2 * groups, columns).index_add_(0, side_B, mask_B_T.to(share_B_T))[side_B]
+    bonus_B_T = alpha2 * active * share_B_T / torch.where(sums > 0.0, sums, 1.0)
+    base_B = torch.where(correct_B, alpha1 * rewards_B.detach().to(torch.float64), -alpha1)[:, None]
+    shaped_B_T = base_B + torch.where(correct_B[:, None], bonus_B_T, -bonus_B_T)
+
+    def per_group(values_B: Tensor) -> Tensor:
+        return values_B.new_zeros(groups).index_add_(0, group_B, values_B)[group_B]
+
+    weight_B_T = mask_B_T.to(torch.float64)
+    tokens_B = per_group(weight_B_T.sum(1)).clamp(min=1.0)
+    mean_B = per_group((shaped_B_T * weight_B_T).sum(1)) / tokens_B
+    centred_B_T = (shaped_B_T - mean_B[:, None]) * weight_B_T
+    deviation_B = (per_group(centred_B_T.square().sum(1)) / tokens_B).sqrt()
+    right_B = per_group(correct_B.to(torch.float64))
+    size_B = per_group(torch.ones_like(right_B))
+    trains_B = (right_B > 0) & (right_B < size_B) & (deviation_B >= EQUAL_REWARDS)
+    return torch.where(trains_B[:, None], centred_B_T / deviation_B.clamp(min=EQUAL_REWARDS)[:, None], 0.0)
+
+
+def _moments(values_B_T: Tensor, where_B_T: Tensor) -> tuple[float | None, float | None]:
+    """Mean and population variance over the marked tokens; None, None when there are none."""
+    weight_B_T = where_B_T.to(values_B_T)
+    count = float(weight_B_T.sum(dtype=torch.float64))
+    if count == 0.0:
+        return None, None
+    mean = float((values_B_T * weight_B_T).sum(dtype=torch.float64)) / count
+    return mean, float(((values_B_T - mean).square_().mul_(weight_B_T)).sum(dtype=torch.float64)) / count
+
+
+@torch.no_grad()
+def uncertainty_stats(
+    kind: Uncertainty, h_B_T: Tensor, logprobs_B_T: Tensor, planning_B_T: Tensor | None, mask_B_T: Tensor
+) -> tuple[dict[str, float | None], float | None]:
+    """The catalogue's plan/exec keys over all trained tokens, and the execution variance of ``h_B_T`` itself.
+
+    ``*_surprisal_*`` is of −log p whatever ``kind`` is; ``*_entropy_*`` is of the full-vocabulary entropy when that is
+    the kind and repeats the surprisal otherwise. All None without a planning mask.
+    """
+    sides = ("exec", "plan")
+    kinds = ("surprisal", "entropy")
+    keys = [f"{side}_{what}_{moment}" for side in sides for what in kinds for moment in ("mean", "var")]
+    stats: dict[str, float | None] = dict.fromkeys([*keys, "planning_fraction"])
+    if planning_B_T is None:
+        return stats, None
+    surprisal_B_T = h_B_T if kind == "surprisal" else uncertainty("surprisal", logprobs_B_T, None, mask_B_T)
+    plan_B_T = planning_B_T & mask_B_T
+    marks = {"exec": mask_B_T ^ plan_B_T, "plan": plan_B_T}
+    exec_variance = None
+    for side, where_B_T in marks.items():
+        surprisal = _moments(surprisal_B_T, where_B_T)
+        own = surprisal if kind == "surprisal" else _moments(h_B_T, where_B_T)
+        entropy = own if kind == "shannon_entropy" else surprisal
+        stats[f"{side}_surprisal_mean"], stats[f"{side}_surprisal_var"] = surprisal
+        stats[f"{side}_entropy_mean"], stats[f"{side}_entropy_var"] = entropy
+        exec_variance = own[1] if side == "exec" else exec_variance
+    total = int(mask_B_T.sum())
+    stats["planning_fraction"] = int(plan_B_T.sum()) / total if total else None
+    return stats, exec_variance
+
+
+def _spread(advantages_B: Tensor, like_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Every token gets its completion's advantage, 0 in the padding; ValueError unless finite in that dtype."""
+    if advantages_B.shape != mask_B_T.shape[:1]:
+        raise ValueError(f"one advantage per row: got {tuple(advantages_B.shape)} for {mask_B_T.shape[0]} rows")
+    advantages_B = advantages_B.detach().to(like_B_T)
+    if not bool(torch.isfinite(advantages_B).all()):
+        raise ValueError("episode advantages must be finite: leave out the completions without a reward")
+    return torch.where(mask_B_T, advantages_B[:, None], 0.0)
+
+
+def _plugin_transform(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    name, mask_B_T = _plugin_name(function), arguments["mask_B_T"]
+    result = torch.as_tensor(function(**arguments)).detach()
+    if result.shape != mask_B_T.shape:
+        raise PluginError(
+            f"transform plug-in {name} returned shape {tuple(result.shape)} for tokens of shape "
+            f"{tuple(mask_B_T.shape)}: return one advantage per token"
+        )
+    result = torch.where(mask_B_T, result, 0.0)
+    if not bool(torch.isfinite(result).all()):
+        raise PluginError(f"transform plug-in {name} returned NaN or infinity for a trained token")
+    return result
+
+
+@dataclass(frozen=True)
+class ModeInputs:
+    """What single transform modes need beyond the common arguments; every other mode ignores it.
+
+    ``gtpo_hicra_placebo``: ``placebo_B_T``, bool, from ``placebo_mask``. ``gtpo_paper``: per row the reward, whether it
+    is correct and the number of its group, and its α₁ and α₂. ``entropy_mask``: ρ and whether the loss normaliser
+    counts the ``kept`` tokens or ``all``.
+    """
+
+    placebo_B_T: Tensor | None = None
+    rewards_B: Tensor | None = None
+    correct_B: Tensor | None = None
+    group_B: Tensor | None = None
+    alpha1: float = 1.0
+    alpha2: float = 0.1
+    entropy_rho: float = 0.2
+    entropy_denominator: str = "kept"
+
+
+@torch.no_grad()
+def token_advantages(
+    transform_mode: Transform,
+    advantages_B: Tensor,
+    logprobs_B_T: Tensor,
+    entropy_B_T: Tensor | None,
+    planning_B_T: Tensor | None,
+    mask_B_T: Tensor,
+    *,
+    uncertainty_kind: Uncertainty = "surprisal",
+    beta: float = 0.1,
+    alpha: float = 0.2,
+    sepa_lambda: float = 0.0,
+    inputs: ModeInputs | None = None,
+) -> TokenCredit:
+    """Token advantages of a padded batch: the one pipeline from episode advantages to what the loss sees.
+
+    ``advantages_B`` one per completion (finite: leave out completions without a reward); ``logprobs_B_T`` and
+    ``entropy_B_T`` nats of the sampled distribution; ``planning_B_T`` and ``mask_B_T`` bool; ``alpha`` is HICRA's.
+    ``gtpo_paper`` replaces the episode advantage. A transform plug-in is called with the keywords advantages_B_T,
+    h_B_T, planning_B_T and mask_B_T and returns advantages_B_T. Raises ValueError for missing inputs, wrong shapes
+    and NaN, PluginError for a plug-in's bad result.
+    """
+    inputs = inputs or ModeInputs()
+    mode = transform_mode if isinstance(transform_mode, str) else "plug-in"
+    if isinstance(transform_mode, str) and mode not in TRANSFORMS:
+        raise ValueError(f"unknown transform mode {mode!r}: one of {', '.join(TRANSFORMS)}, or a function")
+    if mode in NEEDS_PLANNING or planning_B_T is not None:
+        planning_B_T = _require("planning_B_T", planning_B_T, mask_B_T, mode)
+    h_B_T = uncertainty(uncertainty_kind, logprobs_B_T, entropy_B_T, mask_B_T)
+    stats, exec_variance = uncertainty_stats(uncertainty_kind, h_B_T, logprobs_B_T, planning_B_T, mask_B_T)
+    flat_B_T = _spread(advantages_B, h_B_T, mask_B_T)
+    loss_mask_B_T = denominator_mask_B_T = mask_B_T
+    weights_B_T = None
+
+    if mode == "none":
+        result_B_T = flat_B_T
+    elif callable(transform_mode):
+        arguments = {"advantages_B_T": flat_B_T, "h_B_T": h_B_T, "planning_B_T": planning_B_T, "mask_B_T": mask_B_T}
+        result_B_T = _plugin_transform(transform_mode, arguments).to(h_B_T)
+    elif mode == "gtpo_paper":
+        if inputs.rewards_B is None or inputs.correct_B is None or inputs.group_B is None:
+            raise ValueError("gtpo_paper needs rewards_B, correct_B and group_B in its ModeInputs")
+        rows = (inputs.rewards_B, inputs.correct_B, inputs.group_B)
+        result_B_T = gtpo_paper(h_B_T, *rows, mask_B_T, inputs.alpha1, inputs.alpha2).to(h_B_T)
+    elif mode == "entropy_mask":
+        if inputs.entropy_denominator not in ("kept", "all"):
+            raise ValueError(f"entropy_mask_denominator must be kept or all: got {inputs.entropy_denominator!r}")
+        given_B_T = _require("entropy_B_T", entropy_B_T, mask_B_T, mode)
+        loss_mask_B_T = entropy_mask(given_B_T, mask_B_T, inputs.entropy_rho)
+        denominator_mask_B_T = loss_mask_B_T if inputs.entropy_denominator == "kept" else mask_B_T
+        result_B_T = torch.where(loss_mask_B_T, flat_B_T, 0.0)
+    else:
+        if mode == "gtpo_sepa":
+            h_B_T = sepa_pool(h_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), mask_B_T, sepa_lambda)
+        weights_B_T = gtpo_weights(h_B_T, mask_B_T, beta)
+        result_B_T = flat_B_T * weights_B_T
+        if mode == "gtpo_hicra":
+            result_B_T = hicra(result_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), alpha)
+        elif mode == "gtpo_hicra_placebo":
+            result_B_T = hicra(result_B_T, _require("placebo_B_T", inputs.placebo_B_T, mask_B_T, mode), alpha)
+    return TokenCredit(result_B_T, loss_mask_B_T, denominator_mask_B_T, stats, weights_B_T, exec_variance)

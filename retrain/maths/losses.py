@@ -1,0 +1,317 @@
+"""Policy losses per token, and the denominators that turn them into one number.
+
+Differences from the textbook: the ratio ρ is taken between trainer and sampler logprobs of the same
+(temperature-applied) distribution; GSPO is its token form (arXiv 2507.18071 §4.3), which keeps token-level credit and
+has the sequence form's gradient when a completion has one advantage; CISPO's cap is absolute (arXiv 2506.13585). On
+policy all four have the same gradient.
+
+A step is loss = Σ token_weights · per-token loss over every micro-batch. The denominators are counted over the whole
+optimizer step beforehand, so cutting it into micro-batches, or skipping a group whose advantages are 0, cannot change
+the update. Only ``logprobs_B_T`` (and the entropy of the bonus) carry a gradient. Padding may hold any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
+
+NORMALIZERS = ("tokens", "sequences", "constant")
+RATIO_METRICS = (
+    "val/ratio",
+    "val/ratio_var",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    "kl_sample_train_v1",
+    "kl_sample_train_v2",
+    "kl_divergence_inference",
+)
+"""The catalogue keys that ``loss_metrics`` fills."""
+
+Sums = dict[str, Tensor]
+
+
+def _require_finite(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> None:
+    bad_B_T = ~torch.isfinite(values_B_T.detach()) & mask_B_T
+    if bool(bad_B_T.any()):
+        row, column = torch.nonzero(bad_B_T)[0].tolist()
+        raise ValueError(f"{what} is {values_B_T[row, column].item()} at completion {row}, token {column}")
+
+
+def log_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Clamped log ρ = log π_train − log π_sampler, 0 (and without gradient) in the padding, within ±20."""
+    difference_B_T = (
+        torch.where(mask_B_T, logprobs_B_T, 0.0) - torch.where(mask_B_T, sampler_logprobs_B_T, 0.0).detach()
+    )
+    return difference_B_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """ρ = π_train/π_sampler of every token, 1 in the padding."""
+    return log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T).exp()
+
+
+def sequence_log_ratio(log_ratio_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Mean of log ρ over each completion's trained tokens, [B, 1]; 0 for an empty one."""
+    return (log_ratio_B_T * mask_B_T).sum(1, keepdim=True) / mask_B_T.sum(1, keepdim=True).clamp(min=1)
+
+
+def _clipped_objective(ratio_B_T: Tensor, advantages_B_T: Tensor, options: dict[str, Any]) -> Tensor:
+    clipped_B_T = ratio_B_T.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
+    objective_B_T = torch.minimum(ratio_B_T * advantages_B_T, clipped_B_T * advantages_B_T)
+    if options["dual_clip"] is not None:
+        floor_B_T = options["dual_clip"] * advantages_B_T
+        objective_B_T = torch.where(advantages_B_T < 0.0, torch.maximum(objective_B_T, floor_B_T), objective_B_T)
+    return objective_B_T
+
+
+def _clip_marks(ratio_B_T: Tensor, advantages_B_T: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Where clipping bites: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0."""
+    low_B_T = (ratio_B_T < 1.0 - options["clip_low"]) & (advantages_B_T < 0.0)
+    high_B_T = (ratio_B_T > 1.0 + options["clip_high"]) & (advantages_B_T > 0.0)
+    return low_B_T, high_B_T
+
+
+LossParts = tuple[Tensor, Tensor, Tensor]
+"""Per-token loss [B, T] before masking, and bool marks [B, T]: clipped low, clipped high."""
+
+
+def reinforce(
+    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+) -> LossParts:
+    """−sg(ρ)·A·log π: importance-sampled policy gradient, never clipped."""
+    nowhere_B_T = torch.zeros_like(mask_B_T)
+    return -log_ratio_B_T.detach().exp() * adv_B_T * logp_B_T, nowhere_B_T, nowhere_B_T
+
+
+def ppo(
+    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+) -> LossParts:
+    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), for A < 0 at most −c·A with ``dual_clip`` = c."""
+    ratio_B_T = log_ratio_B_T.exp()
+    marks = _clip_marks(ratio_B_T.detach(), adv_B_T, options)
+    return -_clipped_objective(ratio_B_T, adv_B_T, options), *marks
+
+
+def gspo(
+    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+) -> LossParts:
+    """The PPO form with the sequence ratio exp(mean_t log ρ_t), its gradient taken through each token's own log π."""
+    sequence_B_1 = sequence_log_ratio(log_ratio_B_T.detach(), mask_B_T)
+    ratio_B_T = (sequence_B_1 + log_ratio_B_T - log_ratio_B_T.detach()).exp()
+    marks = _clip_marks(ratio_B_T.detach(), adv_B_T, options)
+    return -_clipped_objective(ratio_B_T, adv_B_T, options), *marks
+
+
+def cispo(
+    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+) -> LossParts:
+    """−sg(min(ρ, cap))·A·log π: the weight is capped, no token loses its gradient."""
+    ratio_B_T = log_ratio_B_T.detach().exp()
+    capped_B_T = ratio_B_T > options["ratio_cap"]
+    return -ratio_B_T.clamp(max=options["ratio_cap"]) * adv_B_T * logp_B_T, torch.zeros_like(mask_B_T), capped_B_T
+
+
+POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, dict[str, Any]], LossParts]] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+
+
+def policy_loss(
+    name: str,
+    logprobs_B_T: Tensor,
+    sampler_logprobs_B_T: Tensor,
+    advantages_B_T: Tensor,
+    mask_B_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    ratio_cap: float = 5.0,
+    weights_B_T: Tensor | None = None,
+) -> tuple[Tensor, Sums]:
+    """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
+
+    ``clip_high = None`` takes ``clip_low``; ``weights_B_T`` are TIS or IcePop weights (``mismatch_weights``). Gradient
+    flows through ``logprobs_B_T`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and
+    non-finite values of trained tokens (one device synchronisation).
+    """
+    if name not in POLICY_LOSSES:
+        raise ValueError(f"unknown loss {name!r}: one of {', '.join(POLICY_LOSSES)}")
+    clip_high = clip_low if clip_high is None else clip_high
+    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0 and ratio_cap > 0.0 and (dual_clip is None or dual_clip > 1.0)):
+        raise ValueError(
+            "loss bounds must be 0 <= clip_low <= 1, clip_high >= 0, ratio_cap > 0 and dual_clip > 1: got "
+            f"{clip_low}, {clip_high}, {ratio_cap}, {dual_clip}"
+        )
+    given = {"sampler logprob": sampler_logprobs_B_T, "advantage": advantages_B_T, "trainer logprob": logprobs_B_T}
+    for what, values_B_T in given.items():
+        if values_B_T.shape != mask_B_T.shape:
+            raise ValueError(f"{what}s have shape {tuple(values_B_T.shape)}, the mask {tuple(mask_B_T.shape)}")
+        _require_finite(what, values_B_T, mask_B_T)
+    options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "ratio_cap": ratio_cap}
+    adv_B_T = torch.where(mask_B_T, advantages_B_T.detach(), 0.0).to(logprobs_B_T.dtype)
+    ratio_B_T = log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T)
+    logp_B_T = torch.where(mask_B_T, logprobs_B_T, 0.0)
+    loss_B_T, low_B_T, high_B_T = POLICY_LOSSES[name](logp_B_T, ratio_B_T, adv_B_T, mask_B_T, options)
+    if weights_B_T is not None:
+        loss_B_T = loss_B_T * weights_B_T.detach()
+    loss_B_T = torch.where(mask_B_T, loss_B_T, 0.0)
+    return loss_B_T, ratio_sums(ratio_B_T, mask_B_T, low_B_T, high_B_T)
+
+
+@torch.no_grad()
+def ratio_sums(log_ratio_B_T: Tensor, mask_B_T: Tensor, low_B_T: Tensor, high_B_T: Tensor) -> Sums:
+    """What micro-batches must add up for the ratio and clipping metrics: 0-dim float64 tensors, no synchronisation.
+
+    With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d). ``clip_low_min`` and
+    ``clip_high_max`` are extremes over completions (combined by min and max, see ``add_sums``).
+    """
+    mask_B_T = mask_B_T.to(torch.bool)
+    weight_B_T = mask_B_T.to(torch.float64)
+    d_B_T = -log_ratio_B_T.detach().to(torch.float64) * weight_B_T
+    ratio_B_T = (-d_B_T).exp() * weight_B_T
+    low_B, high_B = (low_B_T & mask_B_T).sum(1).double(), (high_B_T & mask_B_T).sum(1).double()
+    length_B = weight_B_T.sum(1)
+    share_low_B = torch.where(length_B > 0, low_B / length_B.clamp(min=1.0), torch.inf)
+    share_high_B = torch.where(length_B > 0, high_B / length_B.clamp(min=1.0), -torch.inf)
+    empty = mask_B_T.shape[0] == 0
+    return {
+        "tokens": length_B.sum(),
+        "ratio": ratio_B_T.sum(),
+        "ratio_sq": ratio_B_T.square().sum(),
+        "k1": d_B_T.sum(),
+        "k2": 0.5 * d_B_T.square().sum(),
+        "k3": (torch.expm1(-d_B_T) + d_B_T).sum(),
+        "clip_low": low_B.sum(),
+        "clip_high": high_B.sum(),
+        "clip_low_min": d_B_T.new_tensor(torch.inf) if empty else share_low_B.min(),
+        "clip_high_max": d_B_T.new_tensor(-torch.inf) if empty else share_high_B.max(),
+    }
+
+
+def add_sums(total: Sums | None, part: Sums) -> Sums:
+    """Statistics of two micro-batches together: sums add, ``*_min`` and ``*_max`` take the extreme."""
+    if total is None:
+        return dict(part)
+    joined = {}
+    for key, value in part.items():
+        join = torch.minimum if key.endswith("_min") else torch.maximum if key.endswith("_max") else torch.add
+        joined[key] = join(total[key], value)
+    return joined
+
+
+def loss_metrics(sums: Sums) -> dict[str, float | None]:
+    """The catalogue's ratio, clipping and KL keys from the added-up sums; all None without a trained token."""
+    number = {key: float(value) for key, value in sums.items()}
+    tokens = number["tokens"]
+    if tokens == 0:
+        return dict.fromkeys(RATIO_METRICS)
+    ratio = number["ratio"] / tokens
+    clipped = (number["clip_low"] + number["clip_high"]) / tokens
+    return {
+        "val/ratio": ratio,
+        "val/ratio_var": max(number["ratio_sq"] / tokens - ratio * ratio, 0.0),
+        "policy/approxkl_avg": number["k2"] / tokens,
+        "policy/clipfrac_avg": clipped,
+        "clip_ratio/low_mean": number["clip_low"] / tokens,
+        "clip_ratio/low_min": number["clip_low_min"],
+        "clip_ratio/high_mean": number["clip_high"] / tokens,
+        "clip_ratio/high_max": number["clip_high_max"],
+        "clip_ratio/region_mean": clipped,
+        "kl_sample_train_v1": number["k1"] / tokens,
+        "kl_sample_train_v2": number["k2"] / tokens,
+        "kl_divergence_inference": number["k3"] / tokens,
+    }
+
+
+@torch.no_grad()
+def mismatch_weights(
+    old_logprobs_B_T: Tensor,
+    sampler_logprobs_B_T: Tensor,
+    mask_B_T: Tensor,
+    *,
+    cap: float | None = None,
+    band: tuple[float, float] | None = None,
+) -> Tensor:
+    """Weights for a sampler that differs from the trainer, constants [B, T], 0 in the padding.
+
+    With w = π_train_old/π_sampler: ``cap`` = C gives min(w, C) (truncated importance sampling); ``band`` = (α, β)
+    gives w inside and 0 outside (IcePop). Raises ValueError unless exactly one is given and sensible.
+    """
+    ratio_B_T = importance_ratio(old_logprobs_B_T, sampler_logprobs_B_T, mask_B_T)
+    if cap is not None and band is None and cap > 0.0:
+        weights_B_T = ratio_B_T.clamp(max=cap)
+    elif band is not None and cap is None and 0.0 <= band[0] < band[1]:
+        weights_B_T = torch.where((ratio_B_T >= band[0]) & (ratio_B_T <= band[1]), ratio_B_T, 0.0)
+    else:
+        raise ValueError(f"give either cap > 0 or a band 0 <= alpha < beta: got cap={cap}, band={band}")
+    return torch.where(mask_B_T, weights_B_T, 0.0)
+
+
+def kl_terms(kind: str, logprobs_B_T: Tensor, reference_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Per-token estimate of KL(π ‖ reference) on sampled tokens, [B, T], 0 in the padding.
+
+    With l = log π − log ref: ``k1`` = l (for the reward; detach it), ``k2`` = ½l² (for the loss: its gradient is the
+    reverse KL's on policy), ``k3`` = e^−l − 1 + l (for logging only). Only ``logprobs_B_T`` carries a gradient.
+    """
+    l_B_T = torch.where(mask_B_T, logprobs_B_T, 0.0) - torch.where(mask_B_T, reference_logprobs_B_T, 0.0).detach()
+    if kind == "k1":
+        return l_B_T
+    if kind == "k2":
+        return 0.5 * l_B_T.square()
+    if kind == "k3":
+        return torch.expm1(-l_B_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + l_B_T
+    raise ValueError(f"unknown KL estimator {kind!r}: one of k1, k2, k3")
+
+
+def entropy_loss(entropy_B_T: Tensor, mask_B_T: Tensor, entropy_coef: float) -> Tensor:
+    """−entropy_coef·H per token, [B, T]: a bonus on full-vocabulary entropy, which carries the gradient."""
+    return torch.where(mask_B_T, -entropy_coef * entropy_B_T, 0.0)
+
+
+@torch.no_grad()
+def token_weights(
+    normalizer: str,
+    mask_B_T: Tensor,
+    *,
+    total_tokens: int,
+    total_sequences: int,
+    max_tokens: int,
+    denominator_mask_B_T: Tensor | None = None,
+) -> Tensor:
+    """Weights with loss = Σ weights·per-token loss, float32 [B, T], 0 outside ``mask_B_T``.
+
+    ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);
+    ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). The totals count the whole optimizer step, skipped groups
+    included; tokens are counted (also T_i) by ``denominator_mask_B_T``, by default ``mask_B_T``. Totals of 0 give 0.
+    """
+    totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
+    if any(value < 0 for value in totals.values()):
+        raise ValueError(f"loss denominators must be >= 0: got {totals}")
+    if normalizer == "tokens":
+        denominator_B_1 = torch.full((mask_B_T.shape[0], 1), float(total_tokens), device=mask_B_T.device)
+    elif normalizer == "sequences":
+        counted_B_T = mask_B_T if denominator_mask_B_T is None else denominator_mask_B_T
+        denominator_B_1 = counted_B_T.sum(1, keepdim=True) * float(total_sequences)
+    elif normalizer == "constant":
+        denominator_B_1 = torch.full(
+            (mask_B_T.shape[0], 1), float(total_sequences) * float(max_tokens), device=mask_B_T.device
+        )
+    else:
+        raise ValueError(f"unknown loss normalizer {normalizer!r}: one of {', '.join(NORMALIZERS)}")
+    weight_B_1 = torch.where(denominator_B_1 > 0, 1.0 / denominator_B_1.clamp(min=1.0), 0.0)
+    return torch.where(mask_B_T, weight_B_1, 0.0)

@@ -1,0 +1,137 @@
+"""Which tokens plan: phrases matched on the decoded text, marked through character offsets.
+
+Text is matched as a reader sees it, so sub-word splits, capitals, straight or curly apostrophes and hyphens or line
+breaks between words do not matter; phrases begin and end at word boundaries ("the key is" is not in "the key island").
+Overlapping phrases both count. Each text is decoded and searched once; no Python loop over tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+STRATEGIC_GRAMS: tuple[str, ...] = (
+    "wait let me",
+    "let me think",
+    "on second thought",
+    "let me check",
+    "let me verify",
+    "is this right",
+    "double check",
+    "try another approach",
+    "go back and",
+    "start over",
+    "that's not right",
+    "that doesn't work",
+    "another way to",
+    "or we could",
+    "what if we",
+    "notice that",
+    "the key is",
+    "the key insight",
+)
+"""The built-in planning phrases."""
+
+APOSTROPHES = "'\u2019\u2018\u02bc\u0060\u00b4"
+HYPHENS = "-\u2010\u2011\u2012\u2013"
+_BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"
+
+Offsets = Sequence[tuple[int, int]] | np.ndarray
+"""Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]."""
+
+
+def _phrase_pattern(phrase: str) -> re.Pattern[str]:
+    """One phrase as a pattern for lower-case text: words as written, anything that separates words between them.
+
+    The pattern opens with a plain literal, which ``re`` searches several times faster than an alternation or a
+    look-behind; the left word boundary is therefore checked just after that literal.
+    """
+    words = [word for word in re.split(rf"[{HYPHENS}\s]+", phrase.strip().lower()) if word]
+    if not words:
+        raise ValueError("a planning phrase is empty")
+    head = re.escape(re.split(f"[{APOSTROPHES}]", words[0])[0])
+    body = _BETWEEN_WORDS.join(
+        f"[{APOSTROPHES}]".join(re.escape(part) for part in re.split(f"[{APOSTROPHES}]", word)) for word in words
+    )
+    left = rf"(?<!\w{head})" if head and words[0][0].isalnum() else ""
+    right = r"(?!\w)" if words[-1][-1].isalnum() else ""
+    return re.compile(head + left + body[len(head) :] + right)
+
+
+def _lower(text: str) -> str:
+    """Lower case of the same length, so that positions keep their meaning ("İ".lower() has two characters)."""
+    lower = text.lower()
+    return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+
+
+class RegexDetector:
+    """Marks the tokens that overlap a planning phrase. Raises ValueError for an empty phrase or none at all."""
+
+    def __init__(self, phrases: Sequence[str] = STRATEGIC_GRAMS):
+        if isinstance(phrases, str) or not phrases:
+            raise ValueError("planning phrases must be a non-empty list of strings")
+        self.phrases = tuple(phrases)
+        self._patterns = tuple(_phrase_pattern(phrase) for phrase in dict.fromkeys(phrases))
+
+    def char_spans(self, text: str) -> list[tuple[int, int]]:
+        """Half-open character ranges of the phrases in ``text``, in order, possibly overlapping."""
+        text = _lower(text)
+        return sorted(match.span() for pattern in self._patterns for match in pattern.finditer(text))
+
+    def token_mask(self, text: str, offsets: Offsets) -> np.ndarray:
+        """Which tokens overlap a phrase, bool [T]. Tokens of width 0 (end tokens) never do.
+
+        Raises ValueError when ``offsets`` are not pairs.
+        """
+        spans = self.char_spans(text)
+        mask_T = np.zeros(len(offsets), dtype=bool)
+        if not spans or not len(offsets):
+            return mask_T
+        starts_T, ends_T = _columns(offsets)
+        # covered[i] = how many of the first i characters lie in a phrase; a token overlaps when it gains any.
+        marked = np.zeros(len(text) + 1, dtype=bool)
+        for start, end in spans:
+            marked[start + 1 : end + 1] = True
+        covered = np.cumsum(marked, dtype=np.int32)
+        limit = len(text)
+        return covered[np.clip(ends_T, 0, limit)] > covered[np.clip(starts_T, 0, limit)]
+
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+        """``token_mask`` of every completion of a batch. Raises ValueError when the lists differ in length."""
+        return [self.token_mask(text, pairs) for text, pairs in zip(texts, offsets, strict=True)]
+
+
+def _columns(offsets: Offsets) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends as integer arrays [T]."""
+    if isinstance(offsets, np.ndarray):
+        if offsets.ndim != 2 or offsets.shape[1] != 2:
+            raise ValueError(f"token offsets must have shape [T, 2]: got {offsets.shape}")
+        return offsets[:, 0], offsets[:, 1]
+    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64)
+    if flat.size != 2 * len(offsets):
+        raise ValueError("token offsets must be (start, end) pairs")
+    return flat[0::2], flat[1::2]
+
+
+def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, np.ndarray]:
+    """The text of a token sequence and each token's character range, int64 [T, 2], from the tokens' own bytes.
+
+    Exact for the tokens as sampled, where encoding the decoded text again may split it differently. A character
+    split over several tokens belongs to all of them; a byte that is not UTF-8 becomes one lone surrogate.
+    """
+    text = b"".join(pieces).decode("utf-8", errors="surrogateescape")
+    lengths_T = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    ends_T = np.cumsum(lengths_T)
+    starts_T = ends_T - lengths_T
+    if not text.isascii():
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+        widths[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1
+        char_of_byte = np.append(np.repeat(np.arange(len(codes)), widths), len(codes))
+        last_T = char_of_byte[np.maximum(ends_T - 1, starts_T)] + 1
+        starts_T = char_of_byte[starts_T]
+        ends_T = np.where(lengths_T > 0, last_T, starts_T)
+    return text, np.stack([starts_T, ends_T], axis=1)

@@ -1,0 +1,216 @@
+"""LoRA-Squeeze (arXiv 2602.10993): the exact spectrum of ΔW = s·B·A without forming it, and truncation to a rank.
+
+QR of the two thin factors leaves an r × r core whose singular values are those of ΔW. Energy of the first k values,
+V(k) = Σ_{i≤k} s_i²/Σ s_i², is a squared error: 95 % energy is a 22.4 % error of the weights, so both are shown. Energy
+alone does not say that an adapter still works; that takes an evaluation of the compressed adapter.
+
+Factors are as PEFT stores them, A [r, in] and B [out, r]; for embeddings (A [r, vocabulary], B [dim, r]) ΔW is the
+transpose, with the same values. Half-precision factors are computed in float32, float64 stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retrain.errors import UsageError
+
+ENERGY_TOLERANCE = 1e-9
+"""Slack when an energy is compared with a required one, so that 1.0 can be reached in floating point."""
+
+
+def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:
+    """The s of ΔW = s·B·A: alpha/rank, or alpha/√rank with rank-stabilised LoRA."""
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def lora_alpha(scale: float, rank: int, rslora: bool = False) -> float:
+    """The alpha that gives ``scale`` at ``rank``; inverse of ``lora_scale``."""
+    return scale * math.sqrt(rank) if rslora else scale * rank
+
+
+def _factors(A_r_in: Tensor, B_out_r: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors detached in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
+    if A_r_in.dim() != 2 or B_out_r.dim() != 2 or A_r_in.shape[0] != B_out_r.shape[1]:
+        raise ValueError(f"expected A [r, in] and B [out, r]: got {tuple(A_r_in.shape)} and {tuple(B_out_r.shape)}")
+    dtype = torch.float64 if torch.float64 in (A_r_in.dtype, B_out_r.dtype) else torch.float32
+    A_r_in, B_out_r = A_r_in.detach().to(dtype), B_out_r.detach().to(dtype)
+    if not (bool(torch.isfinite(A_r_in.sum())) and bool(torch.isfinite(B_out_r.sum()))):
+        raise ValueError("the adapter holds NaN or infinity: there is no spectrum to analyse")
+    return A_r_in, B_out_r
+
+
+@torch.no_grad()
+def analyse(A_r_in: Tensor, B_out_r: Tensor, scale: float) -> Tensor:
+    """Singular values of scale·B·A, descending, float64 [min(r, in, out)].
+
+    Raises ValueError for NaN or factors that do not fit each other.
+    """
+    A_r_in, B_out_r = _factors(A_r_in, B_out_r)
+    core = torch.linalg.qr(B_out_r, mode="r").R @ torch.linalg.qr(A_r_in.T, mode="r").R.T
+    return torch.linalg.svdvals(core).to(torch.float64) * abs(scale)
+
+
+def energy(singular_values: Tensor) -> Tensor | None:
+    """V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
+    squares = singular_values.to(torch.float64).square()
+    total = squares.sum()
+    if float(total) == 0.0:
+        return None
+    kept = squares.cumsum(0) / total
+    kept[-1] = 1.0
+    return kept.clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class SqueezeRow:
+    """One rank: energy kept over the trained modules, and √(1 − mean energy), the relative error of the weights."""
+
+    rank: int
+    mean_energy: float
+    min_energy: float
+    max_energy: float
+    weight_error: float
+
+
+@dataclass(frozen=True)
+class SqueezeAnalysis:
+    """The squeeze table of an adapter.
+
+    ``recommended`` is None when nothing can be recommended, ``reason`` says why or by what rule; ``worst_module`` is
+    the one that keeps least energy at the recommended rank; ``rank_pattern`` spends the same total energy module by
+    module; ``untrained`` lists the modules with ΔW = 0, which count in no average.
+    """
+
+    source_rank: int
+    rows: tuple[SqueezeRow, ...]
+    recommended: int | None
+    reason: str
+    worst_module: str | None
+    rank_pattern: dict[str, int]
+    untrained: tuple[str, ...]
+
+
+def table(spectra: Mapping[str, Tensor], ranks: Sequence[int] | None = None) -> list[SqueezeRow]:
+    """Energy kept at each rank (default 1 … largest) over the trained modules; empty when none is trained.
+
+    A module of lower rank than asked keeps all of its energy. Raises UsageError for a rank above the source rank.
+    """
+    kept = [curve for curve in (energy(values) for values in spectra.values()) if curve is not None]
+    if not kept:
+        return []
+    source_rank = max(len(values) for values in spectra.values())
+    ranks = range(1, source_rank + 1) if ranks is None else sorted(set(ranks))
+    curves = torch.stack([torch.nn.functional.pad(curve, (0, source_rank - len(curve)), value=1.0) for curve in kept])
+    rows = []
+    for rank in ranks:
+        _check_rank(rank, source_rank)
+        at_rank = curves[:, rank - 1]
+        mean = min(float(at_rank.mean()), 1.0)
+        rows.append(SqueezeRow(rank, mean, float(at_rank.min()), float(at_rank.max()), math.sqrt(1.0 - mean)))
+    return rows
+
+
+def recommend(
+    spectra: Mapping[str, Tensor],
+    *,
+    min_variance_retention: float = 0.95,
+    min_layer_retention: float | None = None,
+    ranks: Sequence[int] | None = None,
+) -> SqueezeAnalysis:
+    """The table with the smallest rank whose mean energy and whose worst module's energy reach what is asked.
+
+    ``spectra`` maps module names to ``analyse`` results; ``ranks`` limits the candidates (default: all up to the
+    source rank). Without ``min_layer_retention`` only the mean counts. Raises UsageError for a candidate above the
+    source rank, ValueError for a retention outside (0, 1].
+    """
+    required = {"min_variance_retention": min_variance_retention, "min_layer_retention": min_layer_retention}
+    for name, value in required.items():
+        if value is not None and not 0.0 < value <= 1.0:
+            raise ValueError(f"{name} must be in (0, 1]: got {value}")
+    source_rank = max((len(values) for values in spectra.values()), default=0)
+    untrained = tuple(name for name, values in spectra.items() if energy(values) is None)
+    rows = tuple(table(spectra, ranks))
+    if not rows:
+        reason = "every ΔW is 0: the adapter is untrained, so no rank can be recommended"
+        return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
+    layer_floor = 0.0 if min_layer_retention is None else min_layer_retention
+    chosen = next(
+        (
+            row
+            for row in rows
+            if row.mean_energy >= min_variance_retention - ENERGY_TOLERANCE
+            and row.min_energy >= layer_floor - ENERGY_TOLERANCE
+        ),
+        None,
+    )
+    asked = f"mean energy >= {min_variance_retention:g}"
+    if min_layer_retention is not None:
+        asked += f" and every module's >= {min_layer_retention:g}"
+    if chosen is None:
+        reason = f"no candidate rank up to {rows[-1].rank} keeps {asked}"
+        return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
+    curves = {name: curve for name, values in spectra.items() if (curve := energy(values)) is not None}
+    worst = min(curves, key=lambda name: float(curves[name][min(chosen.rank, len(curves[name])) - 1]))
+    reason = f"smallest rank with {asked}"
+    return SqueezeAnalysis(source_rank, rows, chosen.rank, reason, worst, rank_pattern(spectra, chosen.rank), untrained)
+
+
+def rank_pattern(spectra: Mapping[str, Tensor], uniform_rank: int) -> dict[str, int]:
+    """Per-module ranks that keep at least the total energy Σ s² of ``uniform_rank`` everywhere, with fewest ranks.
+
+    The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least
+    one per module because PEFT has no rank 0.
+    """
+    names = list(spectra)
+    squares = {name: spectra[name].to(torch.float64).square() for name in names}
+    target = sum(float(values[:uniform_rank].sum()) for values in squares.values())
+    pattern = dict.fromkeys(names, 1)
+    spent = sum(float(values[:1].sum()) for values in squares.values())
+    further = sorted(
+        ((float(value), index) for index, name in enumerate(names) for value in squares[name][1:]),
+        key=lambda pair: -pair[0],
+    )
+    for value, index in further:
+        if spent >= target * (1.0 - ENERGY_TOLERANCE) or value <= 0.0:
+            break
+        pattern[names[index]] += 1
+        spent += value
+    return pattern
+
+
+def _check_rank(rank: int, source_rank: int) -> None:
+    if not 1 <= rank <= source_rank:
+        raise UsageError(f"target rank {rank} is outside 1 … {source_rank}, the rank the adapter was trained with")
+
+
+@torch.no_grad()
+def truncate(
+    A_r_in: Tensor, B_out_r: Tensor, scale: float, rank: int, new_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Factors A' [rank, in] and B' [out, rank] with new_scale·B'A' = the best rank-``rank`` approximation of scale·BA.
+
+    ``new_scale = None`` keeps ``scale``. Singular values are shared evenly (√s on each side); the dtypes of A and B
+    are kept; ΔW = 0 gives zeros. Raises UsageError for a rank above the source rank, ValueError for bad factors.
+    """
+    _check_rank(rank, A_r_in.shape[0])
+    new_scale = scale if new_scale is None else new_scale
+    if new_scale == 0.0 and scale != 0.0:
+        raise ValueError("new_scale must not be 0")
+    A, B = _factors(A_r_in, B_out_r)
+    Q_B, R_B = torch.linalg.qr(B)
+    Q_A, R_A = torch.linalg.qr(A.T)
+    U, S, Vh = torch.linalg.svd(R_B @ R_A.T, full_matrices=False)
+    factor = scale / new_scale if new_scale else 1.0
+    root = (S[:rank] * abs(factor)).sqrt()
+    B_out_k = Q_B @ (U[:, :rank] * root) * math.copysign(1.0, factor)
+    A_k_in = (root[:, None] * Vh[:rank]) @ Q_A.T
+    missing = rank - A_k_in.shape[0]  # ranks above min(in, out) carry nothing
+    if missing > 0:
+        A_k_in = torch.nn.functional.pad(A_k_in, (0, 0, 0, missing))
+        B_out_k = torch.nn.functional.pad(B_out_k, (0, missing))
+    return A_k_in.to(A_r_in.dtype).contiguous(), B_out_k.to(B_out_r.dtype).contiguous()

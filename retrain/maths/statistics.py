@@ -1,0 +1,295 @@
+"""Statistics for evaluations and for comparisons over seeds: numpy in, plain numbers out.
+
+Two units of replication, never mixed: the *problem* within one evaluation (samples of a problem are not independent,
+so intervals cluster by problem) and the *seed* between conditions (pairs share adapter, prompt order and random
+numbers, so conditions are compared by paired differences). Completions are never pooled over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+EXACT_SIGN_FLIP_PAIRS = 40
+MIN_PAIRS_FOR_VERDICT = 6
+"""With fewer pairs the exact test cannot reach p <= 0.05: 5 pairs give 0.0625 at best."""
+
+
+def _vector(values: Sequence[float] | np.ndarray, what: str) -> np.ndarray:
+    """float64 [n]; ValueError unless one-dimensional and finite."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"{what} must be a list of numbers: got shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{what} must be finite: got {array[~np.isfinite(array)][0]}")
+    return array
+
+
+def _t_quantile(level: float, freedom: float) -> float:
+    from scipy.special import stdtrit
+
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"a confidence level lies between 0 and 1: got {level}")
+    return float(stdtrit(freedom, 0.5 + level / 2.0))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the ends of its confidence interval; ``low`` and ``high`` are None where none exists."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+# Evaluations: the problem is the unit
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 − C(n−c, k)/C(n, k): probability that one of k out of n samples, c of them correct, is correct (Chen 2021)."""
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n: got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def avg_at_k(correct_N: Sequence[bool], k: int) -> float:
+    """Share of correct ones among the first k samples of one problem."""
+    if not 1 <= k <= len(correct_N):
+        raise ValueError(f"avg@k needs 1 <= k <= {len(correct_N)} samples: got k={k}")
+    return sum(map(bool, correct_N[:k])) / k
+
+
+def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
+    """Whether the most frequent answer among the first k samples is correct: 1, 0, or the share of tied leaders.
+
+    None is "no answer" and has no vote; without any vote the result is 0.
+    """
+    if len(answers_N) != len(correct_N) or not 1 <= k <= len(answers_N):
+        raise ValueError(f"maj@k needs as many answers as marks and 1 <= k <= {len(answers_N)}: got k={k}")
+    right: dict[Hashable, bool] = {}
+    for answer, correct in zip(answers_N[:k], correct_N[:k], strict=True):
+        if answer is not None:
+            right.setdefault(answer, bool(correct))
+    votes = Counter(answer for answer in answers_N[:k] if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leaders = [answer for answer, count in votes.items() if count == most]
+    return sum(right[answer] for answer in leaders) / len(leaders)
+
+
+def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[float, float, int]:
+    """Mean over all samples, its standard error clustered with a G/(G−1) correction, and the number of clusters."""
+    if len(clusters) != len(values):
+        raise ValueError(f"one cluster per value: got {len(clusters)} for {len(values)}")
+    if not len(values):
+        raise ValueError("an interval needs at least one value")
+    index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
+    of_cluster = np.array([index[name] for name in clusters])
+    mean = float(values.mean())
+    residual_sums = np.bincount(of_cluster, weights=values - mean, minlength=len(index))
+    count = len(index)
+    correction = count / (count - 1) if count > 1 else 1.0
+    return mean, math.sqrt(correction * float((residual_sums**2).sum())) / len(values), count
+
+
+def cluster_interval(
+    values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable], level: float = 0.95
+) -> Interval:
+    """Mean of all samples with an interval clustered by problem: mean ± t·SE with (problems − 1) degrees of freedom.
+
+    Ends are None with one problem. Raises ValueError for no value or non-finite ones.
+    """
+    mean, error, count = _cluster_moments(_vector(values, "values"), clusters)
+    if count < 2:
+        return Interval(mean, None, None)
+    reach = _t_quantile(level, count - 1) * error
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def accuracy_interval(
+    correct: Sequence[bool] | np.ndarray, clusters: Sequence[Hashable], level: float = 0.95
+) -> Interval:
+    """Share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
+
+    The effective size is p(1−p)/SE² with the clustered SE (Korn and Graubard's adjustment), at most the number of
+    samples, and the number of problems when SE = 0: an evaluation without an error still has an interval. Ends are
+    None with one problem.
+    """
+    values = _vector(np.asarray(correct, dtype=np.float64), "correctness")
+    if ((values < 0.0) | (values > 1.0)).any():
+        raise ValueError("correctness must lie in [0, 1]")
+    p, error, count = _cluster_moments(values, clusters)
+    if count < 2:
+        return Interval(p, None, None)
+    size = min(p * (1.0 - p) / error**2, len(values)) if error > 0.0 and 0.0 < p < 1.0 else float(count)
+    t2 = _t_quantile(level, count - 1) ** 2
+    centre = (p + t2 / (2.0 * size)) / (1.0 + t2 / size)
+    reach = math.sqrt(t2 * (p * (1.0 - p) / size + t2 / (4.0 * size**2))) / (1.0 + t2 / size)
+    return Interval(p, max(centre - reach, 0.0), min(centre + reach, 1.0))
+
+
+def gini(values: Sequence[float] | np.ndarray) -> float | None:
+    """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
+
+    None where undefined: a negative value, a sum of 0, or fewer than two values. Raises ValueError for NaN.
+    """
+    x = np.sort(_vector(values, "values"))
+    n, largest = len(x), float(x[-1]) if len(x) else 0.0
+    if n < 2 or x[0] < 0.0 or largest == 0.0:
+        return None
+    x = x / largest  # keeps the sum finite for huge values
+    pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
+    return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
+
+
+# Comparisons: the seed is the unit
+
+
+def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray | float:
+    """Interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
+    array = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
+    n = array.shape[axis]
+    if n == 0:
+        raise ValueError("an interquartile mean needs at least one value")
+    kept = np.take(array, np.arange(n // 4, n - n // 4), axis=axis).mean(axis=axis)
+    return float(kept) if kept.ndim == 0 else kept
+
+
+def bootstrap_ci(
+    values: Sequence[float] | np.ndarray,
+    generator: np.random.Generator,
+    *,
+    statistic: Callable[..., np.ndarray | float] = np.mean,
+    strata: Sequence[Hashable] | None = None,
+    level: float = 0.95,
+    resamples: int = 10_000,
+) -> Interval:
+    """``statistic`` with a percentile bootstrap interval; with ``strata`` each task is resampled within itself.
+
+    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). The estimate is that of the values as given; ends are
+    None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
+    """
+    x = _vector(values, "values")
+    if not len(x) or not 0.0 < level < 1.0 or resamples < 1:
+        raise ValueError("a bootstrap needs at least one value, one resample and a level between 0 and 1")
+    estimate = float(statistic(x, axis=-1))
+    if len(x) < 2:
+        return Interval(estimate, None, None)
+    names = [0] * len(x) if strata is None else list(strata)
+    if len(names) != len(x):
+        raise ValueError(f"one stratum per value: got {len(names)} for {len(x)}")
+    members = [np.flatnonzero([name == stratum for name in names]) for stratum in dict.fromkeys(names)]
+    drawn = np.concatenate([m[generator.integers(0, len(m), (resamples, len(m)))] for m in members], axis=1)
+    low, high = np.quantile(np.asarray(statistic(x[drawn], axis=-1)), [0.5 - level / 2.0, 0.5 + level / 2.0])
+    return Interval(estimate, float(low), float(high))
+
+
+def smallest_p(pairs: int) -> float:
+    """The smallest two-sided p that the exact sign-flip test can reach with that many pairs: 2^−(n−1), at most 1."""
+    return min(2.0 ** -(pairs - 1), 1.0)
+
+
+def _half_sums(differences: np.ndarray) -> np.ndarray:
+    sums = np.zeros(1)
+    for d in differences:
+        sums = np.concatenate([sums - d, sums + d])
+    return np.sort(sums)
+
+
+def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
+    """Exact two-sided sign-flip (permutation) p-value of paired differences, up to 40 pairs.
+
+    The share of the 2^n sign patterns whose |Σ ±d| reaches the observed one (relative tolerance 1e-9), counted
+    exactly by joining the sorted sums of two halves. Raises ValueError for no pair, more than 40, or NaN.
+    """
+    d = _vector(differences, "differences")
+    n = len(d)
+    if not 1 <= n <= EXACT_SIGN_FLIP_PAIRS:
+        raise ValueError(f"the exact sign-flip test takes 1 to {EXACT_SIGN_FLIP_PAIRS} pairs: got {n}")
+    scale = float(np.abs(d).max())
+    if scale == 0.0:
+        return 1.0
+    d = d / scale
+    observed = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())
+    if observed <= 0.0:
+        return 1.0
+    left, right = _half_sums(d[: n // 2]), _half_sums(d[n // 2 :])
+    at_least = len(right) - np.searchsorted(right, observed - left, side="left")
+    return min(2.0 * float(at_least.sum()) / 2.0**n, 1.0)
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Differences a − b over paired seeds.
+
+    ``low``/``high`` are the t interval of the mean difference (None with one pair), ``p`` the exact sign-flip value,
+    ``smallest_p`` the least it could have been, ``verdict_possible`` whether that is at most 0.05.
+    """
+
+    pairs: int
+    mean: float
+    low: float | None
+    high: float | None
+    p: float
+    smallest_p: float
+    verdict_possible: bool
+
+
+def paired_comparison(
+    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95
+) -> PairedComparison:
+    """Compare two conditions over the same seeds, in the same order. Raises ValueError for lists that do not pair."""
+    a, b = _vector(a, "results"), _vector(b, "results")
+    if len(a) != len(b) or not len(a):
+        raise ValueError(f"paired results need the same seeds on both sides: got {len(a)} and {len(b)}")
+    d = a - b
+    n, mean = len(d), float(d.mean())
+    low = high = None
+    if n > 1:
+        reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
+        low, high = mean - reach, mean + reach
+    return PairedComparison(n, mean, low, high, sign_flip_p(d), smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
+
+
+def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+    """P(A > B) + ½P(A = B) over all pairs of runs (Agarwal 2021; the Mann–Whitney U over mn)."""
+    a, b = _vector(a, "results"), _vector(b, "results")
+    if not len(a) or not len(b):
+        raise ValueError("the probability of improvement needs at least one run on each side")
+    return float((a[:, None] > b[None, :]).mean() + 0.5 * (a[:, None] == b[None, :]).mean())
+
+
+def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Holm's step-down adjusted p-values of a family, in the order given, at most 1."""
+    p = _vector(p_values, "p-values")
+    if ((p < 0.0) | (p > 1.0)).any():
+        raise ValueError("p-values must lie in [0, 1]")
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))) if len(p) else p
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return adjusted
+
+
+def tost_p(differences: Sequence[float] | np.ndarray, margin: float) -> float:
+    """p-value of equivalence: the larger of two one-sided t tests that the mean difference lies within ±margin.
+
+    Small p says "no difference larger than margin". Raises ValueError for fewer than 2 pairs or margin ≤ 0.
+    """
+    from scipy.special import stdtr
+
+    d = _vector(differences, "differences")
+    if len(d) < 2 or not margin > 0.0:
+        raise ValueError(f"equivalence needs at least 2 pairs and a margin > 0: got {len(d)} and {margin}")
+    mean, error = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d))
+    if error == 0.0:
+        return 0.0 if abs(mean) < margin else 1.0
+    freedom = len(d) - 1
+    return max(float(stdtr(freedom, (mean - margin) / error)), float(stdtr(freedom, -(mean + margin) / error)))

@@ -1,0 +1,127 @@
+"""The frozen base: one model, its tokenizer, and what sampling and training need to know about them."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.errors import ModelError, UsageError
+from retrain.models import bundled_model_path
+
+
+@dataclass
+class BaseModel:
+    """A frozen causal LM, shared by all runs of a cohort.
+
+    ``eos_ids`` are all end-of-sequence ids that the model's generation config, config and tokenizer name: a
+    completion that ends with any of them has stopped by itself.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the output layer (may exceed the tokenizer's vocabulary)."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt + completion that the model's positions allow."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of one completion, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def resolve_device(devices: str) -> torch.device:
+    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. Raises UsageError when that GPU is not there."""
+    if devices == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if devices == "cpu":
+        return torch.device("cpu")
+    index = int(devices.partition(":")[2] or 0)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= found:
+        raise UsageError(f'devices = "{devices}": this machine shows {found} GPU(s); type devices = "auto" or "cpu"')
+    return torch.device(f"cuda:{index}")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU, where fp32 is exact and as fast."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
+
+
+def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
+
+
+def _fingerprint(model: Any) -> str:
+    """Hash of names, shapes and a strided sample of every weight: tells bases apart without reading 16 GB."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_base(
+    name: str,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    devices: str = "auto",
+    dtype: str = "auto",
+) -> BaseModel:
+    """Load a causal LM by bundled name (``tiny-reasoner``), local directory or hub name, frozen and in eval mode.
+
+    Raises ModelError when it cannot be had, with what to do; the underlying error stays chained.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    device, bundled = resolve_device(devices), bundled_model_path(name)
+    source = str(bundled) if bundled else name
+    local = bundled is not None or Path(source).is_dir()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if local:
+        options["local_files_only"] = True
+    else:
+        options.update(revision=revision, local_files_only=local_files_only)
+    torch_dtype = resolve_dtype(dtype, device)
+    if bundled or not sys.stderr.isatty():
+        disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
+    except (OSError, ValueError) as error:
+        hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
+        raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}{hint}") from error
+    model.to(device).eval().requires_grad_(False)
+    eos_ids = _end_ids(model, tokenizer)
+    if not eos_ids:
+        raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+    return BaseModel(name, model, tokenizer, device, torch_dtype, eos_ids, pad_id, _fingerprint(model))

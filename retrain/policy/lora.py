@@ -1,0 +1,201 @@
+"""LoRA lanes: many adapters over one frozen base, applied together.
+
+Every target linear layer is wrapped once. What the wrapper adds to the base's output depends on the mode that
+``Lanes`` is in: nothing (``off``: the reference model), one adapter with gradients (``single``: the update), or a
+stack of adapters, each for its own equal share of the batch rows (``stacked``: one decode batch for all runs).
+LoRA as in arXiv 2106.09685 with peft's initialisation (A Kaiming uniform, B zero), ΔW = (alpha/r)·B·A; master
+weights are fp32 whatever the base's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from retrain.errors import ModelError
+from retrain.policy.base import BaseModel
+from retrain.rng import torch_seed
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One target linear layer: module path and feature counts."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+class Adapter:
+    """One run's LoRA weights: fp32 masters in one flat buffer, with A [r, in] and B [out, r] as views of it.
+
+    One buffer makes clipping, AdamW and checkpoints single-tensor work. ``flat.grad`` is one buffer too; the
+    views' ``.grad`` point into it, so backward accumulates there.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], rank: int, alpha: float, device: torch.device):
+        self.shapes, self.rank, self.alpha, self.scale = tuple(shapes), rank, alpha, alpha / rank
+        sizes = [rank * s.in_features + s.out_features * rank for s in shapes]
+        self.flat = nn.Parameter(torch.zeros(sum(sizes), device=device))
+        self.flat.grad = torch.zeros_like(self.flat)
+        self.A: dict[str, nn.Parameter] = {}
+        self.B: dict[str, nn.Parameter] = {}
+        offset = 0
+        for shape in shapes:
+            for store, rows, columns in ((self.A, rank, shape.in_features), (self.B, shape.out_features, rank)):
+                end = offset + rows * columns
+                view = nn.Parameter(self.flat.data[offset:end].view(rows, columns))
+                view.grad = self.flat.grad[offset:end].view(rows, columns)
+                store[shape.name] = view
+                offset = end
+
+    def initialise(self, *seed: int | str) -> Adapter:
+        """A ~ U(±1/√in) from the named random stream of each layer, B = 0. The same on every device."""
+        with torch.no_grad():
+            for shape in self.shapes:
+                stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))
+                bound = 1.0 / math.sqrt(shape.in_features)
+                weights = torch.empty(self.rank, shape.in_features).uniform_(-bound, bound, generator=stream)
+                self.A[shape.name].copy_(weights)
+                self.B[shape.name].zero_()
+        return self
+
+    def load(self, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (A, B) of every layer in. Raises ModelError when layers or shapes differ."""
+        if missing := sorted(set(self.A) - set(tensors)):
+            raise ModelError(f"the adapter lacks {len(missing)} of the target layers, e.g. {missing[0]}")
+        with torch.no_grad():
+            for name, (a, b) in tensors.items():
+                if name not in self.A or a.shape != self.A[name].shape or b.shape != self.B[name].shape:
+                    raise ModelError(f"adapter layer {name} of shape {tuple(a.shape)}, {tuple(b.shape)} does not fit")
+                self.A[name].copy_(a)
+                self.B[name].copy_(b)
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Detached (A, B) of every layer."""
+        return {s.name: (self.A[s.name].detach(), self.B[s.name].detach()) for s in self.shapes}
+
+
+class LaneLinear(nn.Module):
+    """A frozen linear layer plus what the active lanes add to it."""
+
+    def __init__(self, base: nn.Module, lanes: Lanes, name: str):
+        super().__init__()
+        self.base, self.name = base, name
+        object.__setattr__(self, "lanes", lanes)  # not a submodule
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight: some model code reads dtype or shape from it."""
+        return self.base.weight  # pyright: ignore[reportReturnType]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, T, in] → [rows, T, out]."""
+        out = self.base(x)
+        lanes = self.lanes
+        if lanes.adapter is not None:
+            a, b = lanes.adapter.A[self.name].to(x.dtype), lanes.adapter.B[self.name].to(x.dtype)
+            if lanes.dropout > 0:
+                x = F.dropout(x, lanes.dropout)
+            return out + F.linear(F.linear(x, a), b) * lanes.adapter.scale
+        if lanes.stacks is not None:
+            a_LIR, b_LRO = lanes.stacks[self.name]  # scale folded into b
+            count = a_LIR.shape[0]
+            low = torch.bmm(x.reshape(count, -1, x.shape[-1]), a_LIR)
+            return torch.baddbmm(out.view(count, -1, out.shape[-1]), low, b_LRO).view(out.shape)
+        return out
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).__name__ not in ("NonDynamicallyQuantizableLinear",)
+
+
+class Lanes:
+    """The wrapped target layers of one base and the mode they are in; adapters live in the runs.
+
+    ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module names or
+    suffixes. Raises ModelError when nothing matches.
+    """
+
+    def __init__(self, base: BaseModel, target_modules: str | Sequence[str] = "all-linear"):
+        self.base = base
+        self.adapter: Adapter | None = None
+        self.stacks: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.dropout = 0.0
+        self.target_modules = target_modules
+        head = base.model.get_output_embeddings()
+        chosen = [
+            (name, module)
+            for name, module in base.model.named_modules()
+            if _is_linear(module) and module is not head and _targeted(name, target_modules)
+        ]
+        if not chosen:
+            leaves = sorted({name.rpartition(".")[2] for name, m in base.model.named_modules() if _is_linear(m)})
+            raise ModelError(
+                f"[lora] target_modules = {target_modules!r} matches no linear layer of {base.name}: "
+                f"use some of {', '.join(leaves)}"
+            )
+        self.shapes = [LayerShape(name, m.in_features, m.out_features) for name, m in chosen]
+        for name, module in chosen:
+            parent_name, _, leaf = name.rpartition(".")
+            setattr(base.model.get_submodule(parent_name), leaf, LaneLinear(module, self, name))
+
+    def detach(self) -> None:
+        """Put the base's own layers back."""
+        for shape in self.shapes:
+            parent_name, _, leaf = shape.name.rpartition(".")
+            parent = self.base.model.get_submodule(parent_name)
+            setattr(parent, leaf, getattr(parent, leaf).base)
+
+    def new_adapter(self, rank: int, alpha: float) -> Adapter:
+        """An adapter of zeros for these layers (call ``initialise`` or ``load`` on it)."""
+        return Adapter(self.shapes, rank, alpha, self.base.device)
+
+    @contextmanager
+    def single(self, adapter: Adapter, dropout: float = 0.0) -> Iterator[None]:
+        """All rows belong to ``adapter``; gradients reach it."""
+        self.adapter, self.dropout = adapter, dropout
+        try:
+            yield
+        finally:
+            self.adapter, self.dropout = None, 0.0
+
+    @contextmanager
+    def stacked(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+        """Rows belong to the adapters in equal consecutive shares; no gradients. Ranks may differ (zero-padded)."""
+        rank, dtype = max(adapter.rank for adapter in adapters), self.base.dtype
+        stacks = {}
+        with torch.no_grad():
+            for shape in self.shapes:
+                a = self.adapter_stack([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
+                b = self.adapter_stack([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
+                stacks[shape.name] = (a.to(dtype), b.to(dtype))
+        self.stacks = stacks
+        try:
+            yield
+        finally:
+            self.stacks = None
+
+    @staticmethod
+    def adapter_stack(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
+        """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, ranks padded with zeros."""
+        padded = [
+            part if part.shape[dim] == rank else F.pad(part, (0, rank - part.shape[1]) if dim else (0, 0, 0, rank - part.shape[0]))
+            for part in parts
+        ]
+        return torch.stack(padded).contiguous()
+
+
+def _targeted(name: str, target_modules: str | Sequence[str]) -> bool:
+    if target_modules == "all-linear":
+        return True
+    if isinstance(target_modules, str):  # a regular expression over the full name, as in peft
+        return re.fullmatch(target_modules, name) is not None
+    return any(name == target or name.endswith("." + target) for target in target_modules)

@@ -1,0 +1,99 @@
+"""The state of all runs as an observer sees it; every console draws from this one board."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrain.record.observer import SpecLike
+
+_OBEYED = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+HIDDEN = dict.fromkeys((*_OBEYED, *range(0xD800, 0xE000)), "\N{REPLACEMENT CHARACTER}")
+"""Terminal control characters, text-direction overrides and lone surrogates → a visible mark."""
+
+
+def printable(text: object) -> str:
+    """``text`` without anything that a terminal would obey; line breaks and tabs stay."""
+    return str(text).translate(HIDDEN)
+
+
+@dataclass
+class RunView:
+    """One run as it stands."""
+
+    run_id: str
+    label: str
+    seed: int
+    state: str = "waiting"
+    """waiting, running, done, failed or interrupted."""
+    first_step: int = 0
+    steps_done: int = 0
+    max_steps: int = 0
+    started: float = 0.0
+    row: Mapping[str, Any] = field(default_factory=dict)
+    heldout_before: float | None = None
+    heldout_now: float | None = None
+    message: str = ""
+
+    def eta(self, now: float) -> float | None:
+        """Seconds to go at the pace so far; None before the first step and after the end."""
+        done = self.steps_done - self.first_step
+        if self.state != "running" or done <= 0:
+            return None
+        return (now - self.started) / done * max(0, self.max_steps - self.steps_done)
+
+
+class Board:
+    """An observer that remembers: one ``RunView`` per run, the last steps, the last messages."""
+
+    def __init__(self, last_steps: int = 200, last_messages: int = 50):
+        self.runs: dict[str, RunView] = {}
+        self.steps: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=last_steps)
+        self.messages: deque[tuple[str, str]] = deque(maxlen=last_messages)
+        self.clock = time.monotonic
+
+    def view(self, spec: SpecLike) -> RunView:
+        """The run's view, made on first sight."""
+        if spec.run_id not in self.runs:
+            self.runs[spec.run_id] = RunView(spec.run_id, spec.label, spec.seed)
+        return self.runs[spec.run_id]
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """Put all runs on the board."""
+        for spec in specs:
+            self.view(spec)
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        """Start the run's clock."""
+        view = self.view(spec)
+        view.state, view.first_step, view.steps_done, view.max_steps = "running", step, step, max_steps
+        view.started = self.clock()
+
+    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
+        """Take over the row."""
+        view = self.view(spec)
+        view.row, view.steps_done = row, int(row["step"]) + 1
+        self.steps.append((spec.run_id, row))
+
+    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
+        """Keep the first and the latest held-out accuracy."""
+        rate = row.get(f"eval/{name}/correct_rate")
+        view = self.view(spec)
+        if rate is not None:
+            view.heldout_before = rate if view.heldout_before is None else view.heldout_before
+            view.heldout_now = rate
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """Close the run's row."""
+        view = self.view(spec)
+        view.state, view.message = status, message
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Remember the line."""
+        self.messages.append((level, text))
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,417 @@
+"""The one table of all metrics: key, definition, unit, healthy range, and the names other tools use for it.
+
+``metrics.jsonl``, the trackers' names, the live view and ``docs/metrics.md`` are all made from ``METRICS``. A key with
+``<name>`` or ``<tag>`` stands for one key per reward part, evaluation or tag. Keys with ``requires`` appear only in
+rows of runs whose configuration can define them; all other keys stand in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from retrain.record.context import TOOLS, RunContext
+
+SCALED_ALIASES: dict[str, tuple[float, float]] = {
+    "stop_reason_length_pct": (100.0, 0.0),
+    "discarded_stop_reason_length_pct": (100.0, 0.0),
+    "frac_reward_zero_std": (-1.0, 1.0),
+}
+"""Aliases that are not the plain value: alias = factor · value + offset."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a step. ``wandb`` is its name there when it differs from the key."""
+
+    key: str
+    definition: str
+    unit: str = ""
+    healthy: str = ""
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    requires: str = ""
+    wandb: str = ""
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the key stands for a family (``rewards/<name>/mean``)."""
+        return "<" in self.key
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether the value depends on the clock or the machine, so that a repeated run may differ in it."""
+        return self.unit in TIMING_UNITS or self.key in ("bp_action", "bp_regime", "bp_p_star", "bp_sigma", "bp_kappa")
+
+
+TIMING_UNITS = frozenset({"s", "tokens/s", "completions/s", "GiB", "share of peak"})
+
+
+def _metric(
+    key: str,
+    definition: str,
+    unit: str = "",
+    healthy: str = "",
+    requires: str = "",
+    wandb: str = "",
+    **aliases: str,
+) -> Metric:
+    """One row of the tables below; aliases of one tool are separated by blanks."""
+    named = {tool: tuple(names.split()) for tool, names in aliases.items()}
+    return Metric(key, definition, unit, healthy, named, requires, wandb)
+
+
+def _spread(pattern: str, what: str, unit: str = "", requires: str = "", alias: str = "") -> list[Metric]:
+    """Mean, standard deviation, minimum and maximum of one quantity; ``{}`` in ``pattern`` takes the statistic."""
+    words = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
+    return [
+        _metric(
+            pattern.format(short),
+            f"{word} {what}",
+            unit,
+            requires=requires,
+            **({"telescope": alias.format(short)} if alias else {}),
+        )
+        for short, word in words.items()
+    ]
+
+
+# fmt: off
+
+GENERAL = [
+    _metric("step", "optimizer step, from 0", "steps", tinker="progress/batch"),
+    _metric("condition", "label of the condition"),
+    _metric("progress/done_frac", "(step + 1) / max_steps", "share"),
+    _metric("episode", "completions sampled so far, this step's included", "completions"),
+    _metric("num_tokens", "prompt + completion tokens so far, the prompt counted once per completion", "tokens"),
+    _metric("num_datums", "completions that trained", "completions", wandb="train/num_datums"),
+    _metric("batch_size", "prompts in the step", "prompts", wandb="train/batch_size"),
+    _metric("group_size", "completions per prompt", "completions", wandb="train/group_size"),
+]
+
+LOSS = [
+    _metric("loss", "the loss that was differentiated; null when no completion trained", "",
+            "near 0 on-policy: the advantages of a group cancel, the gradient does not",
+            wandb="train/loss", trl="loss/policy_avg"),
+    _metric("reported_loss", "the same value, under its explicit name", wandb="train/reported_loss"),
+    _metric("loss_is_placeholder", "true when a backend cannot report a loss", "boolean",
+            wandb="train/loss_is_placeholder"),
+    _metric("backend_reports_sync_loss", "the loss belongs to this very step", "boolean",
+            wandb="train/backend/reports_sync_loss"),
+    _metric("backend_preserves_token_advantages", "each token trains with its own advantage", "boolean",
+            wandb="train/backend/preserves_token_advantages"),
+    _metric("optim/lr", "learning rate of the update", "", trl="learning_rate", retrain="lr"),
+    _metric("optim/grad_norm", "norm of the whole gradient before clipping", "", trl="grad_norm"),
+    _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`", "boolean"),
+]
+
+REWARD = [
+    _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
+            tinker="env/all/reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
+    _metric("reward_std", "standard deviation (population) of total reward over completions", "reward",
+            telescope="reward_sum_std"),
+    _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
+    _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
+    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups where it exists "
+            "(no negative reward, sum above 0)", "0 equal to 1 concentrated", telescope="reward_gini_mean"),
+    _metric("reward_failed", "completions that could not be graded; they count as not correct and have no reward",
+            "completions", "0"),
+    _metric("rewards/<name>/mean", "mean of this reward component or sample metric over completions", "",
+            tinker="env/all/<name>", telescope="reward_<name>_mean"),
+    _metric("rewards/<name>/std", "standard deviation (population)", telescope="reward_<name>_std"),
+    _metric("rewards/<name>/min", "smallest", telescope="reward_<name>_min"),
+    _metric("rewards/<name>/max", "largest", telescope="reward_<name>_max"),
+    _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient", "0 equal to 1 concentrated",
+            telescope="reward_<name>_gini_mean"),
+    _metric("correct_rate", "share of all sampled completions that are correct", "share", "rising",
+            wandb="train/rewards/correct_rate", tinker="env/all/correct"),
+    _metric("running_correct_rate", "share of correct completions over the whole run so far", "share",
+            wandb="train/rewards/running_correct_rate"),
+    _metric("env/all/format", "share of completions with a valid answer format, where one is defined", "share",
+            "near 1"),
+    _metric("env/all/by_group/frac_mixed", "groups whose rewards differ; only these give a gradient", "share",
+            "above 0.2", trl="frac_reward_zero_std"),
+    _metric("env/all/by_group/frac_all_good", "groups with all rewards equal and at least 0.5", "share",
+            "below 0.5: above it the data is too easy"),
+    _metric("env/all/by_group/frac_all_bad", "groups with all rewards equal and below 0.5", "share",
+            "below 0.5: above it the data is too hard, or no answer matches the format"),
+    _metric("env/all/total_episodes", "completions in the step", "completions"),
+    _metric("env/all/ob_tokens_per_turn", "mean prompt tokens of a turn", "tokens"),
+    _metric("env/all/turns_per_episode", "mean turns of a completion; 1 in single-turn tasks", "turns"),
+    _metric("env/all/total_ac_tokens", "completion tokens in the step", "tokens"),
+    _metric("env/all/total_ob_tokens", "prompt tokens in the step, once per completion", "tokens"),
+    _metric("env/<tag>/...", "`reward/total`, `correct`, `format`, `ac_tokens_per_turn`, `total_episodes`, "
+            "`by_group/...` and every reward part for the completions with this tag, as soon as some tag was a "
+            "strict subset of a step", "as above"),
+]
+
+ADVANTAGE = _spread("advantage_{}", "advantage over the completions that trained", "reward")
+
+POLICY = [
+    _metric("entropy", "mean full-vocabulary entropy over trained tokens, of the distribution sampled from; null where "
+            "the engine cannot give it", "nats", "falling slowly, not to 0",
+            trl="policy/entropy_avg objective/entropy"),
+    _metric("entropy_sampled", "minus the mean sampler logprob over trained tokens", "nats", "close to entropy"),
+    _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob on trained tokens, before the update",
+            "nats", "near 0", tinker="optim/kl_sample_train_v1"),
+    _metric("kl_sample_train_v2", "half the mean of d², before the update", "nats²",
+            "below 1e-6 in float32, below 1e-3 in bfloat16: more means that sampler and trainer disagree",
+            tinker="optim/kl_sample_train_v2"),
+    _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d: k3 of the current policy against the rollout policy",
+            "nats", "near 0 on-policy"),
+    _metric("kl", "k3 to the frozen base; null unless `kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly",
+            trl="objective/kl"),
+    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over completions", "reward",
+            requires="kl"),
+    _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward", requires="kl"),
+    _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens", "nats²"),
+    _metric("policy/clipfrac_avg", "share of trained tokens whose ratio was clipped", "share", "below 0.2"),
+    _metric("val/ratio", "mean importance ratio over trained tokens", "", "1 on-policy"),
+    _metric("val/ratio_var", "variance of the importance ratio over trained tokens", "", "near 0 on-policy"),
+    _metric("clip_ratio/low_mean", "share of trained tokens clipped from below (negative advantage)", "share"),
+    _metric("clip_ratio/low_min", "the same in the micro-batch where it is smallest", "share"),
+    _metric("clip_ratio/high_mean", "share of trained tokens clipped from above (positive advantage)", "share"),
+    _metric("clip_ratio/high_max", "the same in the micro-batch where it is largest", "share"),
+    _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
+    _metric("loss/value_avg", "loss of the critic", "", requires="critic"),
+    _metric("val/clipfrac_avg", "share of clipped value predictions", "share", requires="critic"),
+    _metric("off_policy_steps_mean", "mean age of the rollouts in policy versions", "steps", "0 when synchronous"),
+    _metric("off_policy_steps_max", "largest age of the rollouts in policy versions", "steps", "0 when synchronous"),
+]
+
+CREDIT = [
+    _metric("uncertainty_kind", "which uncertainty weighs the tokens", wandb="train/uncertainty_kind"),
+    *(
+        _metric(f"{part}_{kind}_{stat}", f"{word} {'uncertainty' if kind == 'entropy' else 'surprisal'} of {tokens} "
+                f"tokens before pooling{mirror}", "nats", wandb=f"train/{kind}/{part}_{stat}")
+        for kind, mirror in (
+            ("surprisal", ""),
+            ("entropy", "; repeats the surprisal unless the kind is shannon_entropy"),
+        )
+        for part, tokens in (("exec", "execution"), ("plan", "planning"))
+        for stat, word in (("mean", "mean"), ("var", "variance of the"))
+    ),
+    _metric("planning_fraction", "share of sampled tokens that are marked as planning", "share"),
+    _metric("sepa_lambda", "pooling strength λ of SEPA", "0 to 1", wandb="train/sepa_lambda"),
+    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened", "boolean",
+            wandb="train/sepa_gate_open"),
+]
+
+LENGTH = [
+    _metric("max_token_hit_rate", "share of completions that ended by length", "share", "below 0.1",
+            wandb="train/max_token_hit_rate", trl="completions/clipped_ratio", telescope="stop_reason_length_pct"),
+    _metric("completions/mean_length", "mean tokens of a completion", "tokens",
+            tinker="ac_tokens_per_turn env/all/ac_tokens_per_turn", telescope="length_completion_mean"),
+    _metric("completions/std_length", "standard deviation (population) of tokens of a completion", "tokens",
+            telescope="length_completion_std"),
+    _metric("completions/min_length", "fewest tokens", "tokens", telescope="length_completion_min"),
+    _metric("completions/max_length", "most tokens", "tokens", telescope="length_completion_max"),
+    *(
+        _metric(f"completions/{stat}_terminated_length",
+                f"{word} tokens over completions that ended by themselves; null if none did", "tokens")
+        for stat, word in (("mean", "mean"), ("min", "fewest"), ("max", "most"))
+    ),
+    _metric("val/num_eos_tokens", "completions that ended with any of the model's end tokens", "completions"),
+    *_spread("length_prompt_{}", "tokens of the prompt, over completions", "tokens"),
+    *_spread("length_sum_{}", "tokens of prompt and completion together", "tokens"),
+    _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length",
+            "0 equal to 1 concentrated"),
+    _metric("group_length_max_median_ratio_mean", "mean over groups of longest / median completion: how long a group "
+            "waits for its straggler", "", "below 2"),
+]
+
+DISCARDED = [
+    _metric("discarded_count", "groups that did not train", "groups"),
+    _metric("discarded_zero_advantage_pct", "groups dropped because all their advantages are 0", "% of all groups",
+            "below 80"),
+    _metric("discarded_no_reward_pct", "groups dropped because none of their completions could be graded",
+            "% of all groups", "0"),
+    _metric("discarded_max_async_pct", "groups dropped because they were too old", "% of all groups",
+            "0 when synchronous"),
+    _metric("discarded_zero_advantage_all_zero_pct", "of the zero-advantage groups: all rewards 0", "%"),
+    _metric("discarded_zero_advantage_all_positive_pct", "of the zero-advantage groups: all rewards above 0", "%"),
+    _metric("discarded_zero_advantage_mean_reward", "mean reward in the zero-advantage groups", "reward"),
+    *_spread("discarded_reward_{}", "total reward in the discarded groups", "reward", alias="discarded_reward_sum_{}"),
+    *_spread("discarded_length_prompt_{}", "prompt tokens in the discarded groups", "tokens"),
+    *_spread("discarded_length_completion_{}", "completion tokens in the discarded groups", "tokens"),
+    *_spread("discarded_length_sum_{}", "prompt and completion tokens in the discarded groups", "tokens"),
+    _metric("discarded_max_token_hit_rate", "share of their completions that ended by length", "share",
+            telescope="discarded_stop_reason_length_pct"),
+    _metric("discarded_group_length_gini_mean", "group_length_gini_mean of the discarded groups",
+            "0 equal to 1 concentrated"),
+    _metric("discarded_group_length_max_median_ratio_mean", "the straggler ratio of the discarded groups"),
+]
+
+TOOL_USE = [
+    _metric("tools/total_tool_calls", "tool calls in the step", "calls", requires="tools"),
+    _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share",
+            requires="tools"),
+]
+
+BACK_PRESSURE = [
+    _metric("bp_action", "hold, increase or throttle; null when back pressure is off",
+            wandb="train/backpressure/action"),
+    _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound",
+            wandb="train/backpressure/regime"),
+    _metric("bp_p_star", "load with the highest predicted throughput", "sequences", wandb="train/backpressure/p_star"),
+    _metric("bp_sigma", "contention σ of the Universal Scalability Law", wandb="train/backpressure/sigma"),
+    _metric("bp_kappa", "coherency κ of the Universal Scalability Law", wandb="train/backpressure/kappa"),
+    _metric("bp_utilization", "throughput / best predicted throughput", "share of peak",
+            wandb="train/backpressure/utilization"),
+    _metric("bp_throughput", "measured decoding throughput", "tokens/s", wandb="train/backpressure/throughput"),
+    _metric("bp_warmup", "still collecting loads for the fit", "boolean", wandb="train/backpressure/warmup"),
+]
+
+TIME = [
+    _metric("step_time_s", "wall clock of the whole step", "s", wandb="train/step_time_s",
+            tinker="time/total", telescope="timing_step_total", trl="step_time"),
+    _metric("time/rollout", "sampling", "s", retrain="sample_time_s"),
+    _metric("time/score", "grading", "s"),
+    _metric("time/credit", "advantages and token credit", "s"),
+    _metric("time/update", "forward, backward and optimizer", "s", retrain="train_time_s"),
+    _metric("time/eval", "held-out evaluation", "s"),
+    _metric("time/checkpoint", "saving", "s"),
+    _metric("time/record", "writing records", "s"),
+    _metric("time/other", "the rest, so that the parts add up to step_time_s; in a cohort it holds the turns of the "
+            "other runs", "s", "below 2 % of the step in a single run"),
+    _metric("timing_waiting_for_data", "seconds in which the trainer waited for graded rollouts: rollout + score in a "
+            "synchronous loop", "s"),
+    *(
+        _metric(f"timing_{part}_total", f"inside the update: {words}", "s")
+        for part, words in (
+            ("forward", "forward passes"),
+            ("backward", "backward passes"),
+            ("loss_computation", "the loss from the logprobs"),
+            ("data_to_device", "copying the batch to the device"),
+            ("prepare_tensors", "padding and packing"),
+            ("weight_sync_trainer", "handing the new weights to the sampler"),
+        )
+    ),
+    *(
+        _metric(f"timing_{part}_microbatch_mean", f"mean over micro-batches of timing_{part}_total", "s")
+        for part in ("forward", "backward", "loss_computation", "data_to_device", "prepare_tensors")
+    ),
+    _metric("perf/completion_tokens_per_s", "completion tokens / step_time_s", "tokens/s"),
+    _metric("perf/tokens_per_s", "prompt and completion tokens / step_time_s", "tokens/s",
+            telescope="tokens_per_second"),
+    _metric("perf/episodes_per_s", "completions / step_time_s", "completions/s", trl="eps"),
+    _metric("perf/peak_memory_gib", "most memory in use so far: of the GPU's allocator, on the CPU of the process",
+            "GiB"),
+]
+
+EVALUATION = [
+    _metric("eval/<name>/step", "optimizer steps done when the evaluation ran", "steps", requires="evaluation"),
+    _metric("eval/<name>/correct_rate", "share of correct answers; null on steps without an "
+            "evaluation", "share", "rising", requires="evaluation"),
+    _metric("eval/<name>/ci_low", "lower end of the 95 % interval of correct_rate, clustered by problem", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/ci_high", "upper end of that interval", "share", requires="evaluation"),
+    _metric("eval/<name>/reward_mean", "mean total reward", "reward", requires="evaluation"),
+    _metric("eval/<name>/problems", "problems evaluated", "problems", requires="evaluation"),
+    _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens", requires="evaluation"),
+    _metric("eval/<name>/max_token_hit_rate", "share of answers that ended by length", "share", "below 0.1",
+            requires="evaluation"),
+    _metric("eval/<name>/<tag>/correct_rate", "share of correct answers among the problems with this tag", "share",
+            requires="evaluation"),
+]
+
+# fmt: on
+
+SECTIONS: dict[str, list[Metric]] = {
+    "General": GENERAL,
+    "Loss and optimizer": LOSS,
+    "Reward": REWARD,
+    "Advantage": ADVANTAGE,
+    "Policy": POLICY,
+    "Token credit": CREDIT,
+    "Length": LENGTH,
+    "Groups that did not train": DISCARDED,
+    "Tools": TOOL_USE,
+    "Back pressure": BACK_PRESSURE,
+    "Time and speed": TIME,
+    "Held-out evaluation": EVALUATION,
+}
+
+METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
+BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
+EVAL_STATISTICS = tuple(m.key.rsplit("/", 1)[1] for m in EVALUATION if "<tag>" not in m.key)
+
+
+def row_metrics(context: RunContext) -> list[Metric]:
+    """The metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
+    features = context.features
+    return [m for m in METRICS if not m.is_pattern and (not m.requires or m.requires in features)]
+
+
+def aliases_of(metric: Metric, tools: tuple[str, ...], **names: str) -> Iterator[tuple[str, float, float]]:
+    """(alias, factor, offset) for the chosen tools; ``names`` fills the metric's placeholders."""
+    for tool in tools:
+        for alias in metric.aliases.get(tool, ()):
+            factor, offset = SCALED_ALIASES.get(alias, (1.0, 0.0))
+            yield fill(alias, **names), factor, offset
+
+
+def fill(pattern: str, **names: str) -> str:
+    """``pattern`` with ``<key>`` replaced by the given names."""
+    for placeholder, name in names.items():
+        pattern = pattern.replace(f"<{placeholder}>", name)
+    return pattern
+
+
+def is_timing_key(key: str) -> bool:
+    """Whether a row's value under ``key`` may differ between two otherwise identical runs (clock, memory)."""
+    if key.startswith(("time/", "timing_", "perf/")):
+        return True
+    return key in _TIMING_KEYS
+
+
+_TIMING_KEYS = frozenset(
+    name for m in METRICS if m.is_timing for name in (m.key, *(a for names in m.aliases.values() for a in names))
+)
+
+
+def wandb_name(key: str) -> str:
+    """The name of a row's key on wandb: with its prefix where one is customary, else the key itself."""
+    metric = BY_KEY.get(key)
+    return metric.wandb if metric and metric.wandb else key
+
+
+def metrics_markdown() -> str:
+    """The text of ``docs/metrics.md``."""
+    lines = [
+        "# Metrics",
+        "",
+        "Made from `retrain/record/catalogue.py` by `python -m retrain.record`; edit the table there.",
+        "",
+        "Every step writes one row to `metrics.jsonl`, whether or not anything trained. A row always carries every key",
+        "that the run's configuration can define, and `null` where a value does not exist at that step; NaN and",
+        "infinity never appear. Values are per optimizer step and computed on everything that was sampled, before any",
+        "filtering, unless the definition says otherwise. Standard deviations divide by n.",
+        "",
+        "Aliases repeat a value under the name that another tool's scripts read. `[logging] aliases` chooses the tools",
+        f"(default: {', '.join(f'`{tool}`' for tool in TOOLS)}). wandb shows a metric under its wandb name where one",
+        "is given, otherwise under its key. A number that a reward, environment or plug-in adds under a further key",
+        "joins the row from the step where it first appears.",
+    ]
+    for section, metrics in SECTIONS.items():
+        lines += ["", f"## {section}", "", "| key | definition | unit | healthy | aliases | wandb |"]
+        lines.append("|---|---|---|---|---|---|")
+        lines += [_markdown_row(metric) for metric in metrics]
+    lines += ["", "## Aliases by tool", ""]
+    for tool in TOOLS:
+        names = sorted({alias for m in METRICS for alias in m.aliases.get(tool, ())})
+        lines.append(f"- **{tool}**: {', '.join(f'`{name}`' for name in names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(metric: Metric) -> str:
+    aliases = []
+    for tool, names in metric.aliases.items():
+        for alias in names:
+            factor, offset = SCALED_ALIASES.get(alias, (1.0, 0.0))
+            note = " (×100)" if factor == 100.0 else f" ({offset:g} − value)" if factor == -1.0 else ""
+            aliases.append(f"`{alias}`{note} {tool}")
+    needs = {"kl": "with KL", "critic": "with a critic", "tools": "with tools", "evaluation": "with evaluation"}
+    definition = metric.definition + (f" ({needs[metric.requires]})" if metric.requires else "")
+    wandb = f"`{metric.wandb}`" if metric.wandb else ""
+    cells = (f"`{metric.key}`", definition, metric.unit, metric.healthy, "<br>".join(aliases), wandb)
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,178 @@
+"""What a person sees while runs go on: a live view on a terminal, plain lines everywhere else.
+
+Everything that a model, a file or a plug-in wrote is shown as text: neither rich's markup nor a terminal's escape
+sequences in it are obeyed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from retrain.files import write_text
+from retrain.record.board import Board, printable
+from retrain.record.observer import Observer, SpecLike
+from retrain.record.views import board_view, duration, number
+
+LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+def make_console(stream: IO[str] | None = None, plain: bool = False) -> Observer:
+    """The live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
+
+    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too.
+    """
+    out = stream or sys.stdout
+    plain = plain or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "") in ("dumb", "unknown")
+    return PlainConsole(out) if plain or not out.isatty() else LiveConsole(Console(file=out))
+
+
+class PlainConsole(Board):
+    """One line per event as ``key=value`` pairs, flushed, without colours or cursor movements."""
+
+    def __init__(self, stream: IO[str] | None = None):
+        super().__init__()
+        self.stream = stream or sys.stdout
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """``plan runs=…``."""
+        super().plan(specs)
+        labels = dict.fromkeys(spec.label for spec in specs)
+        seeds = dict.fromkeys(str(spec.seed) for spec in specs)
+        self._line(f"plan runs={len(specs)} conditions={','.join(labels)} seeds={','.join(seeds)}")
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        """``start run=… step=… max_steps=…``."""
+        super().run_started(spec, step, max_steps)
+        self._line(f"start run={spec.run_id} step={step} max_steps={max_steps}")
+
+    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
+        """``step run=… step=…/… reward=… …``."""
+        super().step(spec, row)
+        view = self.runs[spec.run_id]
+        pairs = {
+            "step": f"{view.steps_done}/{view.max_steps}",
+            "reward": number(row.get("mean_reward")),
+            "correct": number(row.get("correct_rate")),
+            "loss": number(row.get("loss"), 5),
+            "length": number(row.get("completions/mean_length"), 1),
+            "truncated": number(row.get("max_token_hit_rate")),
+            "entropy": number(row.get("entropy")),
+            "lambda": number(row.get("sepa_lambda"), 2),
+            "tokens_per_s": number(row.get("perf/completion_tokens_per_s"), 0),
+            "seconds": number(row.get("step_time_s"), 2),
+            "eta": duration(view.eta(self.clock())),
+        }
+        self._line(f"step run={spec.run_id} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
+
+    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
+        """``eval run=… name=… step=… correct=… low=… high=…``."""
+        super().evaluated(spec, name, row)
+        prefix = f"eval/{name}"
+        pairs = {
+            "step": row.get(f"{prefix}/step", "-"),
+            "correct": number(row.get(f"{prefix}/correct_rate")),
+            "low": number(row.get(f"{prefix}/ci_low")),
+            "high": number(row.get(f"{prefix}/ci_high")),
+            "before": number(self.runs[spec.run_id].heldout_before),
+            "problems": row.get(f"{prefix}/problems", "-"),
+        }
+        self._line(f"eval run={spec.run_id} name={name} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """``end run=… status=…``, with the reason after a failure."""
+        super().run_finished(spec, status, message)
+        self._line(f"end run={spec.run_id} status={status}" + (f" message={message}" if message else ""))
+
+    def message(self, text: str, level: str = "info") -> None:
+        """The text, after its level unless that is info."""
+        super().message(text, level)
+        self._write(text if level == "info" else f"{level}: {text}")
+
+    def _line(self, text: str) -> None:
+        self._write(" ".join(text.split()))
+
+    def _write(self, text: str) -> None:
+        self.stream.write(printable(text) + "\n")
+        self.stream.flush()
+
+
+class LiveConsole(Board):
+    """A table that redraws itself: one row per run, the last steps below, messages scroll by above."""
+
+    def __init__(self, console: Console | None = None):
+        super().__init__()
+        self.console = console or Console()
+        self.live = Live(
+            console=self.console, get_renderable=self._view, refresh_per_second=2, vertical_overflow="crop"
+        )
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """Begin to draw."""
+        super().plan(specs)
+        self._begin()
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        """Begin to draw, should nobody have planned."""
+        super().run_started(spec, step, max_steps)
+        self._begin()
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """A failure is also told above the table, where it stays."""
+        super().run_finished(spec, status, message)
+        if status == "failed":
+            self.message(f"{spec.run_id} failed: {message}", level="error")
+
+    def message(self, text: str, level: str = "info") -> None:
+        """One line above the table."""
+        super().message(text, level)
+        self.console.print(message_text(text, level))
+
+    def close(self) -> None:
+        """Draw once more and leave the last view on the screen."""
+        if self.live.is_started:
+            self.live.stop()
+            atexit.unregister(self.live.stop)
+
+    def _begin(self) -> None:
+        if not self.live.is_started:
+            self.live.start()
+            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
+
+    def _view(self) -> RenderableType:
+        return board_view(self, self.console.width, self.console.height, self.clock())
+
+
+class RecordingConsole(Board):
+    """Shows nothing, and draws what a terminal would have shown into an SVG file."""
+
+    def export_svg(
+        self, path: Path, title: str = "retrain", width: int = 100, after: Sequence[RenderableType] = ()
+    ) -> None:
+        """Write the picture: messages, the live view as it stands, then ``after`` (tables); atomic."""
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            console = Console(
+                record=True, file=nowhere, width=width, height=50, force_terminal=True, legacy_windows=False
+            )
+            console.print(
+                Group(
+                    *(message_text(text, level) for level, text in self.messages),
+                    board_view(self, width, 50, self.clock()),
+                    *after,
+                )
+            )
+            write_text(path, console.export_svg(title=title))
+
+
+def message_text(text: str, level: str) -> Text:
+    """The line as rich text that obeys no markup."""
+    prefix = "" if level == "info" else f"{level}: "
+    return Text(prefix + printable(text), style=LEVEL_STYLES.get(level, ""))

@@ -1,0 +1,64 @@
+"""What the record layer knows of the run it describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TOOLS = ("tinker", "trl", "telescope", "retrain")
+"""Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run as its records name it.
+
+    ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
+    data source may give a problem and ``reward_names`` further reward parts or sample metrics, so that their keys
+    stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
+    """
+
+    condition: str
+    run_id: str
+    seed: int
+    config: Any
+    max_steps: int
+    is_campaign: bool = False
+    tags: tuple[str, ...] = ()
+    reward_names: tuple[str, ...] = ()
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The tools whose key names are repeated in the rows."""
+        return tuple(setting(self.config, "logging.aliases", TOOLS))
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Names of the configured parts of a weighted reward, then ``reward_names``."""
+        parts = setting(self.config, "reward.components", None) or ()
+        names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
+        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the configuration switches on, as named by ``Metric.requires``."""
+        config, found = self.config, set()
+        if setting(config, "evaluation.problems", 0):
+            found.add("evaluation")
+        if setting(config, "algorithm.kl_coef", 0) or setting(config, "logging.log_kl", False):
+            found.add("kl")
+        if setting(config, "algorithm.advantage_mode", "") == "gae":
+            found.add("critic")
+        if setting(config, "environment.tools", None):
+            found.add("tools")
+        return frozenset(found)
+
+
+def setting(config: Any, path: str, default: Any) -> Any:
+    """``config.a.b`` for ``path`` "a.b" over attributes or mapping keys; ``default`` where any part is absent."""
+    value = config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        if value is None:
+            return default
+    return value

@@ -1,0 +1,186 @@
+"""What a run was made with: package versions, code state, hardware. No heavy package is imported to find out.
+
+Environment variables are not written, so that no secret gets into a run directory.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrain.files import write_json, write_text
+
+# fmt: off
+PACKAGES = (
+    "accelerate", "datasets", "flash-attn", "math-verify", "numpy", "peft", "pydantic", "retrain", "rich",
+    "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
+)
+# fmt: on
+SECRET_NAMES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*token*.txt", ".netrc", "*id_rsa*")
+"""Untracked files whose content never goes into a run directory."""
+MAX_FILE_BYTES = 200_000
+MAX_DIFF_BYTES = 2_000_000
+GIT_SECONDS = 20.0
+
+
+def run_facts(config: Any, **facts: Any) -> dict[str, Any]:
+    """The content of ``config.json``: the resolved configuration, then what it ran with.
+
+    ``config`` is a mapping or a pydantic model. ``types`` has the type of every value under its dotted key; ``facts``
+    are further entries, such as the data's hash.
+    """
+    sections = dict(config) if isinstance(config, Mapping) else config.model_dump(mode="json", by_alias=True)
+    return {
+        **sections,
+        "types": dict(value_types(sections)),
+        "packages": package_versions(),
+        "git": git_state(Path.cwd()),
+        **facts,
+    }
+
+
+def value_types(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, type name) of every value in nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from value_types(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", "null" if value is None else type(value).__name__
+
+
+def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Installed versions of the named distributions; those that are absent are left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment_facts() -> dict[str, Any]:
+    """The content of ``environment.json``: machine, GPUs and their driver, Python, all installed packages, git."""
+    everything = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+        "python": sys.version,
+        "executable": sys.executable,
+        "argv": sys.argv,
+        "packages": {name: everything[name] for name in sorted(everything, key=lambda text: (text or "").lower())},
+        "git": git_state(Path.cwd()),
+    }
+
+
+def write_environment(directory: Path, root: Path | None = None) -> None:
+    """Write ``environment.json`` and ``code.diff`` (of the repository around ``root``) into ``directory``."""
+    write_json(directory / "environment.json", environment_facts())
+    write_text(directory / "code.diff", code_diff(root or Path.cwd()))
+
+
+def git_state(path: Path) -> dict[str, Any] | None:
+    """Root, revision and whether there are changes, for the repository around ``path``; None without one."""
+    root = _git(path, "rev-parse", "--show-toplevel")
+    if root is None:
+        return None
+    revision = _git(path, "rev-parse", "HEAD")
+    changes = _git(path, "status", "--porcelain")
+    return {
+        "root": root.strip(),
+        "revision": revision.strip() if revision else None,
+        "changed": None if changes is None else bool(changes.strip()),
+    }
+
+
+def code_diff(path: Path) -> str:
+    """``### repo: <root> @ <sha>``, then staged, unstaged and untracked changes; a reason where there is no repository.
+
+    Untracked files that are large, binary or named like a secret are listed without their content; no part is longer
+    than 2 MB.
+    """
+    state = git_state(path)
+    if state is None:
+        return f"### no git repository around {path}\n"
+    root = Path(state["root"])
+    parts = [f"### repo: {root} @ {state['revision'] or 'no commit yet'}\n"]
+    for title, arguments in (("staged", ("diff", "--cached")), ("unstaged", ("diff",))):
+        changes = _git(root, *arguments) or ""
+        cut = "\n### cut off here: too large\n" if len(changes) > MAX_DIFF_BYTES else ""
+        parts.append(f"### {title}\n{changes[:MAX_DIFF_BYTES]}{cut}")
+    parts.append("### untracked\n")
+    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    size = 0
+    for name in filter(None, listed.split("\0")):
+        part = _untracked(root, name)
+        size += len(part)
+        if size > MAX_DIFF_BYTES:
+            parts.append("### cut off here: too large\n")
+            break
+        parts.append(part)
+    return "".join(parts)
+
+
+def _untracked(root: Path, name: str) -> str:
+    """A new file as a diff against nothing, in the form of ``git diff``."""
+    path = root / name
+    heading = f"diff --git a/{name} b/{name}\nnew file\n"
+    secret = any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES)
+    if secret or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        return heading + "### content left out\n"
+    data = path.read_bytes()
+    if b"\0" in data:
+        return heading + "### binary\n"
+    lines = data.decode("utf-8", "replace").splitlines()
+    body = "".join(f"+{line}\n" for line in lines)
+    return f"{heading}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}"
+
+
+def _git(path: Path, *arguments: str) -> str | None:
+    """Output of a git command, or None when git, the repository or the answer is missing."""
+    return _output("git", "-C", str(path), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=GIT_SECONDS, check=True, encoding="utf-8", errors="replace"
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, memory and driver of each NVIDIA GPU as the driver's own tool reports them; empty without one."""
+    text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    rows = [line.split(", ") for line in (text or "").splitlines()]
+    return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows if len(row) == 3]
+
+
+def _processor() -> str:
+    """The CPU's name; /proc knows it better than ``platform`` on Linux."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _memory_gib() -> float | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)

@@ -1,0 +1,342 @@
+"""From what happened in a step to its row: every number of the catalogue, strict JSON, before any filtering.
+
+Numbers that only the policy or a controller knows come in ``StepRecord.update`` and ``.state`` under their catalogue
+keys; everything that follows from the completions themselves is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from retrain.files import jsonable
+from retrain.maths.statistics import Interval, accuracy_interval
+from retrain.record.catalogue import EVAL_STATISTICS, METRICS, aliases_of, fill, row_metrics
+from retrain.record.context import RunContext, setting
+from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread
+from retrain.types import EvalRecord, Group, StepRecord
+
+Row = dict[str, Any]
+
+ENV_KEYS = (
+    "reward/total",
+    "correct",
+    "format",
+    "ac_tokens_per_turn",
+    "total_episodes",
+    "by_group/frac_mixed",
+    "by_group/frac_all_good",
+    "by_group/frac_all_bad",
+)
+"""What is said of each tag, besides the reward parts."""
+
+_NO_INTERVAL = Interval(math.nan, None, None)
+
+PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
+
+
+@dataclass
+class Totals:
+    """Running sums of a run; part of its saved state."""
+
+    episodes: int = 0
+    correct: int = 0
+    tokens: int = 0
+
+    def plus(self, samples: Samples) -> Totals:
+        """The sums with one more step."""
+        tokens = int((samples.length_N + samples.prompt_length_N).sum())
+        return Totals(self.episodes + len(samples), self.correct + int(samples.correct_N.sum()), self.tokens + tokens)
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON form."""
+        return asdict(self)
+
+
+def step_row(
+    record: StepRecord,
+    context: RunContext,
+    totals: Totals | None = None,
+    known_tags: tuple[str, ...] = (),
+    evaluations: Row | None = None,
+) -> Row:
+    """The row of one step: every key that the configuration defines, aliases included, None where undefined.
+
+    ``totals`` are the run's sums *before* this step, ``known_tags`` the tags shown in earlier steps, ``evaluations``
+    the eval keys of this step (``eval_row``). Keys stand in the order of the catalogue, then further ones by name.
+    """
+    samples = collect(record.groups)
+    values: Row = {
+        **_general(record, context, samples, (totals or Totals()).plus(samples)),
+        **_rewards(samples),
+        **_advantages(samples),
+        **_policy(record, samples),
+        **_credit(record, context),
+        **_lengths(samples),
+        **_discarded(record.groups, samples),
+        **_times(record, samples),
+    }
+    given = {key: value for key, value in {**record.state, **record.update}.items() if _is_scalar(value)}
+    values.update({key: value for key, value in given.items() if value is not None or key not in values})
+    tools = context.aliases
+    row: Row = {}
+    for metric in row_metrics(context):
+        row[metric.key] = values.pop(metric.key, None)
+        for alias, factor, offset in aliases_of(metric, tools):
+            row[alias] = _scaled(row[metric.key], factor, offset)
+    names = tuple(sorted({*context.component_names, *samples.parts}))
+    _add_parts(row, samples, names, tools)
+    for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
+        _add_tag(row, samples, tag, names)
+    row.update(empty_evaluation(context) | (evaluations or {}))
+    row.update({key: values[key] for key in sorted(values) if key not in row})
+    return jsonable(row)
+
+
+def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
+    """Tags with keys of their own: all of them, as soon as one covers only a part of what is sampled."""
+    counts: dict[str, int] = {}
+    for tags in samples.tags:
+        for tag in tags:
+            counts[tag] = counts.get(tag, 0) + 1
+    seen = sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
+    if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
+        return seen
+    return []
+
+
+def env_metrics(samples: Samples) -> Row:
+    """The numbers of ``env/<tag>/…`` for one selection of completions."""
+    shares = group_shares(samples.by_group(samples.reward_N))
+    return {
+        "reward/total": mean(samples.reward_N),
+        "correct": float(samples.correct_N.mean()) if len(samples) else None,
+        "format": mean(samples.format_N),
+        "ac_tokens_per_turn": mean(samples.length_N),
+        "total_episodes": len(samples),
+        **{f"by_group/{name}": share for name, share in shares.items()},
+    }
+
+
+def _general(record: StepRecord, context: RunContext, samples: Samples, totals: Totals) -> Row:
+    sizes = [len(group.completions) for group in record.groups]
+    return {
+        "step": record.step,
+        "condition": context.condition,
+        "progress/done_frac": (record.step + 1) / context.max_steps if context.max_steps else None,
+        "episode": totals.episodes,
+        "num_tokens": totals.tokens,
+        "num_datums": int(samples.trained_N.sum()),
+        "batch_size": len(sizes),
+        "group_size": max(sizes, default=0),
+        "running_correct_rate": totals.correct / totals.episodes if totals.episodes else None,
+    }
+
+
+def _rewards(samples: Samples) -> Row:
+    numbers = spread(samples.reward_N)
+    by_group = samples.by_group(samples.reward_N)
+    everyone = env_metrics(samples)
+    return {
+        "mean_reward": numbers["mean"],
+        "reward_std": numbers["std"],
+        "reward_min": numbers["min"],
+        "reward_max": numbers["max"],
+        "reward_gini": mean_gini(by_group),
+        "reward_failed": int(np.isnan(samples.reward_N).sum()),
+        "correct_rate": everyone["correct"],
+        "env/all/format": everyone["format"],
+        **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
+        "env/all/total_episodes": len(samples),
+        "env/all/ob_tokens_per_turn": mean(samples.prompt_length_N),
+        "env/all/turns_per_episode": 1.0 if len(samples) else None,
+        "env/all/total_ac_tokens": int(samples.length_N.sum()),
+        "env/all/total_ob_tokens": int(samples.prompt_length_N.sum()),
+    }
+
+
+def _advantages(samples: Samples) -> Row:
+    return {f"advantage_{key}": value for key, value in spread(samples.advantage_N[samples.trained_N]).items()}
+
+
+def _policy(record: StepRecord, samples: Samples) -> Row:
+    """Entropy of the trained tokens from what the sampler reported; ages are 0 unless the update says otherwise."""
+    completions = [completion for group in record.groups for completion in group.completions]
+    trained = [completions[i] for i in np.flatnonzero(samples.trained_N)]
+    entropies = [c.entropy_T for c in trained if c.entropy_T is not None]
+    known = len(entropies) == len(trained)
+    row: Row = {
+        "entropy": _mean_of(entropies) if known else None,
+        "entropy_sampled": _minus(_mean_of([c.logprobs_T for c in trained])),
+        "off_policy_steps_mean": 0.0,
+        "off_policy_steps_max": 0,
+    }
+    non_score = record.update.get("objective/non_score_reward")
+    score = mean(samples.reward_N)
+    if non_score is not None and score is not None:
+        row["objective/rlhf_reward"] = score + non_score
+    return row
+
+
+def _credit(record: StepRecord, context: RunContext) -> Row:
+    """Which uncertainty; its entropy_* names repeat the surprisal; the share of planning tokens sampled."""
+    state = record.state
+    kind = state.get("uncertainty_kind") or setting(context.config, "algorithm.uncertainty_kind", None)
+    row: Row = {"uncertainty_kind": kind}
+    for part in ("exec", "plan"):
+        for stat in ("mean", "var"):
+            value = state.get(f"{part}_surprisal_{stat}")
+            if kind != "shannon_entropy" and value is not None:
+                row[f"{part}_entropy_{stat}"] = value
+    masks = [mask for group in record.groups for mask in group.planning or ()]
+    if masks and all(group.planning is not None for group in record.groups):
+        tokens = sum(len(mask) for mask in masks)
+        row["planning_fraction"] = float(sum(int(mask.sum()) for mask in masks) / tokens) if tokens else None
+    return row
+
+
+def _lengths(samples: Samples) -> Row:
+    lengths = spread(samples.length_N)
+    ended = spread(samples.length_N[samples.stopped_N])
+    row: Row = {f"completions/{key}_length": value for key, value in lengths.items()}
+    row.update({f"completions/{key}_terminated_length": ended[key] for key in ("mean", "min", "max")})
+    row["max_token_hit_rate"] = float((~samples.stopped_N).mean()) if len(samples) else None
+    row["val/num_eos_tokens"] = int(samples.stopped_N.sum())
+    row.update({f"length_prompt_{key}": value for key, value in spread(samples.prompt_length_N).items()})
+    sums = spread(samples.length_N + samples.prompt_length_N)
+    row.update({f"length_sum_{key}": value for key, value in sums.items()})
+    row.update(_stragglers(samples))
+    return row
+
+
+def _stragglers(samples: Samples) -> Row:
+    groups = samples.by_group(samples.length_N)
+    ratios = [float(lengths.max() / np.median(lengths)) for lengths in groups if np.median(lengths) > 0]
+    return {
+        "group_length_gini_mean": mean_gini(groups),
+        "group_length_max_median_ratio_mean": float(np.mean(ratios)) if ratios else None,
+    }
+
+
+def _discarded(groups: list[Group], samples: Samples) -> Row:
+    reasons = [group.discarded for group in groups]
+    dropped_N = np.array([reasons[g] is not None for g in samples.group_N], dtype=bool)
+    zero_N = np.array([reasons[g] == "zero_advantage" for g in samples.group_N], dtype=bool)
+    dropped, zero = samples.where(dropped_N), samples.where(zero_N)
+    zero_groups = zero.by_group(zero.reward_N)
+    row: Row = {"discarded_count": sum(reason is not None for reason in reasons)}
+    for reason in sorted({"zero_advantage", "no_reward", "max_async", *filter(None, reasons)}):
+        row[f"discarded_{reason}_pct"] = 100.0 * reasons.count(reason) / len(groups) if groups else None
+    row["discarded_zero_advantage_all_zero_pct"] = _percent([bool((r == 0).all()) for r in zero_groups])
+    row["discarded_zero_advantage_all_positive_pct"] = _percent([bool((r > 0).all()) for r in zero_groups])
+    row["discarded_zero_advantage_mean_reward"] = mean(zero.reward_N)
+    columns = {
+        "reward": dropped.reward_N,
+        "length_prompt": dropped.prompt_length_N,
+        "length_completion": dropped.length_N,
+        "length_sum": dropped.length_N + dropped.prompt_length_N,
+    }
+    for name, values_N in columns.items():
+        row.update({f"discarded_{name}_{key}": value for key, value in spread(values_N).items()})
+    row["discarded_max_token_hit_rate"] = float((~dropped.stopped_N).mean()) if len(dropped) else None
+    row.update({f"discarded_{key}": value for key, value in _stragglers(dropped).items()})
+    return row
+
+
+def _times(record: StepRecord, samples: Samples) -> Row:
+    """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step."""
+    total = record.step_end - record.step_start
+    row: Row = {"step_time_s": total}
+    for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record"):
+        row[f"time/{name}"] = 0.0
+    for name, start, end in record.spans:
+        inside = max(0.0, min(end, record.step_end) - max(start, record.step_start))
+        row[f"time/{name}"] = row.get(f"time/{name}", 0.0) + inside
+    spent = sum(value for key, value in row.items() if key.startswith("time/"))
+    row["time/other"] = max(0.0, total - spent)
+    row["timing_waiting_for_data"] = row["time/rollout"] + row["time/score"]
+    if total > 0:
+        tokens = float(samples.length_N.sum())
+        row["perf/completion_tokens_per_s"] = tokens / total
+        row["perf/tokens_per_s"] = (tokens + float(samples.prompt_length_N.sum())) / total
+        row["perf/episodes_per_s"] = len(samples) / total
+    return row
+
+
+def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], tools: tuple[str, ...]) -> None:
+    """``rewards/<name>/…`` and their aliases; an alias never replaces a key that already stands in the row."""
+    for name in names:
+        values_N = samples.parts.get(name, np.full(len(samples), math.nan))
+        numbers: Row = {**spread(values_N), "gini": mean_gini(samples.by_group(values_N))}
+        for metric in PART_METRICS:
+            value = numbers[metric.key.rsplit("/", 1)[1]]
+            row[fill(metric.key, name=name)] = value
+            for alias, factor, offset in aliases_of(metric, tools, name=name):
+                row.setdefault(alias, _scaled(value, factor, offset))
+
+
+def _add_tag(row: Row, samples: Samples, tag: str, names: tuple[str, ...]) -> None:
+    chosen = samples.where(np.array([tag in tags for tags in samples.tags], dtype=bool))
+    numbers = env_metrics(chosen)
+    for key in ENV_KEYS:
+        row[f"env/{tag}/{key}"] = numbers[key]
+    for name in names:
+        value = mean(chosen.parts[name]) if name in chosen.parts else None
+        row.setdefault(f"env/{tag}/{name}", value)
+
+
+def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
+    """The numbers of one held-out evaluation under ``eval/<name>/…``, its interval clustered by problem."""
+    samples = collect(record.groups)
+    prefix = f"eval/{record.name}"
+    accuracy = accuracy_interval(samples.correct_N, samples.group_N.tolist()) if len(samples) else _NO_INTERVAL
+    numbers: Row = {
+        "step": record.step,
+        "correct_rate": accuracy.estimate,
+        "ci_low": accuracy.low,
+        "ci_high": accuracy.high,
+        "reward_mean": mean(samples.reward_N),
+        "problems": len(record.groups),
+        "mean_length": mean(samples.length_N),
+        "max_token_hit_rate": float((~samples.stopped_N).mean()) if len(samples) else None,
+    }
+    row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
+    for tag in sorted({*tags, *(tag for found in samples.tags for tag in found)}):
+        chosen = samples.where(np.array([tag in found for found in samples.tags], dtype=bool))
+        row[f"{prefix}/{tag}/correct_rate"] = mean(chosen.correct_N * 1.0)
+    return jsonable(row)
+
+
+def empty_evaluation(context: RunContext, name: str = "heldout") -> Row:
+    """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
+    if "evaluation" not in context.features:
+        return {}
+    row: Row = {f"eval/{name}/{statistic}": None for statistic in EVAL_STATISTICS}
+    row.update({f"eval/{name}/{tag}/correct_rate": None for tag in sorted(context.tags)})
+    return row
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | np.generic)
+
+
+def _mean_of(arrays: list[np.ndarray]) -> float | None:
+    count = sum(len(array) for array in arrays)
+    return float(sum(float(np.asarray(a, dtype=np.float64).sum()) for a in arrays) / count) if count else None
+
+
+def _minus(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+def _scaled(value: Any, factor: float, offset: float) -> Any:
+    if value is None or (factor == 1.0 and offset == 0.0):
+        return value
+    return factor * value + offset
+
+
+def _percent(flags: list[bool]) -> float | None:
+    return 100.0 * sum(flags) / len(flags) if flags else None

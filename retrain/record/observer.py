@@ -1,0 +1,82 @@
+"""Who is told while runs go on: consoles, tests, anything that follows a campaign from inside the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class SpecLike(Protocol):
+    """What an observer needs of a planned run (``campaign.plan.RunSpec`` has it)."""
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run, unique in its campaign."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Label of its condition."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        ...
+
+
+class Observer(Protocol):
+    """Calls in order: ``plan``; for each run ``run_started``, any ``step`` and ``evaluated``, ``run_finished``."""
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """All runs that will be made, before the first starts."""
+        ...
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        """A run begins at ``step`` (above 0 when resumed)."""
+        ...
+
+    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
+        """A step was recorded; ``row`` is its metrics row."""
+        ...
+
+    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
+        """An evaluation was recorded; ``row`` has the ``eval/<name>/…`` keys."""
+        ...
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """``status`` is done, failed or interrupted; ``message`` says why."""
+        ...
+
+    def message(self, text: str, level: str = "info") -> None:
+        """One line for the reader; ``level`` is info, warning or error."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class NullObserver:
+    """Hears everything and shows nothing."""
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """Ignored."""
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        """Ignored."""
+
+    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
+        """Ignored."""
+
+    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
+        """Ignored."""
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """Ignored."""
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Ignored."""
+
+    def close(self) -> None:
+        """Ignored."""

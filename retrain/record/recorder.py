@@ -1,0 +1,223 @@
+"""Everything a run leaves behind, written as it happens: one line per event, flushed, strict JSON.
+
+A row depends on what happened and on the recorder's saved state only, so a resumed run continues its files exactly:
+``truncate`` removes what came after the restored step and ``restore`` brings back the running sums.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from retrain.files import append_jsonl, truncate_jsonl, write_json
+from retrain.record.context import RunContext
+from retrain.record.measure import Row, Totals, eval_row, step_row, tags_to_show
+from retrain.record.samples import collect
+from retrain.record.trackers import Tracker, make_trackers
+from retrain.types import EvalRecord, Group, StepRecord
+
+PROMPT_CHARACTERS = 200
+COMPLETION_CHARACTERS = 500
+
+
+class RunRecorder:
+    """Writes one run's directory.
+
+    Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
+    step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``close`` at the end. Trackers
+    start in ``start`` and stop the run there when they cannot (``RetrainError``).
+    """
+
+    def __init__(self, run_dir: Path, context: RunContext, trackers: Sequence[Tracker] | None = None):
+        self.directory = Path(run_dir)
+        self.context = context
+        self.trackers = list(make_trackers(context, self.directory) if trackers is None else trackers)
+        self.totals = Totals()
+        self._known_keys: dict[str, None] = {}
+        self._known_tags: tuple[str, ...] = ()
+        self._evaluations: Row = {}
+        self._tracker_state: dict[str, Any] = {}
+        self._started = False
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self.log_error(error)
+        self.close(failed=error is not None)
+
+    def start(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Write ``config.json`` (``facts`` as given) and start the trackers; a second call does nothing."""
+        if self._started:
+            return
+        self._started = True
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if facts is not None:
+            write_json(self.directory / "config.json", facts)
+        self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
+        for tracker in self.trackers:
+            self._tracker_state[tracker.name] = tracker.start(self.context, self._tracker_state.get(tracker.name))
+
+    def record_step(self, record: StepRecord) -> Row:
+        """Write the step's rows to every file and hand the row to the trackers; the row is returned."""
+        self.start()
+        samples = collect(record.groups)
+        self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
+        row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations)
+        self.totals = self.totals.plus(samples)
+        self._evaluations = {}
+        for key in sorted(self._known_keys):
+            row.setdefault(key, None)
+        self._known_keys.update(dict.fromkeys(row))
+        append_jsonl(self.directory / "metrics.jsonl", [row])
+        append_jsonl(self.directory / "emergence" / "steps.jsonl", [emergence_step(record, row)])
+        append_jsonl(self.directory / "emergence" / "generations.jsonl", generations(record))
+        append_jsonl(self.directory / "timing_spans.jsonl", [timing_spans(record)])
+        for tracker in self.trackers:
+            self._track(tracker, record.step, row)
+        return row
+
+    def record_eval(self, record: EvalRecord) -> Row:
+        """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
+
+        ``record.step`` counts the optimizer steps done, so the untrained model is step 0 and the evaluation after
+        the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
+        """
+        self.start()
+        row = eval_row(record, self.context.tags)
+        self._evaluations.update(row)
+        facts = {
+            "step": record.step,
+            "name": record.name,
+            "temperature": record.temperature,
+            "samples": record.samples,
+            "seconds": record.seconds,
+        }
+        append_jsonl(self.directory / "evals.jsonl", [facts | row])
+        return row
+
+    def record_checkpoint(self, row: Mapping[str, Any]) -> None:
+        """Append one line to ``checkpoints.jsonl``; call it when the checkpoint's directory is complete.
+
+        ``row`` has ``name``, ``batch`` (next step to run), ``state_path``, ``sampler_path`` and any loop state.
+        """
+        append_jsonl(self.directory / "checkpoints.jsonl", [dict(row)])
+
+    def log(self, text: str, level: str = "info") -> None:
+        """One time-stamped line (or several) in ``run.log``."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with open(self.directory / "run.log", "a", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.writelines(f"{stamp} {level:<7} {line}\n" for line in text.splitlines() or [""])
+
+    def log_error(self, error: BaseException) -> None:
+        """The error with its traceback in ``run.log``."""
+        self.log("".join(traceback.format_exception(error)), level="error")
+
+    def truncate(self, step: int) -> None:
+        """Forget everything at and after ``step`` (the next step to run) and lines torn by a kill."""
+        for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl"):
+            truncate_jsonl(self.directory / name, step)
+        # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
+        done = step + 1 if step > 0 else 0
+        truncate_jsonl(self.directory / "evals.jsonl", done)
+        truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
+        self.log(f"records truncated to the {step} finished steps")
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved for an exact continuation, as JSON."""
+        return {
+            "totals": self.totals.as_dict(),
+            "known_keys": list(self._known_keys),
+            "known_tags": list(self._known_tags),
+            "evaluations": dict(self._evaluations),
+            "trackers": dict(self._tracker_state),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved ``state()``; call before ``start``."""
+        self.totals = Totals(**state["totals"])
+        self._known_keys = dict.fromkeys(state["known_keys"])
+        self._known_tags = tuple(state["known_tags"])
+        self._evaluations = dict(state["evaluations"])
+        self._tracker_state = dict(state["trackers"])
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the trackers; the files need no closing."""
+        if not self._started:
+            return
+        self._started = False
+        for tracker in self.trackers:
+            self._guarded(tracker, "finish", lambda tracker=tracker: tracker.finish(failed))
+        self.log("failed" if failed else "closed")
+
+    def _track(self, tracker: Tracker, step: int, row: Row) -> None:
+        self._guarded(tracker, "log", lambda: tracker.log(step, row))
+
+    def _guarded(self, tracker: Tracker, verb: str, call: Any) -> None:
+        """Telemetry must not end a training run: the first failure is told once, later ones are not tried again."""
+        if tracker.broken:
+            return
+        try:
+            call()
+        except Exception as error:  # any failure of a third party's client
+            tracker.broken = True
+            self.log(f"{tracker.name} failed in {verb} and gets no further rows: {error!r}", level="warning")
+
+
+def emergence_step(record: StepRecord, row: Row) -> Row:
+    """One line of ``emergence/steps.jsonl``."""
+    rewards = [reward for group in record.groups for reward in group.rewards]
+    return {
+        "step": record.step,
+        "mean_reward": row["mean_reward"],
+        "correct_count": sum(reward.is_correct for reward in rewards),
+        "total_count": len(rewards),
+        "condition": row["condition"],
+        "uncertainty_kind": row["uncertainty_kind"],
+        **{key: row[key] for key in row if key.startswith(("exec_", "plan_"))},
+    }
+
+
+def generations(record: StepRecord) -> list[Row]:
+    """Every completion of the step, for ``emergence/generations.jsonl``."""
+    return [
+        {
+            "step": record.step,
+            "prompt": prompt_text(group)[:PROMPT_CHARACTERS],
+            "completion": completion.text[:COMPLETION_CHARACTERS],
+            "reward": reward.total_reward,
+            "num_tokens": len(completion),
+            "group": index,
+            "sample": sample,
+            "advantage": float(group.advantages_N[sample]),
+            "stop_reason": completion.stop_reason,
+            "correct": reward.is_correct,
+            "problem_id": group.prompt.problem.id,
+            **({"error": reward.error} if reward.error else {}),
+        }
+        for index, group in enumerate(record.groups)
+        for sample, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True))
+    ]
+
+
+def prompt_text(group: Group) -> str:
+    """The problem as a person put it: without the chat template, the last turn of a conversation."""
+    prompt = group.prompt.problem.prompt
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt[-1].get("content", "")) if prompt else group.prompt.text
+
+
+def timing_spans(record: StepRecord) -> Row:
+    """One line of ``timing_spans.jsonl``; wall clock in seconds since the epoch."""
+    spans = [
+        {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
+        for name, start, end in record.spans
+    ]
+    return {"step": record.step, "spans": spans}

@@ -1,0 +1,142 @@
+"""The completions of a step as flat columns, and the few statistics that the metrics are made of.
+
+Suffixes: ``_N`` all completions of the step in sampling order, ``_G`` one entry per group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retrain.maths.statistics import gini
+from retrain.types import Group, RewardResult
+
+EQUAL_REWARDS = 1e-8
+"""Rewards of a group whose standard deviation is below this count as equal (float noise)."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Columns over the N completions; NaN stands for "has no value"."""
+
+    group_N: np.ndarray
+    reward_N: np.ndarray
+    correct_N: np.ndarray
+    format_N: np.ndarray
+    advantage_N: np.ndarray
+    trained_N: np.ndarray
+    length_N: np.ndarray
+    prompt_length_N: np.ndarray
+    stopped_N: np.ndarray
+    tags: list[tuple[str, ...]]
+    parts: dict[str, np.ndarray]
+    """Each reward component and sample metric by name, float64 [N]."""
+
+    def __len__(self) -> int:
+        return len(self.group_N)
+
+    def where(self, chosen_N: np.ndarray) -> Samples:
+        """The completions for which the mask is true."""
+        return Samples(
+            self.group_N[chosen_N],
+            self.reward_N[chosen_N],
+            self.correct_N[chosen_N],
+            self.format_N[chosen_N],
+            self.advantage_N[chosen_N],
+            self.trained_N[chosen_N],
+            self.length_N[chosen_N],
+            self.prompt_length_N[chosen_N],
+            self.stopped_N[chosen_N],
+            [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen],
+            {name: values_N[chosen_N] for name, values_N in self.parts.items()},
+        )
+
+    def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
+        """``values_N`` split by group, NaN dropped, empty groups left out."""
+        known_N = ~np.isnan(values_N)
+        group_N, values_N = self.group_N[known_N], values_N[known_N]
+        if not len(values_N):
+            return []
+        return np.split(values_N, np.flatnonzero(np.diff(group_N)) + 1)
+
+
+def collect(groups: Sequence[Group]) -> Samples:
+    """All completions of the groups as columns, before any filtering."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [completion for group in groups for completion in group.completions]
+    sizes = [len(group.completions) for group in groups]
+    advantage_N = _floats(value for group in groups for value in np.asarray(group.advantages_N).tolist())
+    kept_N = np.repeat(np.array([group.discarded is None for group in groups], dtype=bool), sizes)
+    return Samples(
+        group_N=np.repeat(np.arange(len(groups)), sizes),
+        reward_N=_floats(reward.total_reward for reward in rewards),
+        correct_N=np.array([reward.is_correct for reward in rewards], dtype=bool),
+        format_N=_floats(reward.format_ok for reward in rewards),
+        advantage_N=advantage_N,
+        trained_N=kept_N & np.isfinite(advantage_N),
+        length_N=_floats(len(completion) for completion in completions),
+        prompt_length_N=np.repeat(_floats(len(group.prompt.token_ids) for group in groups), sizes),
+        stopped_N=np.array([completion.stop_reason == "stop" for completion in completions], dtype=bool),
+        tags=[
+            tuple(dict.fromkeys((*group.prompt.problem.tags, *reward.tags)))
+            for group in groups
+            for reward in group.rewards
+        ],
+        parts=_parts(rewards),
+    )
+
+
+def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
+    """Components and sample metrics by sorted name; a component wins over a sample metric of the same name."""
+    merged: list[Mapping[str, float | None]] = [{**reward.sample_metrics, **reward.components} for reward in rewards]
+    names = sorted({name for values in merged for name in values})
+    return {name: _floats(values.get(name) for values in merged) for name in names}
+
+
+def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
+    """float64 [N]; None and infinities become NaN."""
+    array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
+    array[~np.isfinite(array)] = math.nan
+    return array
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Mean over what is not NaN; None when nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def spread(values: np.ndarray) -> dict[str, float | None]:
+    """Mean, population standard deviation, minimum and maximum over what is not NaN."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {"mean": None, "std": None, "min": None, "max": None}
+    return {
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+        "min": float(known.min()),
+        "max": float(known.max()),
+    }
+
+
+def mean_gini(groups: Sequence[np.ndarray]) -> float | None:
+    """Mean over the groups where the coefficient exists."""
+    found = [value for value in map(gini, groups) if value is not None]
+    return float(np.mean(found)) if found else None
+
+
+def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """Shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (float noise is equality)."""
+    if not groups:
+        return {"frac_mixed": None, "frac_all_good": None, "frac_all_bad": None}
+    mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
+    good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
+    count = len(groups)
+    return {
+        "frac_mixed": mixed / count,
+        "frac_all_good": good / count,
+        "frac_all_bad": (count - mixed - good) / count,
+    }

@@ -1,0 +1,125 @@
+"""How a run or campaign stands, read from its files alone; nothing here needs the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from retrain.errors import UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.record.board import Board, RunView
+from retrain.record.views import board_view, duration
+
+LAST_BLOCK = 1 << 16
+"""Bytes first read from the end of a file when its last row is wanted."""
+
+VIEW_STATES = {"pending": "waiting"}
+"""Manifest states → states of the live view, where they differ."""
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """The state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
+
+    Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
+    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "age_s"}],
+    "recommended_rank"}``; ``step`` counts finished steps.
+
+    Raises:
+        UsageError: the directory holds no runs.
+    """
+    directory = Path(directory)
+    manifest = read_json(directory / "manifest.json") if (directory / "manifest.json").is_file() else None
+    if manifest is not None:
+        entries = manifest["runs"]
+    else:
+        paths = [directory, *sorted((directory / "runs").glob("*"))]
+        entries = [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
+    if not entries:
+        raise UsageError(f"{directory} holds no runs: give a campaign's or a run's directory, such as logs/quickstart")
+    runs = [_run_status(directory, entry) for entry in entries]
+    squeeze = (manifest or {}).get("squeeze") or {}
+    return {
+        "directory": str(directory),
+        "kind": "campaign" if len(runs) > 1 or runs[0]["path"] not in (".", "") else "run",
+        "runs": runs,
+        "recommended_rank": squeeze.get("recommended_rank"),
+    }
+
+
+def status_view(status: dict[str, Any], width: int = 80, height: int = 1000) -> RenderableType:
+    """The runs as in the live view, with the time since their last row and the reasons of failures."""
+    board = Board()
+    for run in status["runs"]:
+        state = str(VIEW_STATES.get(run["state"], run["state"]))
+        board.runs[run["run_id"]] = RunView(
+            run["run_id"], run["label"], run["seed"], state, steps_done=run["step"], max_steps=run["max_steps"],
+            row=run["row"], heldout_before=run["heldout_before"], heldout_now=run["heldout_now"],
+        )  # fmt: skip
+    notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
+    ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
+    if ages:
+        notes.append(Text(f"last row written {duration(min(ages))} ago", style="dim"))
+    if status["recommended_rank"]:
+        notes.append(Text(f"recommended rank {status['recommended_rank']}"))
+    return Group(board_view(board, width, height, 0.0), *notes)
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """The last complete row of a JSONL file without reading all of it; empty when there is none."""
+    if not path.is_file():
+        return {}
+    size, block = path.stat().st_size, LAST_BLOCK
+    with open(path, "rb") as file:
+        while True:
+            file.seek(max(0, size - block))
+            lines = file.read(block).split(b"\n")[:-1]  # what follows the last line break is torn
+            if len(lines) >= 2 or (lines and block >= size):
+                return _loads(lines[-1])
+            if block >= size:
+                return {}
+            block *= 4
+
+
+def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    path = directory / entry["path"]
+    row = last_row(path / "metrics.jsonl")
+    rates = [
+        r["eval/heldout/correct_rate"] for r in read_jsonl(path / "evals.jsonl") if "eval/heldout/correct_rate" in r
+    ]
+    metrics = path / "metrics.jsonl"
+    return {
+        **{key: entry.get(key) for key in ("run_id", "label", "seed", "state", "reason", "path")},
+        "step": row["step"] + 1 if row else entry.get("step") or 0,
+        "max_steps": entry.get("max_steps") or 0,
+        "row": row,
+        "heldout_before": rates[0] if rates else None,
+        "heldout_now": rates[-1] if rates else None,
+        "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
+    }
+
+
+def _entry(directory: Path, path: Path) -> dict[str, Any]:
+    """What a manifest would say of a run directory that has none."""
+    row = last_row(path / "metrics.jsonl")
+    share = row.get("progress/done_frac")
+    return {
+        "run_id": path.name,
+        "label": row.get("condition", path.name),
+        "seed": None,
+        "state": "done" if (path / "final").is_dir() else "interrupted",
+        "reason": None,
+        "step": 0,
+        "max_steps": round((row["step"] + 1) / share) if share else 0,
+        "path": os.path.relpath(path, directory),
+    }
+
+
+def _loads(line: bytes) -> dict[str, Any]:
+    import json
+
+    return json.loads(line)

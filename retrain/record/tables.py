@@ -1,0 +1,162 @@
+"""The two tables at a campaign's end, from plain dicts: rich for a terminal, aligned text for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from retrain.record.board import printable
+from retrain.record.views import NOTHING, duration, percent, short
+
+Report = Mapping[str, Any]
+
+COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
+WIDE = 110
+"""Terminal columns from which a verdict fits beside the numbers."""
+SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "best layer", "weight error", "")
+
+
+def comparison_table(report: Report) -> RenderableType:
+    """Conditions against the baseline, the seed being the unit.
+
+    ``report``: ``{"baseline": label, "metric": key, "conditions": [{"label", "seeds": [...], "before": float | None,
+    "after_mean": float | None, "after_values": [...], "interval": [low, high] | None, "difference": float | None,
+    "difference_interval": [low, high] | None, "p_value": float | None, "pairs": int, "verdict": str, "failed": int,
+    "tokens": int, "seconds": float}], "note": str}``. Rates are shares; differences are shown in percentage points.
+    ``p_holm``, when there, is shown instead of ``p_value``.
+    """
+    return _Comparison(report)
+
+
+class _Comparison:
+    """Draws itself by the width it is given: verdicts beside the numbers, or below them."""
+
+    def __init__(self, report: Report):
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, wide = self.report, options.max_width >= WIDE
+        yield Text(comparison_title(report), style="bold")
+        table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="bold")
+        for heading in COMPARISON_COLUMNS if wide else COMPARISON_COLUMNS[:-1]:
+            left = heading in ("condition", "verdict")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+        verdicts = []
+        for condition in report["conditions"]:
+            *cells, verdict = (Text(cell) for cell in comparison_cells(condition, report["baseline"]))
+            verdict.stylize("green" if verdict.plain.startswith("better") else "")
+            table.add_row(*cells, *([verdict] if wide else []))
+            if verdict.plain not in ("", "baseline") and not wide:
+                verdicts.append(Text(f"{printable(condition['label'])}: ") + verdict)
+        yield table
+        yield from verdicts
+        yield Text(comparison_costs(report), style="dim")
+        if report.get("note"):
+            yield Text(printable(report["note"]), style="dim")
+
+
+def comparison_text(report: Report) -> str:
+    """The same as aligned plain text, one line per condition."""
+    rows = [comparison_cells(condition, report["baseline"]) for condition in report["conditions"]]
+    table = aligned(COMPARISON_COLUMNS, rows, left=("condition", "verdict"))
+    lines = [comparison_title(report), *table, comparison_costs(report)]
+    return "\n".join([*lines, printable(report["note"])] if report.get("note") else lines)
+
+
+def comparison_title(report: Report) -> str:
+    """What is compared, in words."""
+    return "Held-out accuracy by condition" if report["metric"].startswith("eval/") else "Conditions compared"
+
+
+def comparison_cells(condition: Report, baseline: str) -> list[str]:
+    """One row of the comparison."""
+    failed = condition.get("failed", 0)
+    seeds = f"{len(condition['seeds']) - failed}/{len(condition['seeds'])}" if failed else str(len(condition["seeds"]))
+    is_baseline = condition["label"] == baseline
+    difference = "baseline" if is_baseline else points(condition.get("difference"))
+    if not is_baseline and condition.get("difference_interval"):
+        low, high = condition["difference_interval"]
+        difference += f" [{points(low)}, {points(high)}]"
+    p_value = condition.get("p_holm", condition.get("p_value"))
+    return [
+        printable(condition["label"]),
+        seeds,
+        f"{rate(condition.get('before'))} → {rate(condition.get('after_mean'))}",
+        interval(condition.get("interval")),
+        difference,
+        NOTHING if p_value is None else f"{p_value:.3f}",
+        printable(condition.get("verdict", "")),
+    ]
+
+
+def comparison_costs(report: Report) -> str:
+    """One line: what is compared, and what it took."""
+    conditions = report["conditions"]
+    tokens = sum(condition.get("tokens") or 0 for condition in conditions)
+    seconds = sum(condition.get("seconds") or 0.0 for condition in conditions)
+    return f"metric {report['metric']}; {short(tokens)} tokens, {duration(seconds)} of run time altogether"
+
+
+def squeeze_table(report: Report) -> RenderableType:
+    """Energy and weight error by rank, the recommended row marked.
+
+    ``report``: ``{"run": str, "source_rank": int, "recommended_rank": int | None, "rows": [{"rank", "mean_variance",
+    "min_variance", "max_variance", "relative_error"}], "min_variance_retention": float, "message": str}``.
+    """
+    table = Table(title=f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}", box=None,
+                  title_justify="left", title_style="bold", padding=(0, 2, 0, 0), pad_edge=False,
+                  header_style="bold")  # fmt: skip
+    for heading in SQUEEZE_COLUMNS:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in report["rows"]:
+        chosen = row["rank"] == report.get("recommended_rank")
+        table.add_row(*squeeze_cells(row, chosen), style="bold green" if chosen else "")
+    parts: list[RenderableType] = [table] if report["rows"] else []
+    if report.get("message"):
+        parts.append(Text(printable(report["message"])))
+    return Group(*parts)
+
+
+def squeeze_text(report: Report) -> str:
+    """The same as aligned plain text."""
+    rows = [squeeze_cells(row, row["rank"] == report.get("recommended_rank")) for row in report["rows"]]
+    title = f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}"
+    lines = [title, *(aligned(SQUEEZE_COLUMNS, rows) if rows else [])]
+    return "\n".join([*lines, printable(report["message"])] if report.get("message") else lines)
+
+
+def squeeze_cells(row: Report, chosen: bool) -> list[str]:
+    """One row of the rank table."""
+    energies = [f"{100 * row[key]:.1f}%" for key in ("mean_variance", "min_variance", "max_variance")]
+    return [str(row["rank"]), *energies, f"{100 * row['relative_error']:.1f}%", "<- recommended" if chosen else ""]
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
+    """Lines of a plain table; columns are set right unless named in ``left`` or without a heading."""
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    return [
+        "  ".join(
+            cell.ljust(width) if heading in left or not heading else cell.rjust(width)
+            for cell, width, heading in zip(row, widths, headings, strict=True)
+        ).rstrip()
+        for row in [headings, *rows]
+    ]
+
+
+def rate(value: float | None) -> str:
+    """A share in per cent with one decimal."""
+    return NOTHING if value is None else f"{100 * value:.1f}%"
+
+
+def interval(ends: Sequence[float] | None) -> str:
+    """Both ends in per cent."""
+    return NOTHING if not ends else f"{100 * ends[0]:.0f} to {percent(ends[1])}"
+
+
+def points(value: float | None) -> str:
+    """A difference in percentage points, with its sign."""
+    return NOTHING if value is None else f"{100 * value:+.1f}"

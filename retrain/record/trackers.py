@@ -1,0 +1,282 @@
+"""Telling other programs of a run: wandb, tensorboard, trackio, each behind ``start`` and ``log``.
+
+One call of ``log`` per optimizer step, with the step as the tracker's own step. The packages are imported only when
+asked for. A tracker that cannot start stops the run; the recorder keeps a later failure from ending it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from retrain.errors import MissingExtra, RetrainError
+from retrain.record.catalogue import wandb_name
+from retrain.record.context import RunContext, setting
+
+RUN_CONFIG_KEYS = {
+    "advantage_mode": "algorithm.advantage_mode",
+    "transform_mode": "algorithm.transform_mode",
+    "uncertainty_kind": "algorithm.uncertainty_kind",
+    "model": "model.model",
+    "lora_rank": "model.lora_rank",
+    "lr": "training.lr",
+    "batch_size": "training.batch_size",
+    "group_size": "training.group_size",
+    "max_tokens": "training.max_tokens",
+    "temperature": "training.temperature",
+    "gtpo_beta": "gtpo.beta",
+    "hicra_alpha": "hicra.alpha",
+    "sepa_steps": "sepa.steps",
+    "sepa_delay_steps": "sepa.delay_steps",
+    "sepa_correct_rate_gate": "sepa.correct_rate_gate",
+    "backend": "backend.backend",
+}
+"""Names in a tracker's run configuration → our keys."""
+
+TAG_CHARACTERS = 64
+"""wandb refuses a longer tag."""
+
+
+class Tracker(Protocol):
+    """What a tracker must be able to do."""
+
+    name: str
+    broken: bool
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Begin, or continue what ``state`` (an earlier return value) names; RetrainError when that is impossible."""
+        ...
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """One step's row."""
+        ...
+
+    def finish(self, failed: bool = False) -> None:
+        """The run is over."""
+        ...
+
+
+def make_trackers(context: RunContext, run_dir: Path) -> list[Tracker]:
+    """The trackers that ``[logging]`` asks for: ``report_to``, and wandb when ``wandb_project`` is set.
+
+    Raises:
+        RetrainError: an unknown name in ``report_to``.
+    """
+    wanted = list(setting(context.config, "logging.report_to", ()))
+    if setting(context.config, "logging.wandb_project", "") and "wandb" not in wanted:
+        wanted.append("wandb")
+    unknown = [name for name in wanted if name not in TRACKERS]
+    if unknown:
+        raise RetrainError(f"logging.report_to: unknown tracker {unknown[0]!r}; known are {', '.join(TRACKERS)}")
+    return [TRACKERS[name](run_dir) for name in dict.fromkeys(wanted)]
+
+
+def run_config(context: RunContext) -> dict[str, Any]:
+    """The run's configuration under the flat names that people filter by."""
+    flat = {name: setting(context.config, path, None) for name, path in RUN_CONFIG_KEYS.items()}
+    return flat | {"condition": context.condition, "max_steps": context.max_steps, "seed": context.seed}
+
+
+def run_identity(context: RunContext) -> dict[str, Any]:
+    """Name, group and tags: from ``[logging]``; a campaign names and groups its runs by condition and adds tags."""
+    tags = setting(context.config, "logging.wandb_tags", ())
+    tags = [tag.strip() for tag in tags.split(",")] if isinstance(tags, str) else list(tags)
+    if not context.is_campaign:
+        return {
+            "name": setting(context.config, "logging.wandb_run_name", "") or context.condition,
+            "group": setting(context.config, "logging.wandb_group", "") or None,
+            "tags": [tag[:TAG_CHARACTERS] for tag in tags if tag] or None,
+        }
+    tags += [context.condition, f"seed{context.seed}"]
+    return {
+        "name": f"{context.condition}_s{context.seed}",
+        "group": context.condition,
+        "tags": [tag[:TAG_CHARACTERS] for tag in dict.fromkeys(tags) if tag],
+    }
+
+
+def tracker_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row under its tracker names: nulls left out, booleans as 0 and 1, the step left to the tracker."""
+    return {
+        wandb_name(key): int(value) if isinstance(value, bool) else value
+        for key, value in row.items()
+        if value is not None and key not in ("step", "condition")
+    }
+
+
+class WandbTracker:
+    """Weights & Biases; the run id is kept so that a resumed run continues the same curve."""
+
+    name = "wandb"
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.broken = False
+        self.run: Any = None
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Open the run; ``logging.wandb_mode`` goes before the environment's mode."""
+        wandb = _import("wandb", "logging.report_to")
+        self.run = _wandb_init(
+            wandb,
+            context,
+            self.run_dir,
+            config=run_config(context),
+            id=(state or {}).get("run_id"),
+            resume="allow",
+            **run_identity(context),
+        )
+        return {"run_id": self.run.id}
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """One wandb step per optimizer step."""
+        self.run.log(tracker_values(row), step=step)
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the run, marked as failed or done."""
+        self.run.finish(exit_code=int(failed))
+
+
+def log_squeeze_analysis(context: RunContext, directory: Path, report: Mapping[str, Any]) -> None:
+    """A wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``).
+
+    Raises:
+        RetrainError: wandb is missing or cannot start.
+    """
+    wandb = _import("wandb", "logging.wandb_project")
+    facts = {
+        key: report.get(key) for key in ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
+    }
+    columns = ("rank", "mean_variance", "min_variance", "max_variance")
+    run = _wandb_init(
+        wandb,
+        context,
+        directory,
+        name="squeeze-analysis",
+        job_type="squeeze",
+        tags=["squeeze", f"rank-{facts['recommended_rank']}"],
+        config=facts,
+    )
+    table = wandb.Table(columns=[*columns, "recommended"])
+    for row in report["rows"]:
+        table.add_data(*(row[name] for name in columns), row["rank"] == facts["recommended_rank"])
+    run.log({"squeeze/variance_table": table})
+    for row in report["rows"]:
+        run.log({f"squeeze/{name}": row[name] for name in columns})
+    run.summary.update({f"squeeze/{key}": value for key, value in facts.items()})
+    run.finish()
+
+
+def _wandb_init(wandb: Any, context: RunContext, directory: Path, **arguments: Any) -> Any:
+    """A new wandb run beside any others of this process; RetrainError when there can be none."""
+    logging = setting(context.config, "logging", {})
+    try:
+        return wandb.init(
+            project=setting(logging, "wandb_project", "") or "retrain",
+            entity=setting(logging, "wandb_entity", "") or None,
+            mode=setting(logging, "wandb_mode", "") or None,
+            dir=str(directory),
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+            **arguments,
+        )
+    except Exception as error:  # wandb raises its own, and others, for logins, networks and names
+        raise RetrainError(
+            f"wandb could not start: {error}. Set logging.wandb_mode = 'offline', or leave wandb out"
+        ) from error
+
+
+class TensorboardTracker:
+    """tensorboard event files in ``<run>/tensorboard``; numbers only."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.broken = False
+        self.writer: Any = None
+        self.event: Any = None
+        self.summary: Any = None
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Open a new event file; tensorboard itself joins the files of one directory."""
+        module = _import("tensorboard.summary.writer.event_file_writer", "logging.report_to")
+        self.event = _import("tensorboard.compat.proto.event_pb2", "logging.report_to").Event
+        self.summary = _import("tensorboard.compat.proto.summary_pb2", "logging.report_to").Summary
+        try:
+            self.writer = module.EventFileWriter(str(self.run_dir / "tensorboard"))
+        except OSError as error:
+            raise RetrainError(f"tensorboard could not start: {error}") from error
+        return {}
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """All numbers of the row as scalars at ``step``."""
+        values = [
+            self.summary.Value(tag=key, simple_value=float(value))
+            for key, value in tracker_values(row).items()
+            if isinstance(value, int | float)
+        ]
+        self.writer.add_event(self.event(wall_time=time.time(), step=step, summary=self.summary(value=values)))
+        self.writer.flush()
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+class TrackioTracker:
+    """trackio, which keeps its data on this machine."""
+
+    name = "trackio"
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.broken = False
+        self.run: Any = None
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Open the run, or go on with the one of the same name."""
+        trackio = _import("trackio", "logging.report_to")
+        identity = run_identity(context)
+        project = setting(context.config, "logging.wandb_project", "") or "retrain"
+        try:
+            self.run = trackio.init(
+                project=project,
+                name=identity["name"],
+                group=identity["group"],
+                config=run_config(context),
+                resume="allow" if state else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except Exception as error:  # trackio raises whatever its storage raises
+            raise RetrainError(f"trackio could not start: {error}") from error
+        return {"name": identity["name"]}
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """One trackio step per optimizer step."""
+        self.run.log(tracker_values(row), step=step)
+
+    def finish(self, failed: bool = False) -> None:
+        """Send what is left and close."""
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorboardTracker,
+    "trackio": TrackioTracker,
+}
+
+
+def _import(module: str, asked_by: str) -> Any:
+    """The module, or one line that says how to install it."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(asked_by, package, package) from error

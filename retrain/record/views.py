@@ -1,0 +1,153 @@
+"""The live view as rich renderables, and how numbers are written in it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from retrain.record.board import Board, RunView, printable
+
+STATE_STYLES = {"done": "green", "failed": "bold red", "interrupted": "yellow", "running": "cyan", "waiting": "dim"}
+NOTHING = "-"
+FRAME_LINES = 10
+"""Lines of the view that are not rows: two headings with their rules, the summary, and room for messages."""
+
+
+def board_view(board: Board, width: int, height: int, now: float) -> RenderableType:
+    """Runs (active ones first, finished ones while there is room), a summary line and the last steps."""
+    views = list(board.runs.values())
+    steps = list(board.steps)
+    room = max(4, height - FRAME_LINES)
+    last = min(8, len(steps), max(2, room // 3))
+    shown = visible_runs(views, room - last)
+    parts: list[RenderableType] = [runs_table(shown, width, now), summary_line(views, shown)]
+    if steps:
+        parts.append(steps_table([(board.runs[run_id], row) for run_id, row in steps[-last:]], width))
+    return Group(*parts)
+
+
+def visible_runs(views: list[RunView], room: int) -> list[RunView]:
+    """The runs that get a row: running ones, then failed, then the latest finished, in their planned order."""
+    rank = {"running": 0, "failed": 1, "interrupted": 1, "done": 2}
+    candidates = [view for view in views if view.state in rank]
+    chosen = sorted(reversed(candidates), key=lambda view: rank[view.state])[: max(1, room)]
+    names = {view.run_id for view in chosen}
+    return [view for view in views if view.run_id in names]
+
+
+def runs_table(views: list[RunView], width: int, now: float) -> Table:
+    """One row per run; the bar takes what the width leaves."""
+    bar = min(24, width - 80)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("run", no_wrap=True, overflow="ellipsis", min_width=12)
+    if bar >= 6:
+        table.add_column("", width=bar, no_wrap=True)
+    for heading, least in (
+        ("step", 7),
+        ("ETA", 5),
+        ("reward", 6),
+        ("correct", 7),
+        ("held-out", 9),
+        ("tok/s", 5),
+        ("λ", 4),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+    for view in views:
+        row = view.row
+        cells: list[RenderableType] = [Text(printable(view.run_id), style=STATE_STYLES[view.state])]
+        if bar >= 6:
+            cells.append(bar_text(view, bar))
+        cells += [
+            f"{view.steps_done}/{view.max_steps}",
+            duration(view.eta(now)) if view.state == "running" else Text(view.state, style=STATE_STYLES[view.state]),
+            number(row.get("mean_reward")),
+            percent(row.get("correct_rate")),
+            change(view.heldout_before, view.heldout_now),
+            short(row.get("perf/completion_tokens_per_s")),
+            number(row.get("sepa_lambda"), 2),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def steps_table(rows: list[tuple[RunView, object]], width: int) -> Table:
+    """The last steps of all runs, the newest at the bottom."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold dim", style="dim")
+    table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
+    headings = ["step", "reward", "correct", "mixed", "loss", "length", "entropy"] + (["|grad|"] if width >= 90 else [])
+    for heading in [*headings, "s"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for view, row in rows:
+        assert isinstance(row, dict)
+        cells = [
+            str(row["step"]),
+            number(row.get("mean_reward")),
+            percent(row.get("correct_rate")),
+            percent(row.get("env/all/by_group/frac_mixed")),
+            number(row.get("loss"), 4),
+            number(row.get("completions/mean_length"), 0),
+            number(row.get("entropy")),
+            *([number(row.get("optim/grad_norm"))] if width >= 90 else []),
+            number(row.get("step_time_s"), 1),
+        ]
+        table.add_row(Text(printable(view.run_id)), *cells)
+    return table
+
+
+def summary_line(views: list[RunView], shown: list[RunView]) -> Text:
+    """How many runs are in which state, and how many have no row."""
+    counts = {state: sum(view.state == state for view in views) for state in STATE_STYLES}
+    text = Text()
+    for state, count in counts.items():
+        if count:
+            text.append(f"{' · ' if text else ''}{count} {state}", style=STATE_STYLES[state])
+    hidden = sum(view.state != "waiting" for view in views) - len(shown)
+    if hidden:
+        text.append(f" · {hidden} not shown", style="dim")
+    return text
+
+
+def bar_text(view: RunView, width: int) -> Text:
+    """A progress bar of exactly ``width`` cells."""
+    share = min(1.0, view.steps_done / view.max_steps) if view.max_steps else 0.0
+    full = round(share * width)
+    return Text("━" * full, style=STATE_STYLES[view.state]) + Text("━" * (width - full), style="bright_black")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Fixed digits; a dash where there is no value."""
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage."""
+    return NOTHING if value is None else f"{100 * value:.0f}%"
+
+
+def change(before: float | None, now: float | None) -> str:
+    """``before → now`` in per cent."""
+    if before is None or now is None:
+        return NOTHING
+    return f"{100 * before:.0f} → {100 * now:.0f}%"
+
+
+def short(value: float | None) -> str:
+    """A count in at most five characters: 987, 12.3k, 4.5M."""
+    if value is None:
+        return NOTHING
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """``m:ss``, ``h:mm:ss`` or ``2d 3h``."""
+    if seconds is None:
+        return NOTHING
+    whole = round(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400}d {whole % 86400 // 3600}h"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,135 @@
+"""What a reward is, and the grader that the trainer talks to.
+
+A reward never ends a run: whatever it raises, returns or waits for becomes a record with ``total_reward=None``
+and the reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
+grader is built, before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from retrain.types import Problem, RewardResult
+
+Item = tuple[Problem, str]
+"""A problem and the text of one completion."""
+
+
+class Reward:
+    """Base of all rewards: override ``grade``, or ``grade_all`` where a batch is cheaper than its parts."""
+
+    name: str = "reward"
+
+    def grade(self, problem: Problem, completion: str) -> float | RewardResult:
+        """The reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
+        raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """One checked result for each item, in order."""
+        return [guarded(self.grade, problem, completion) for problem, completion in items]
+
+    def close(self) -> None:
+        """Give back processes and connections; grading again starts them anew."""
+
+
+class Grader:
+    """Grades the completions of a step with one reward; a context manager.
+
+    ``names`` are the components that every result has, in the order in which they are configured.
+    """
+
+    def __init__(self, reward: Reward):
+        self.reward = reward
+        self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
+
+    def grade(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Results in the order of ``items``; a completion that cannot be graded has ``total_reward=None``."""
+        results = self.reward.grade_all(list(items))
+        for result in results:
+            if not result.components:
+                result.components = {self.reward.name: result.total_reward}
+        return results
+
+    def close(self) -> None:
+        """Stop worker processes; idempotent."""
+        self.reward.close()
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def failed(error: str) -> RewardResult:
+    """The record of a completion that could not be graded, with the reason in words."""
+    return RewardResult(total_reward=None, error=printable(error))
+
+
+def printable(text: str, limit: int = 300) -> str:
+    """``text`` on one line without control characters, shortened: safe for a terminal and a log."""
+    line = "".join(c if c.isprintable() else " " for c in text[: 4 * limit]).strip()
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def guarded(grade: Callable[..., Any], *arguments: Any) -> RewardResult:
+    """``checked(grade(*arguments))``; what it raises becomes the record of a failed grading."""
+    try:
+        return checked(grade(*arguments))
+    except Exception as error:  # a reward's fault costs one completion, never the run
+        return failed(described(error))
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the innermost file and line it came from."""
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        where = f" ({trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def checked(value: Any) -> RewardResult:
+    """What a reward returned, as a RewardResult with a finite total.
+
+    Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
+    None and other types give ``total_reward=None`` with the reason.
+    """
+    if isinstance(value, RewardResult):
+        result = value
+        if result.total_reward is None:
+            result.error = printable(result.error or "the reward returned no total_reward")
+            return result
+        total = _number(result.total_reward)
+    else:
+        result, total = RewardResult(total_reward=None), _number(value)
+    if total is None:
+        found = value.total_reward if isinstance(value, RewardResult) else value
+        return failed(f"the reward returned {type(found).__name__}, not a number or a RewardResult")
+    if not math.isfinite(total):
+        result.total_reward, result.error = None, f"the reward returned {total}"
+        return result
+    result.total_reward = total
+    if not isinstance(result.sample_metrics, Mapping):
+        return failed(f"sample_metrics is {type(result.sample_metrics).__name__}, not a dict of numbers")
+    metrics = {str(name): _number(metric) for name, metric in result.sample_metrics.items()}
+    wrong = [name for name, metric in metrics.items() if metric is None]
+    if wrong:
+        return failed(f"sample metric {wrong[0]!r} is {type(result.sample_metrics[wrong[0]]).__name__}, not a number")
+    result.sample_metrics = {name: metric for name, metric in metrics.items() if metric is not None}
+    result.tags = tuple(str(tag) for tag in result.tags)
+    return result
+
+
+def _number(value: Any) -> float | None:
+    """``value`` as a float, None if it is no number."""
+    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond float's range
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
+        return None

@@ -1,0 +1,192 @@
+"""``custom``: a reward function of the user's own, run in worker processes with the same limits as ``math``.
+
+The function's parameters say what it gets, by name:
+
+    def score(completion, answer):                        # the text, the reference: enough for most
+    def score(prompt, completion, answer, tags, metadata):
+    def score(problem, completion):                       # problem: retrain.types.Problem
+
+It returns a number or a ``RewardResult(total_reward, sample_metrics, tags)``; a coroutine is awaited. Two
+parameters with other names get (completion, answer), as functions written for retrain's earlier releases expect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from retrain.errors import PluginError
+from retrain.rewards.base import Item, Reward, checked, failed, guarded
+from retrain.rewards.workers import WorkerPool
+from retrain.types import Problem, RewardResult
+
+MEMORY_BYTES = 8 << 30
+ARGUMENTS: Mapping[str, Callable[[Problem, str], Any]] = {
+    "problem": lambda problem, completion: problem,
+    "prompt": lambda problem, completion: prompt_text(problem),
+    "completion": lambda problem, completion: completion,
+    "response": lambda problem, completion: completion,
+    "answer": lambda problem, completion: problem.answer,
+    "reference": lambda problem, completion: problem.answer,
+    "tags": lambda problem, completion: problem.tags,
+    "metadata": lambda problem, completion: problem.metadata,
+}
+
+
+class CustomReward(Reward):
+    """Calls ``function`` of ``module``: a path to a ``.py`` file, or a module's name as ``import`` takes it.
+
+    Both are looked up in ``base_dir`` (the TOML's folder), then in the current directory. The module is imported in
+    the workers only. Raises PluginError, before anything is sampled, when the file, module or function is missing,
+    importing it fails, or a parameter has a name that nothing is known for.
+    """
+
+    name = "custom"
+
+    def __init__(
+        self, module: str, function: str, workers: int = 2, timeout_s: float = 10.0, base_dir: Path | None = None
+    ):
+        if is_path(module):
+            module = str(found_file(module, base_dir))
+        self.pool = WorkerPool(
+            "retrain.rewards.custom:scorer",
+            {"module": module, "function": function, "folders": [str(folder) for folder in _folders(base_dir)]},
+            workers=workers,
+            timeout_s=timeout_s,
+            memory_bytes=MEMORY_BYTES,
+            memory_kind="RLIMIT_DATA",  # a module that imports torch maps far more address space than it uses
+        )
+        try:
+            self.pool.start()
+        except PluginError as error:
+            self.close()
+            raise PluginError(f"[reward] custom_module = {module!r}, custom_function = {function!r}: {error}") from None
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Results in order; what the function raises, or a wrong return value, stands in ``error``."""
+        jobs = [(_plain(problem), completion) for problem, completion in items]
+        return [
+            failed(reply.error) if reply.error is not None else guarded(_result, reply.value)
+            for reply in self.pool.map(jobs)
+        ]
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self.pool.close()
+
+
+def is_path(module: str) -> bool:
+    """Whether ``custom_module`` names a file rather than a module."""
+    return module.endswith(".py") or "/" in module
+
+
+def found_file(path: str, base_dir: Path | None) -> Path:
+    """The absolute path of a file named relative to ``base_dir`` or the current directory; PluginError if neither."""
+    tried = [folder / Path(path).expanduser() for folder in _folders(base_dir)]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise PluginError(f"[reward] custom_module = {path!r}: no such file (looked for {' and '.join(map(str, tried))})")
+
+
+def _folders(base_dir: Path | None) -> list[Path]:
+    return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
+
+
+def prompt_text(problem: Problem) -> str:
+    """The problem as text: the prompt itself, or the contents of its messages joined by blank lines."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return "\n\n".join(message["content"] for message in problem.prompt)
+
+
+def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[[tuple[Problem, str]], dict[str, Any]]:
+    """The worker's entry: the user's function, loaded, as a function of a job. Raises PluginError."""
+    loaded = _module(module, folders)
+    score = getattr(loaded, function, None)
+    if not callable(score):
+        defined = sorted(
+            n for n, v in vars(loaded).items() if inspect.isfunction(v) and v.__module__ == loaded.__name__
+        )
+        raise PluginError(f"there is no function {function!r} in it; it defines {', '.join(defined) or 'none'}")
+    call = caller(score)
+
+    def grade(job: tuple[Problem, str]) -> dict[str, Any]:
+        returned = call(*job)
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+        result = checked(returned)
+        return {
+            "total_reward": result.total_reward,
+            "sample_metrics": result.sample_metrics,
+            "tags": list(result.tags),
+            "components": {},
+            "correct": None if result.correct is None else bool(result.correct),
+            "format_ok": None if result.format_ok is None else bool(result.format_ok),
+            "error": result.error,
+        }
+
+    return grade
+
+
+def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
+    """``function`` as one of (problem, completion), its parameters filled by name or, failing that, by position.
+
+    Raises PluginError for required parameters whose names mean nothing here.
+    """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)]
+    required = [p for p in named if p.default is p.empty]
+    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    wanted = list(ARGUMENTS) if takes_any else [p.name for p in named if p.name in ARGUMENTS]
+    if wanted and not unknown:
+        return lambda problem, completion: function(**{name: ARGUMENTS[name](problem, completion) for name in wanted})
+    if len(required) == 2 and all(p.kind in positional for p in required):
+        return lambda problem, completion: function(completion, problem.answer)
+    found = f"parameter {unknown[0]!r} means nothing here" if unknown else "it takes no parameters"
+    raise PluginError(f"{found}; a reward takes any of: {', '.join(ARGUMENTS)}")
+
+
+def _module(name: str, folders: Sequence[str]) -> ModuleType:
+    if not is_path(name):
+        sys.path[:0] = folders
+        return importlib.import_module(name)
+    path = Path(name)
+    sys.path.insert(0, str(path.parent))  # what lies beside the file can be imported, as from a script
+    spec = importlib.util.spec_from_file_location("custom_reward", path)  # no file can shadow another module so
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _result(value: dict[str, Any]) -> RewardResult:
+    return RewardResult(**{**value, "tags": tuple(value["tags"])})
+
+
+def _plain(problem: Problem) -> Problem:
+    """``problem`` as something every worker can unpickle: metadata of other types than JSON's become text."""
+    return Problem(problem.id, _messages(problem), problem.answer, problem.tags, _json(problem.metadata))
+
+
+def _messages(problem: Problem) -> Any:
+    return problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

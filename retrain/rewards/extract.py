@@ -1,0 +1,104 @@
+r"""Finding the answer in a text and bringing it to one spelling; every function is linear in the text's length.
+
+A completion comes from a model under optimisation: 1 MB of braces or of ``\boxed`` must cost milliseconds, so
+nothing here backtracks, recurses or turns digits into numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace (as in \{1,2\}) does not nest
+_NUMBER = re.compile(r"(?:(?<![0-9.)\]}])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_PLAIN_NUMBER = re.compile(r"([-+]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?)(?:\.([0-9]*))?")
+_SPACING = re.compile(r"\s+|\\[,;:!> ]|~|\\q?quad(?![A-Za-z])")
+_FINAL_LINE = re.compile(r"^####[ \t]*(.*)$", re.MULTILINE)
+_MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
+
+
+def has_box(text: str) -> bool:
+    r"""Whether ``\boxed`` stands anywhere in ``text``, closed or not."""
+    return _BOX.search(text) is not None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
+
+    The last box decides alone: None when there is none or when it is never closed (a truncated completion has
+    no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
+    """
+    boxes = deque(_BOX.finditer(text), maxlen=1)
+    if not boxes:
+        return None
+    start = boxes[0].end()
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if start >= len(text):
+        return None
+    if text[start] != "{":
+        return re.split(r"[\s$]", text[start:], maxsplit=1)[0].rstrip(".,")
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        if brace.group() == "{":
+            depth += 1
+        elif brace.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : brace.start()]
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """The last number written in digits, with its sign, thousands commas and decimals; None without one."""
+    numbers = deque(_NUMBER.finditer(text), maxlen=1)
+    return numbers[0].group() if numbers else None
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank, stripped; "" without one."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def reference_answer(text: str) -> str:
+    r"""The answer that a data set's answer column holds.
+
+    GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
+    that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
+    """
+    finals = _FINAL_LINE.findall(text)
+    if finals:
+        answer = finals[-1].strip()
+        return answer.replace(",", "") if plain_number(answer) is not None else answer
+    boxed = last_boxed(text)
+    return text.strip() if boxed is None else boxed.strip()
+
+
+def plain_number(text: str) -> str | None:
+    """Canonical spelling of a plain decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
+    found = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
+    if found is None:
+        return None
+    sign, whole, fraction = found.group(1), found.group(2), found.group(3) or ""
+    if not whole and not fraction:
+        return None
+    whole = whole.replace(",", "").lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
+    number = f"{whole}.{fraction}" if fraction else whole
+    return f"-{number}" if sign == "-" and number != "0" else number
+
+
+def normalise(answer: str) -> str:
+    r"""One spelling for answers that differ only in writing.
+
+    Goes: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``, ``\dfrac`` → ``\frac``;
+    a number becomes ``plain_number``. Letter case, units and commas between elements stay.
+    """
+    text = answer.translate(_MINUS_SIGNS)
+    text = _SPACING.sub("", text.replace("\\$", "").replace("$", "").replace("{,}", ","))
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
+    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
+    text = text.removesuffix(".")
+    number = plain_number(text)
+    return text if number is None else number

@@ -1,0 +1,109 @@
+r"""``math``: equality of mathematical expressions by math-verify, in worker processes.
+
+The last ``\boxed{…}`` of the completion and the reference are both parsed (LaTeX grammar → sympy tree; no text is
+ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for ever, or to
+allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers that are
+equal or different as plain text already (the same spelling, two different integers) never reach a worker.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from retrain.errors import MissingExtra
+from retrain.rewards.base import Item, Reward, failed
+from retrain.rewards.extract import last_boxed, normalise, plain_number
+from retrain.rewards.rules import has_answer_format, same_text
+from retrain.rewards.workers import WorkerPool
+from retrain.types import RewardResult
+
+MAX_ANSWER = 1000  # characters; a longer one is compared as text: no reference needs it, and the parser is slow
+MEMORY_BYTES = 2 << 30
+
+
+class MathReward(Reward):
+    r"""1 when the last ``\boxed{…}`` is mathematically equal to the reference, else 0.
+
+    Raises MissingExtra when math-verify is not installed. No box, or one never closed, scores 0; an expression
+    that exceeds ``timeout_s`` seconds or 2 GiB gets null.
+    """
+
+    name = "math"
+
+    def __init__(self, workers: int = 2, timeout_s: float = 10.0):
+        if importlib.util.find_spec("math_verify") is None:
+            raise MissingExtra('[reward] type = "math"', "math-verify", "math")
+        self.pool = WorkerPool(
+            "retrain.rewards.symbolic:verifier",
+            {},
+            workers=workers,
+            timeout_s=timeout_s,
+            memory_bytes=MEMORY_BYTES,
+        )
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Results in order; only answers that text alone cannot decide go to the workers, each pair once."""
+        pairs = [(problem.answer, last_boxed(completion) or "") for problem, completion in items]
+        verdicts: dict[tuple[str, str], bool | str | None] = {pair: decided(*pair) for pair in pairs}
+        open_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
+        for pair, reply in zip(open_pairs, self.pool.map(open_pairs), strict=True):
+            verdicts[pair] = reply.value is True if reply.error is None else reply.error
+        results = []
+        for pair, (_, completion) in zip(pairs, items, strict=True):
+            verdict, format_ok = verdicts[pair], has_answer_format(completion)
+            if isinstance(verdict, str):
+                result = failed(verdict)
+                result.format_ok = format_ok
+            else:
+                result = RewardResult(float(verdict is True), correct=verdict is True, format_ok=format_ok)
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self.pool.close()
+
+
+def decided(reference: str, answer: str) -> bool | None:
+    """What text alone decides: True or False, None when it takes mathematics."""
+    if not answer.strip() or not reference.strip():
+        return False
+    if same_text(answer, reference):
+        return True
+    if len(answer) > MAX_ANSWER or len(reference) > MAX_ANSWER:
+        return False
+    numbers = plain_number(normalise(answer)), plain_number(normalise(reference))
+    if None not in numbers and not any("." in str(number) for number in numbers):
+        return False
+    return None
+
+
+def verifier() -> Callable[[Sequence[str]], bool]:
+    """The worker's entry: a function of (reference, answer) that says whether they are equal."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.WARNING)  # math-verify warns that its own, cooperative time limits are off
+    # LaTeX only: the other grammar of math-verify hands text to sympy's parse_expr, which calls eval.
+    grammar = [LatexExtractionConfig()]
+
+    def parsed(text: str) -> list[Any]:
+        return parse(f"\\boxed{{{text}}}", grammar, fallback_mode="no_fallback", parsing_timeout=None)  # type: ignore[arg-type]
+
+    reference_parsed = lru_cache(maxsize=1024)(parsed)  # each reference meets the whole group's answers
+
+    def equal(pair: Sequence[str]) -> bool:
+        gold, given = reference_parsed(pair[0]), parsed(pair[1])
+        if not gold or not given:
+            return False
+        try:
+            return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+        except MemoryError:  # no verdict: the completion gets null
+            raise
+        except Exception:  # sympy cannot compare the two: a wrong answer, as math-verify itself has it
+            return False
+
+    return equal

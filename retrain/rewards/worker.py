@@ -1,0 +1,96 @@
+"""The inside of a worker process: one loop that answers jobs over a socket until the trainer closes it.
+
+The process is started by ``workers.WorkerPool`` with stdin, stdout and stderr on the null device, so that nothing
+a reward prints reaches the terminal or the protocol. Frames are a 4-byte big-endian length and a payload: jobs
+are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted to be well).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import pickle
+import resource
+import signal
+import socket
+import struct
+from typing import Any
+
+from retrain.errors import RetrainError
+from retrain.rewards.base import described, printable
+
+HEADER = struct.Struct(">I")
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, limits.
+
+    The entry ``module:function`` is called once with the arguments and returns the function that grades a job.
+    Replies: ``{"ready": true}`` once, then ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"``
+    asks to be replaced (memory ran out).
+    """
+    connection = socket.socket(fileno=descriptor)
+    first = _receive(connection)
+    if not first:  # the trainer ended meanwhile
+        return
+    setup = pickle.loads(first)
+    _limit(setup["memory_bytes"], setup["memory_kind"])
+    try:
+        module, _, function = setup["entry"].partition(":")
+        grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
+    except BaseException as error:  # SystemExit of a user's module too: the trainer must hear of it
+        _send(connection, {"fatal": printable(str(error) if isinstance(error, RetrainError) else described(error))})
+        return
+    _send(connection, {"ready": True})
+    # If the trainer is killed while a job hangs, nobody is left to kill this process: the alarm's default action does.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    while frame := _receive(connection):
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_s"] + 5)
+        reply, retire = _reply(grade, frame)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(connection, reply)
+        if retire:
+            return
+
+
+def _reply(grade: Any, frame: bytes) -> tuple[dict[str, Any], bool]:
+    """The reply to one job, and whether this process should be replaced."""
+    try:
+        value = grade(pickle.loads(frame))
+        json.dumps(value)
+        return {"value": value}, False
+    except MemoryError:
+        return {"error": "MemoryError: the reward needed more memory than its limit", "retire": True}, True
+    except BaseException as error:  # whatever a reward raises costs this one completion
+        return {"error": printable(described(error))}, False
+
+
+def _limit(memory_bytes: int, memory_kind: str) -> None:
+    """Bound this process's memory (``memory_kind`` RLIMIT_AS or RLIMIT_DATA), and leave no core dumps."""
+    for kind, wanted in ((memory_kind, memory_bytes), ("RLIMIT_CORE", 0)):
+        _, hard = resource.getrlimit(getattr(resource, kind))
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses memory limits; the time limit still holds
+            resource.setrlimit(getattr(resource, kind), (allowed, hard))
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """The next frame; b"" when the trainer closed the socket."""
+    header = _exactly(connection, HEADER.size)
+    return _exactly(connection, HEADER.unpack(header)[0]) if header else b""
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)
+
+
+def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
+    payload = json.dumps(reply).encode()
+    connection.sendall(HEADER.pack(len(payload)) + payload)

@@ -1,0 +1,278 @@
+"""A pool of worker processes whose time and memory limits hold, whatever the work does.
+
+A job that hangs, allocates without end, calls ``os._exit`` or is killed costs that one job: its worker is killed
+with all its children and replaced. Workers are plain ``python -c`` processes (no fork of the trainer, no import
+of its main module or of torch), started when the first job comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from retrain.errors import PluginError
+from retrain.rewards.worker import HEADER
+
+START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
+MAX_REPLY_BYTES = 16 << 20
+MAX_FAILED_STARTS = 3
+MAX_TIMEOUTS_IN_A_ROW = 16  # then whatever is waited for is not there, and a batch must not take hours to say so
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from retrain.rewards.worker import main; main(int(sys.argv[1]))"
+)
+
+
+@dataclass
+class Reply:
+    """What became of a job: ``value`` as the worker returned it, or ``error`` in words."""
+
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One process: ``job`` is the index it works on, ``deadline`` (monotonic seconds) when it is given up."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    deadline: float
+    ready: bool = False
+    job: int | None = None
+    received: bytearray = field(default_factory=bytearray)
+
+    def frame(self) -> dict[str, Any] | None:
+        """The complete reply that has arrived, None while one is on its way. Raises ValueError on garbage."""
+        if len(self.received) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(self.received)
+        if length > MAX_REPLY_BYTES:
+            raise ValueError(f"reply of {length} bytes")
+        if len(self.received) < HEADER.size + length:
+            return None
+        if len(self.received) > HEADER.size + length:
+            raise ValueError("more than one reply")
+        reply = json.loads(bytes(self.received[HEADER.size :]))
+        self.received.clear()
+        if not isinstance(reply, dict):
+            raise ValueError("not an object")
+        return reply
+
+
+class WorkerPool:
+    """Runs jobs in up to ``workers`` processes.
+
+    ``entry`` is ``module:function``: called in the worker with ``arguments``, it returns the function that takes
+    a job and returns a JSON value. ``timeout_s`` is the wall-clock limit of one job, ``memory_bytes`` the limit
+    of the address space (RLIMIT_AS) or, for work that maps more than it uses, of private memory (RLIMIT_DATA).
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        arguments: Mapping[str, Any],
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_bytes: int,
+        memory_kind: Literal["RLIMIT_AS", "RLIMIT_DATA"] = "RLIMIT_AS",
+    ):
+        self.workers, self.timeout_s = max(1, workers), timeout_s
+        self._setup = pickle.dumps(
+            {
+                "entry": entry,
+                "arguments": dict(arguments),
+                "timeout_s": timeout_s,
+                "memory_bytes": memory_bytes,
+                "memory_kind": memory_kind,
+            }
+        )
+        self._alive: list[_Worker] = []
+        self._failed_starts = self._timeouts = 0
+        self._fatal: str | None = None  # why no further job of this batch is given out
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _kill_all, self._alive)
+
+    def start(self) -> None:
+        """Start one worker and wait until it can take jobs. Raises PluginError with the reason if it cannot."""
+        with self._lock:
+            self._failed_starts, self._fatal = 0, None
+            if not self._alive:
+                self._spawn()
+            while not any(worker.ready for worker in self._alive):
+                self._wait([])
+                if self._fatal is not None:
+                    raise PluginError(self._fatal)
+                if not self._alive:
+                    self._spawn()
+
+    def map(self, jobs: Sequence[Any]) -> list[Reply]:
+        """One reply for each job, in order. Never raises for what a job does."""
+        with self._lock:
+            replies = [Reply(error="not graded") for _ in jobs]
+            waiting = deque(range(len(jobs)))
+            self._failed_starts, self._timeouts, self._fatal = 0, 0, None
+            try:
+                while waiting or any(worker.job is not None for worker in self._alive):
+                    if self._fatal is not None:
+                        for index in waiting:
+                            replies[index] = Reply(error=self._fatal)
+                        waiting.clear()
+                        continue
+                    busy = sum(worker.job is not None for worker in self._alive)
+                    for _ in range(min(self.workers, busy + len(waiting)) - len(self._alive)):
+                        self._spawn()
+                    for worker in [worker for worker in self._alive if worker.ready and worker.job is None]:
+                        if waiting:
+                            self._assign(worker, waiting, jobs)
+                    self._wait(replies)
+            except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
+                self._discard_all()
+                raise
+            return replies
+
+    def close(self) -> None:
+        """Kill the workers; a later ``map`` starts new ones."""
+        with self._lock:
+            self._discard_all()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
+                env=environment,
+            )
+        worker = _Worker(process, ours, time.monotonic() + START_SECONDS)
+        self._alive.append(worker)
+        if not self._post(worker, self._setup):
+            self._failed_start(worker, "it ended at once")
+
+    def _assign(self, worker: _Worker, waiting: deque[int], jobs: Sequence[Any]) -> None:
+        """Give the next job to an idle worker; one that died meanwhile is replaced and the job waits on."""
+        if not self._post(worker, pickle.dumps(jobs[waiting[0]])):
+            self._discard(worker)
+            return
+        worker.job = waiting.popleft()
+        worker.deadline = time.monotonic() + self.timeout_s
+
+    def _post(self, worker: _Worker, payload: bytes) -> bool:
+        """Send a frame; False when the worker is dead or does not take it."""
+        if worker.process.poll() is not None:
+            return False
+        worker.connection.settimeout(self.timeout_s)
+        try:
+            worker.connection.sendall(HEADER.pack(len(payload)) + payload)
+        except OSError:
+            return False
+        return True
+
+    def _wait(self, replies: list[Reply]) -> None:
+        """Wait for the next reply or deadline, and deal with whatever has come."""
+        pending = [worker for worker in self._alive if worker.job is not None or not worker.ready]
+        if not pending:
+            return
+        timeout = max(0.0, min(worker.deadline for worker in pending) - time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            for worker in pending:
+                selector.register(worker.connection, selectors.EVENT_READ, worker)
+            for key, _ in selector.select(timeout):
+                self._read(key.data, replies)
+        now = time.monotonic()
+        for worker in [worker for worker in pending if worker in self._alive and worker.deadline <= now]:
+            if not worker.ready:
+                self._failed_start(worker, f"it was not ready after {START_SECONDS:g} s")
+            elif worker.job is not None:
+                self._give_up(worker, replies, f"the reward took longer than {self.timeout_s:g} s (timeout_s)")
+                self._timeouts += 1
+                if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
+                    self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
+
+    def _read(self, worker: _Worker, replies: list[Reply]) -> None:
+        try:
+            worker.connection.settimeout(0)
+            part = worker.connection.recv(1 << 20)
+            worker.received += part
+            reply = worker.frame() if part else None
+        except (OSError, ValueError, RecursionError) as error:
+            self._give_up(worker, replies, f"the reward's worker sent what is no reply ({error})")
+            return
+        if not part:
+            self._give_up(worker, replies, "the reward's worker ended")
+        elif reply is None:
+            return
+        elif not worker.ready:
+            if "fatal" in reply:
+                self._fatal = str(reply["fatal"])
+                self._discard(worker)
+            else:
+                worker.ready, self._failed_starts = True, 0
+        elif worker.job is not None:
+            error = reply.get("error")
+            replies[worker.job] = Reply(reply.get("value"), None if error is None else str(error))
+            worker.job, self._timeouts = None, 0
+            if reply.get("retire"):
+                self._discard(worker)
+
+    def _give_up(self, worker: _Worker, replies: list[Reply], reason: str) -> None:
+        """Kill a worker; its job, if it had one, gets the reason and the way the process ended."""
+        if not worker.ready:
+            self._failed_start(worker, reason)
+            return
+        ending = self._discard(worker)
+        if worker.job is not None:
+            replies[worker.job] = Reply(error=reason + ending)
+
+    def _failed_start(self, worker: _Worker, reason: str) -> None:
+        ending = self._discard(worker)
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._fatal = f"the reward's worker process cannot start: {reason}{ending}"
+
+    def _discard(self, worker: _Worker) -> str:
+        """Kill a worker and its children; says how it had ended by itself, "" if it had not."""
+        self._alive.remove(worker)
+        if worker.deadline > time.monotonic():  # its socket closed: let it finish dying, to learn how
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(0.1)
+        status = worker.process.poll()
+        _kill(worker)
+        if status is None:
+            return ""
+        return f" (exit status {status})" if status >= 0 else f" (signal {-status})"
+
+    def _discard_all(self) -> None:
+        _kill_all(self._alive)
+
+
+def _kill(worker: _Worker) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    worker.connection.close()
+
+
+def _kill_all(workers: list[_Worker]) -> None:
+    while workers:
+        _kill(workers.pop())

@@ -1,0 +1,309 @@
+"""One run: its configuration, data cursor, controllers, adapter, optimizer and records. All its state is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.checkpoints import (
+    checkpoint_directories,
+    load_checkpoint,
+    newest_whole,
+    optimizer_tensors,
+    prune,
+    save_checkpoint,
+)
+from retrain.credit import needs_entropy
+from retrain.engines.protocol import SampleRequest
+from retrain.environments.prompts import render
+from retrain.errors import CheckpointError, UsageError
+from retrain.files import publish_directory, read_jsonl
+from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
+from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
+from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import Lanes
+from retrain.pressure import Pressure
+from retrain.policy.update import LossSettings, default_token_budget, new_optimizer
+from retrain.record.recorder import RunRecorder
+from retrain.rng import generator
+from retrain.types import Problem, Prompt
+
+
+class DataCursor:
+    """Which problems come next: a fresh permutation for every epoch, a function of the seeds and the position.
+
+    ``position`` counts problems handed out so far. A data set smaller than a batch simply wraps into the next epoch.
+    """
+
+    def __init__(self, problems: Sequence[Problem], stream: tuple[int | str, ...], shuffle: bool = True):
+        self.problems, self.stream, self.shuffle = problems, stream, shuffle
+        self.position = 0
+        self._epoch, self._order = -1, np.arange(0)
+
+    def take(self, count: int) -> list[Problem]:
+        """The next ``count`` problems; moves the cursor."""
+        taken = [self._at(self.position + i) for i in range(count)]
+        self.position += count
+        return taken
+
+    def _at(self, position: int) -> Problem:
+        epoch, place = divmod(position, len(self.problems))
+        if not self.shuffle:
+            return self.problems[place]
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
+        return self.problems[int(self._order[place])]
+
+
+@dataclass
+class Run:
+    """All state of one training run. ``step`` is the number of updates done, i.e. the next step to run."""
+
+    spec: Any
+    directory: Path
+    base: BaseModel
+    lanes: Lanes
+    recorder: RunRecorder
+    cursor: DataCursor
+    step: int = 0
+    error: str | None = None
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
+    last_end: float | None = None
+    pressure: Pressure | None = None
+    saved_pressure: dict[str, Any] | None = None
+    """The cohort's back-pressure controller, shared; every run's checkpoint keeps its observations."""
+
+    def __post_init__(self) -> None:
+        config = self.spec.config
+        self.config = config
+        self.adapter = self.lanes.new_adapter(config.model.lora_rank, config.lora.alpha)
+        self.adapter.initialise(*self.stream)
+        optimizer = config.optimizer
+        self.optimizer = new_optimizer(
+            self.adapter,
+            config.training.lr,
+            (optimizer.beta1, optimizer.beta2),
+            optimizer.eps,
+            config.training.weight_decay,
+        )
+        sepa = config.sepa
+        self.sepa = SepaSchedule(
+            schedule=sepa.schedule,
+            steps=sepa.steps,
+            delay_steps=sepa.delay_steps,
+            correct_rate_gate=sepa.correct_rate_gate,
+            ema_decay=sepa.ema_decay,
+            var_threshold=sepa.threshold,
+            warmup_steps=sepa.warmup_steps,
+        )
+        self.sepa_state = sepa_start(self.sepa)
+        grams = config.logging.strategic_grams
+        self.detector = RegexDetector(tuple(grams) if grams else STRATEGIC_GRAMS)
+        budget = config.training.micro_batch_tokens
+        training = config.training
+        self.loss_settings = LossSettings(
+            loss=config.algorithm.loss,
+            normalizer=config.algorithm.loss_normalizer,
+            clip_low=training.clip_eps,
+            clip_high=training.clip_eps if training.clip_eps_high is None else training.clip_eps_high,
+            ratio_cap=config.algorithm.cispo_cap,
+            temperature=training.temperature,
+            max_tokens=training.max_tokens,
+            micro_batch_tokens=default_token_budget(self.base) if budget == "auto" else budget,
+            grad_clip_norm=optimizer.grad_clip_norm,
+            dropout=config.lora.dropout,
+            log_kl=config.logging.log_kl,
+        )
+
+    # -- identity -----------------------------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """``<label>_s<seed>``, the run's directory name in a campaign."""
+        return self.spec.run_id
+
+    @property
+    def seed(self) -> int:
+        """The run seed: the replicate that conditions are paired by."""
+        return self.config.training.seed
+
+    @property
+    def stream(self) -> tuple[int | str, ...]:
+        """Prefix of all random streams of this run: campaign seed and run seed, never the condition."""
+        return (self.config.campaign.seed, self.seed)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all updates are done."""
+        return self.step >= self.config.training.max_steps
+
+    @property
+    def active(self) -> bool:
+        """Whether the run takes part in the next step."""
+        return self.error is None and not self.finished
+
+    # -- what the next step needs -------------------------------------------------------------------------------
+
+    def next_prompts(self) -> list[Prompt]:
+        """Take and render the prompts of the next batch."""
+        problems = self.cursor.take(self.config.training.batch_size)
+        return [render(problem, self.base.tokenizer, self.config.data) for problem in problems]
+
+    def requests(self, prompts: Sequence[Prompt], lane: int) -> list[SampleRequest]:
+        """What to sample for these prompts in this step."""
+        training = self.config.training
+        return [
+            SampleRequest(
+                lane, prompt.token_ids, training.group_size, training.max_tokens, training.temperature,
+                (*self.stream, "sample", self.step, i),
+            )  # fmt: skip
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        optimizer, training = self.config.optimizer, self.config.training
+        return learning_rate(optimizer.schedule, self.step, training.max_steps, optimizer.warmup_steps, training.lr)
+
+    def sepa_values(self) -> tuple[float, bool]:
+        """λ and whether the gate is open, for the next step."""
+        return sepa_lambda(self.sepa, self.sepa_state, self.step), sepa_gate_open(self.sepa_state, self.step)
+
+    def evaluation_due(self) -> bool:
+        """Whether held-out evaluation belongs to the number of updates done now."""
+        training, evaluation = self.config.training, self.config.evaluation
+        if evaluation.problems == 0:
+            return False
+        return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
+
+    def save_due(self) -> bool:
+        """Whether a checkpoint belongs after the number of updates done now."""
+        every = self.config.training.save_every
+        return self.finished or (every > 0 and self.step % every == 0)
+
+    # -- state out and in ---------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything but tensors, strict JSON. Random streams have no state: they are functions of the counters."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor.position,
+            "sepa": self.sepa_state,
+            "recorder": self.recorder.state(),
+            "base": self.base.fingerprint,
+            "run_id": self.run_id,
+            "pressure": self.pressure.state() if self.pressure else None,
+        }
+
+    def save(self) -> Path:
+        """Write the checkpoint of the current step and, when finished, ``final/``; then their lines."""
+        model = self.config.model
+        name = f"{self.step:06d}"
+        directory = self.directory / "checkpoints" / f"step_{name}"
+        save_checkpoint(
+            directory, self.adapter, self.base.name, model.revision, self.optimizer, self.state(), self.config.lora.dropout
+        )
+        self._record_save(name, directory, directory)
+        if self.finished:
+            final = self.directory / "final"
+            self._publish_adapter(final)
+            if self.config.backend.adapter_path:
+                export = Path(self.config.backend.adapter_path)
+                self._publish_adapter(export / self.run_id if self.spec.is_campaign else export)
+            self._record_save("final", directory, final)
+        prune(self.directory, self.config.training.keep_last)
+        return directory
+
+    def _publish_adapter(self, directory: Path) -> None:
+        aside = directory.with_name(f".{directory.name}.tmp")
+        save_adapter(aside, self.adapter, self.base.name, self.config.model.revision, self.config.lora.dropout)
+        publish_directory(aside, directory)
+
+    def _record_save(self, name: str, state_path: Path, sampler_path: Path) -> None:
+        """The line for a save that is complete; saving the same step again does not repeat it."""
+        if any(row["name"] == name and row["batch"] == self.step for row in read_jsonl(self.directory / "checkpoints.jsonl")):
+            return
+        self.recorder.record_checkpoint(
+            {
+                "name": name,
+                "batch": self.step,
+                "step": self.step - 1,
+                "state_path": str(state_path.relative_to(self.directory)),
+                "sampler_path": str(sampler_path.relative_to(self.directory)),
+                "epoch": self.cursor.position // max(1, len(self.cursor.problems)),
+            }
+        )
+
+    def restore(self) -> list[str]:
+        """Continue from the newest whole checkpoint, or from the start when there is none; records are cut to it.
+
+        Returns what there is to tell the user. Raises CheckpointError when the checkpoint belongs to another base.
+        """
+        told: list[str] = []
+        directory = newest_whole(self.directory, told)
+        if directory is None and checkpoint_directories(self.directory):
+            told.append("no whole checkpoint: the run starts again from step 0")
+        if directory is not None:
+            self._load(directory)
+            told.append(f"continues at step {self.step}")
+        self.recorder.truncate(self.step)
+        return told
+
+    def continue_from(self, directory: Path) -> list[str]:
+        """Begin where another run is (``[resume] from``): a run directory or checkpoint with its whole state, or
+        the weights alone of a plain adapter directory. Returns what there is to tell.
+
+        Raises UsageError when nothing is left to train or the adapter is scaled differently.
+        """
+        told: list[str] = []
+        checkpoint = directory if (directory / "state.json").is_file() else newest_whole(directory, told)
+        if checkpoint is None:
+            stored = read_adapter(directory)
+            wrong = [scale for scale in stored.scales.values() if abs(scale - self.adapter.scale) > 1e-9]
+            if wrong:
+                raise UsageError(
+                    f"{directory} has LoRA scale {wrong[0]:g}, this run {self.adapter.scale:g}: "
+                    "set [model] lora_rank and [lora] alpha to the adapter's"
+                )
+            self.adapter.load(stored.tensors)
+            return [*told, f"starts at step 0 with the weights of {directory}"]
+        self._load(checkpoint)
+        if self.finished:
+            raise UsageError(
+                f"{checkpoint} is at step {self.step} of max_steps = {self.config.training.max_steps}: "
+                f"set [training] max_steps above {self.step}"
+            )
+        return [*told, f"continues {checkpoint} at step {self.step}"]
+
+    def _load(self, checkpoint: Path) -> None:
+        state = load_checkpoint(checkpoint, self.adapter, self.optimizer)
+        if state["base"] != self.base.fingerprint:
+            raise CheckpointError(f"{checkpoint} was trained on other base weights than {self.base.name} holds now")
+        self.step, self.cursor.position = state["step"], state["cursor"]
+        self.sepa_state = state["sepa"]
+        self.recorder.restore(state["recorder"])
+        self.saved_pressure = state.get("pressure")
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the run failed; its traceback goes to its own log."""
+        self.error = f"{type(error).__name__}: {error}"
+        self.recorder.log_error(error)
+
+    def check_engine(self, gives_entropy: bool) -> None:
+        """Raise UsageError when the configuration asks for entropies and the engine has none."""
+        if needs_entropy(self.config) and not gives_entropy:
+            raise UsageError(
+                f"{self.run_id} needs full-vocabulary entropies, which this engine does not return: "
+                'use [inference] engine = "local"'
+            )
+
+    def trained(self) -> bool:
+        """Whether any update has reached the weights (AdamW has moments)."""
+        return bool(optimizer_tensors(self.optimizer))

@@ -1,0 +1,304 @@
+"""The loop: sample → score → credit → update → record → save, for a cohort of runs over one frozen base.
+
+The runs of a cohort take each step together: one decode batch holds the prompts of all of them, each row with its
+own run's adapter. Everything else belongs to one run alone; a run that fails leaves the cohort, the others go on.
+A cohort of one is the single run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.credit import assign_credit, fill_advantages, mark_planning
+from retrain.engines.protocol import Engine, SampleRequest
+from retrain.environments.prompts import render
+from retrain.errors import Interrupted, RunFailed
+from retrain.maths.schedules import sepa_observe
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import Lanes
+from retrain.policy.update import train_step
+from retrain.pressure import Pressure
+from retrain.record.observer import Observer
+from retrain.rewards import Grader
+from retrain.run import Run
+from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, StepRecord
+
+
+class Cohort:
+    """Runs that share one base model and step together.
+
+    ``graders[i]`` scores run i, ``heldout`` are the evaluation problems that all runs share, ``stop`` is asked
+    between steps whether the user wants an end.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        lanes: Lanes,
+        engine: Engine,
+        runs: Sequence[Run],
+        graders: Sequence[Grader],
+        heldout: Sequence[Problem],
+        observer: Observer,
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        self.base, self.lanes, self.engine = base, lanes, engine
+        self.runs, self.graders, self.heldout = list(runs), list(graders), list(heldout)
+        self.observer, self.stop = observer, stop
+        self.pressure = self._new_pressure()
+
+    def train(self) -> None:
+        """Step until every run has finished or failed. Raises Interrupted, with everything saved, when asked to stop."""
+        for run in self.runs:
+            run.last_end = time.time()
+        self._start()
+        while active := self._active():
+            if self.stop():
+                for run, _ in active:
+                    self._guarded(run, lambda run=run: self._save(run))
+                raise Interrupted("stopped after a finished step; everything is saved")
+            self.step(active)
+
+    def step(self, active: Sequence[tuple[Run, Grader]]) -> None:
+        """One optimizer step of every active run."""
+        for run, _ in active:
+            run.last_end = run.last_end or time.time()
+        prompts = [run.next_prompts() for run, _ in active]
+        with _span([run for run, _ in active], "rollout"):
+            sampled = self._sample(active, prompts)
+        records: dict[int, tuple[list[Group], dict[str, Any]]] = {}
+        for (run, grader), batch, completions in zip(active, prompts, sampled, strict=True):
+            def learn(run: Run = run, grader: Grader = grader, batch: Any = batch, completions: Any = completions) -> None:
+                records[id(run)] = self._learn(run, grader, batch, completions)
+
+            others = [other for other, _ in active if other is not run]
+            with _span(others, "cohort"):
+                self._guarded(run, learn)
+        due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
+        self._evaluate(due)
+        for run, _ in active:
+            if run.error is None:
+                self._guarded(run, lambda run=run: self._record(run, len(active), *records[id(run)]))
+        for run, _ in active:
+            if run.error is None and run.save_due():
+                self._guarded(run, lambda run=run: self._save(run))
+            if run.error is None and run.finished:
+                self.observer.run_finished(run.spec, "done")
+
+    # -- the parts of a step, in order --------------------------------------------------------------------------
+
+    def _sample(
+        self, active: Sequence[tuple[Run, Grader]], prompts: Sequence[Sequence[Prompt]]
+    ) -> list[list[list[Completion]]]:
+        """Completions of every prompt of every run, from one decode batch."""
+        requests = [r for lane, (run, _) in enumerate(active) for r in run.requests(prompts[lane], lane)]
+        if self.pressure is not None:
+            self.engine.max_rows = self.pressure.max_rows
+        begin = time.time()
+        groups = self.engine.sample(requests, [run.adapter for run, _ in active])
+        if self.pressure is not None:
+            self.pressure.observe(sum(len(c) for group in groups for c in group), time.time() - begin)
+            self.engine.max_rows = None
+        sampled = iter(groups)
+        return [[next(sampled) for _ in batch] for batch in prompts]
+
+    def _learn(
+        self, run: Run, grader: Grader, prompts: Sequence[Prompt], completions: Sequence[list[Completion]]
+    ) -> tuple[list[Group], dict[str, Any]]:
+        """Score, credit, update: what one run does with its completions."""
+        with _span([run], "score"):
+            groups = _grade(grader, prompts, completions)
+        with _span([run], "credit"):
+            fill_advantages(groups, run.config.algorithm.advantage_mode, run.config.reward.type)
+            mark_planning(groups, run.detector, self.base.tokenizer)
+            sepa_lambda, gate_open = run.sepa_values()
+            credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step))
+            state = {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open, **credit.stats}
+            run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, _correct_rate(groups), credit.exec_variance)
+        if all(group.discarded == "no_reward" for group in groups):
+            errors = sorted({r.error for group in groups for r in group.rewards if r.error})
+            raise RunFailed(f"every completion of step {run.step} failed to be graded: {'; '.join(errors[:3])}")
+        with _span([run], "update"):
+            update = train_step(
+                self.base, self.lanes, run.adapter, run.optimizer, credit.sequences, run.loss_settings,
+                credit.denominators, run.lr(), (*run.stream, "dropout", run.step),
+            )  # fmt: skip
+        run.step += 1
+        return groups, {"update": update, "state": state}
+
+    def _record(self, run: Run, cohort_size: int, groups: list[Group], numbers: dict[str, Any]) -> None:
+        config, begin, end = run.config, run.last_end, time.time()
+        state = numbers["state"] | {
+            "uncertainty_kind": config.algorithm.uncertainty_kind,
+            "batch_size": config.training.batch_size,
+            "group_size": config.training.group_size,
+            "cohort_size": cohort_size,
+            "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
+            **(run.pressure.metrics() if run.pressure else {}),
+        }
+        backend = {
+            "loss_is_placeholder": False,
+            "backend_reports_sync_loss": True,
+            "backend_preserves_token_advantages": True,
+        }
+        record = StepRecord(
+            step=run.step - 1,
+            groups=groups,
+            update=numbers["update"] | backend,
+            state=state,
+            spans=run.spans,
+            step_start=begin or end,
+            step_end=end,
+        )
+        run.spans, run.last_end = [], end
+        with _span([run], "record"):
+            row = run.recorder.record_step(record)
+        self.observer.step(run.spec, row)
+
+    def _save(self, run: Run) -> None:
+        with _span([run], "checkpoint"):
+            run.save()
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Announce the runs and score the untrained ones: they all equal the base, so each setting is sampled once."""
+        waiting = []
+        for run, grader in zip(self.runs, self.graders, strict=True):
+            if run.error is not None:
+                continue
+            self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
+            evaluation = run.config.evaluation
+            if run.step == 0 and evaluation.problems and evaluation.at_start:
+                waiting.append((run, grader))
+        untouched = [(run, grader) for run, grader in waiting if not run.config.resume.from_]  # weights are the base's
+        self._evaluate([pair for pair in waiting if pair not in untouched])
+        settings: dict[str, list[tuple[Run, Grader]]] = {}
+        for run, grader in untouched:
+            settings.setdefault(_evaluation_setting(run), []).append((run, grader))
+        self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
+
+    def _evaluate(
+        self, due: Sequence[tuple[Run, Grader]], shared: Sequence[Sequence[tuple[Run, Grader]]] | None = None
+    ) -> None:
+        """Held-out evaluation of the given runs in one decode batch.
+
+        ``shared[i]`` lists the runs that the result of ``due[i]`` counts for (itself by default).
+        """
+        if not due:
+            return
+        begin = time.time()
+        requests, prompts = [], []
+        for lane, (run, _) in enumerate(due):
+            evaluation, training = run.config.evaluation, run.config.training
+            temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+            batch = [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
+            prompts.append(batch)
+            stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
+            requests += [
+                SampleRequest(
+                    lane, prompt.token_ids, evaluation.samples, evaluation.max_tokens or training.max_tokens,
+                    temperature, (*stream, "eval", run.step, i),
+                )  # fmt: skip
+                for i, prompt in enumerate(batch)
+            ]
+        counted = list(shared) if shared is not None else [[pair] for pair in due]
+        everyone = [run for pairs in counted for run, _ in pairs]
+        with _span(everyone, "eval"):
+            sampled = iter(self.engine.sample(requests, [run.adapter for run, _ in due]))
+            for (run, grader), batch, pairs in zip(due, prompts, counted, strict=True):
+                completions = [next(sampled) for _ in batch]
+                groups = _grade(grader, batch, completions)
+                temperature = run.config.evaluation.temperature
+                record = EvalRecord(
+                    "heldout", run.step, groups, run.config.training.temperature if temperature is None else temperature,
+                    run.config.evaluation.samples, time.time() - begin,
+                )  # fmt: skip
+                for other, _ in pairs:
+                    row = other.recorder.record_eval(record)
+                    self.observer.evaluated(other.spec, "heldout", row)
+
+    def _new_pressure(self) -> Pressure | None:
+        """The controller of the shared decode batch, when a run of the cohort asks for one."""
+        asking = [run for run in self.runs if run.config.backpressure.enabled]
+        if not asking:
+            return None
+        prompts = sum(run.config.training.batch_size for run in self.runs)
+        pressure = Pressure(asking[0].config.backpressure, prompts, max(r.config.training.group_size for r in self.runs))
+        for run in asking:
+            run.pressure = pressure
+            if run.saved_pressure:
+                pressure.restore(run.saved_pressure)
+        return pressure
+
+    # -- housekeeping -------------------------------------------------------------------------------------------
+
+    def _active(self) -> list[tuple[Run, Grader]]:
+        return [(run, grader) for run, grader in zip(self.runs, self.graders, strict=True) if run.active]
+
+    def _guarded(self, run: Run, work: Callable[[], None]) -> None:
+        """Do one run's part; what it raises ends that run only, with the traceback in its log."""
+        try:
+            work()
+        except Exception as error:  # one lane's fault must not take the others along
+            run.fail(error)
+            self.observer.run_finished(run.spec, "failed", run.error or "")
+
+
+@contextmanager
+def _span(runs: Sequence[Run], name: str) -> Iterator[None]:
+    """Note the wall-clock time of a part for every run that takes part in it."""
+    begin = time.time()
+    try:
+        yield
+    finally:
+        end = time.time()
+        for run in runs:
+            run.spans.append((name, begin, end))
+
+
+def _grade(grader: Grader, prompts: Sequence[Prompt], completions: Sequence[list[Completion]]) -> list[Group]:
+    """Groups with their rewards; advantages are still to come."""
+    items = [(p.problem, c.text) for p, batch in zip(prompts, completions, strict=True) for c in batch]
+    results = iter(grader.grade(items))
+    return [
+        Group(prompt, batch, [next(results) for _ in batch], np.full(len(batch), np.nan))
+        for prompt, batch in zip(prompts, completions, strict=True)
+    ]
+
+
+def _correct_rate(groups: Sequence[Group]) -> float:
+    """Share of correct completions among all that were sampled."""
+    flags = [reward.is_correct for group in groups for reward in group.rewards]
+    return sum(flags) / len(flags)
+
+
+def _evaluation_setting(run: Run) -> str:
+    """Runs with the same text here score an untrained base alike."""
+    config = run.config
+    evaluation = config.evaluation
+    return repr(
+        (
+            config.training.temperature if evaluation.temperature is None else evaluation.temperature,
+            evaluation.max_tokens or config.training.max_tokens,
+            evaluation.samples,
+            config.reward,
+            config.data,
+            config.campaign.seed,
+        )
+    )
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    """Highest memory use so far: of the GPU's allocator, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

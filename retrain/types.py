@@ -1,0 +1,137 @@
+"""What flows through the house: Problem → Prompt → Completion → Group → StepRecord.
+
+Array suffixes: ``_T`` completion tokens, ``_N`` completions of one group. Arrays are numpy on the host; tensors
+live only inside ``policy``, ``engines`` and ``maths``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Message = Mapping[str, str]
+"""One chat turn: ``{"role": "user", "content": "…"}``."""
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task with its verifiable answer, as a data source yields it."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: str
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem rendered through the chat template and tokenised."""
+
+    problem: Problem
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class Completion:
+    """One sampled answer.
+
+    ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
+    of the very distribution that was sampled from (temperature applied, full vocabulary); ``entropy_T`` is None
+    for engines that cannot give it.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs_T: np.ndarray
+    entropy_T: np.ndarray | None
+    stop_reason: StopReason
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass
+class RewardResult:
+    """What a reward says of one completion.
+
+    ``total_reward`` is None when grading failed (the reason stands in ``error``). ``components`` holds each
+    weighted part by name before weighting, ``sample_metrics`` any further numbers a reward wants recorded.
+    ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None means "no format is defined".
+    """
+
+    total_reward: float | None
+    sample_metrics: dict[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    components: dict[str, float | None] = field(default_factory=dict)
+    correct: bool | None = None
+    format_ok: bool | None = None
+    error: str | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        if self.correct is not None:
+            return self.correct
+        return self.total_reward is not None and self.total_reward > 0.5
+
+
+@dataclass
+class Group:
+    """The N completions of one prompt, graded; ``advantages_N`` is NaN where no reward exists.
+
+    ``discarded`` is None for a group that trains, else the reason: ``zero_advantage`` or ``no_reward``.
+    """
+
+    prompt: Prompt
+    completions: list[Completion]
+    rewards: list[RewardResult]
+    advantages_N: np.ndarray
+    discarded: str | None = None
+    planning: list[np.ndarray] | None = None
+    """Per completion a bool array [T]: which tokens are planning tokens."""
+
+    @property
+    def rewards_N(self) -> np.ndarray:
+        """Total rewards, float64 [N], NaN where grading failed."""
+        return np.array([np.nan if r.total_reward is None else r.total_reward for r in self.rewards], dtype=np.float64)
+
+
+@dataclass
+class EvalRecord:
+    """One held-out evaluation: every group with its samples (``advantages_N`` all NaN)."""
+
+    name: str
+    step: int
+    groups: list[Group]
+    temperature: float
+    samples: int
+    seconds: float
+
+
+@dataclass
+class StepRecord:
+    """Everything known about one optimizer step of one run; the recorder makes all metrics from it.
+
+    ``groups`` are all sampled groups, before any filtering. ``update`` holds the policy's numbers of this step
+    under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
+    ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
+    """
+
+    step: int
+    groups: list[Group]
+    update: dict[str, Any]
+    state: dict[str, Any]
+    spans: list[tuple[str, float, float]]
+    step_start: float
+    step_end: float
+
+
+def flatten(groups: Sequence[Group]) -> list[tuple[Group, int]]:
+    """Every completion of the groups in order, as (group, index within it)."""
+    return [(group, i) for group in groups for i in range(len(group.completions))]

@@ -1,0 +1,18 @@
+"""What holds for every test: no hub, no tracker service, one torch thread, nothing written outside tmp_path."""
+
+from __future__ import annotations
+
+import os
+
+# Set before anything imports huggingface_hub, torch or wandb, which read them once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_SILENT"] = "true"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Help texts and tables have the same width and no colours wherever the tests run.
+os.environ["COLUMNS"] = "120"
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "_TYPER_FORCE_DISABLE_TERMINAL"):
+    os.environ.pop(name, None)
+os.environ["NO_COLOR"] = "1"

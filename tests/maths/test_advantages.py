@@ -1,0 +1,170 @@
+"""Episode advantages against exact expectations: every reward vector of a group, weighted by its probability."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.errors import PluginError, RunFailed
+from retrain.maths.advantages import ADVANTAGES, BATCH_WHITENED, group_advantages, maxrl, whiten
+
+REWARDS = st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=12)
+
+
+def expected_weight(mode: str, size: int, p: float) -> float:
+    """E[(1/N) Σ A_i S_i] over all 2^N reward vectors, S_i = d log P(r_i)/dp: the weight on ∇p."""
+    vectors = torch.tensor(list(itertools.product((0.0, 1.0), repeat=size)), dtype=torch.float64)
+    right = vectors.sum(1)
+    probability = p**right * (1.0 - p) ** (size - right)
+    score = vectors / p - (1.0 - vectors) / (1.0 - p)
+    return float((probability * (group_advantages(mode, vectors) * score).mean(1)).sum())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
+def test_expected_gradient_by_enumeration(size, p):
+    truncated_likelihood = (1.0 - (1.0 - p) ** (size - 1)) / p
+    assert expected_weight("rloo", size, p) == pytest.approx(1.0, abs=1e-12)
+    assert expected_weight("maxrl", size, p) == pytest.approx(truncated_likelihood, rel=1e-12)
+    assert expected_weight("dr_grpo", size, p) == pytest.approx((size - 1) / size, rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "of_maxrl", "of_grpo"), [(4, 2.85, 1.71), (8, 6.03, 2.47), (16, 10.7, 3.27)])
+def test_published_weights_at_five_percent_success(size, of_maxrl, of_grpo):
+    assert expected_weight("maxrl", size, 0.05) == pytest.approx(of_maxrl, rel=5e-3)
+    assert expected_weight("grpo", size, 0.05) == pytest.approx(of_grpo, rel=5e-3)
+
+
+def test_maxrl_with_two_samples_is_rloo_in_expectation():
+    assert expected_weight("maxrl", 2, 0.2) == pytest.approx(expected_weight("rloo", 2, 0.2))
+
+
+def test_worked_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+    assert group_advantages("dr_grpo", rewards).tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4])
+    assert group_advantages("rloo", rewards).tolist() == pytest.approx([0.75, -0.5, -0.5, 0.75, -0.5])
+    assert group_advantages("maxrl", rewards).tolist() == pytest.approx([1.5, -1.0, -1.0, 1.5, -1.0])
+    std = math.sqrt(0.24) + 1e-6
+    assert group_advantages("grpo", rewards).tolist() == pytest.approx([v / std for v in (0.6, -0.4, -0.4, 0.6, -0.4)])
+
+
+@pytest.mark.parametrize("mode", list(ADVANTAGES))
+def test_equal_rewards_give_exact_zero(mode):
+    noisy = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.1 * 3])
+    for rewards in (torch.zeros(4), torch.ones(4), torch.full((4,), 0.1), noisy, torch.full((4,), 1 / 3)):
+        assert group_advantages(mode, rewards).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
+def test_equal_huge_rewards_give_exact_zero(mode):
+    assert group_advantages(mode, torch.full((7,), 1e12 / 3, dtype=torch.float64)).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("mode", list(ADVANTAGES))
+def test_groups_are_independent_and_batched(mode):
+    rewards = torch.rand(5, 6, generator=torch.Generator().manual_seed(1))
+    rows = torch.stack([group_advantages(mode, row) for row in rewards])
+    assert torch.equal(group_advantages(mode, rewards), rows)
+
+
+@pytest.mark.parametrize("mode", list(ADVANTAGES))
+def test_empty_group_is_empty(mode):
+    assert group_advantages(mode, torch.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "maxrl", "reinforce_pp"])
+def test_one_completion_has_no_signal(mode):
+    assert group_advantages(mode, torch.tensor([0.7])).tolist() == [0.0]
+
+
+def test_rloo_of_one_completion_is_an_error():
+    with pytest.raises(ValueError, match="group_size >= 2"):
+        group_advantages("rloo", torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("mode", list(ADVANTAGES))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_rewards_are_named(mode, bad):
+    with pytest.raises(ValueError, match=r"finite.*index \[1\]"):
+        group_advantages(mode, torch.tensor([0.0, bad, 1.0]))
+
+
+@pytest.mark.parametrize("reward", [-0.1, 1.5])
+def test_maxrl_outside_unit_interval_names_the_reward(reward):
+    with pytest.raises(RunFailed, match=f"format_bonus gave {reward:g}"):
+        group_advantages("maxrl", torch.tensor([0.0, reward]), reward_name="format_bonus")
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="unknown advantage mode 'ppo'"):
+        group_advantages("ppo", torch.zeros(2))
+
+
+@given(REWARDS)
+def test_advantages_sum_to_zero_and_keep_the_order(rewards):
+    rewards = torch.tensor(rewards)
+    for mode in ADVANTAGES:
+        advantages = group_advantages(mode, rewards)
+        assert torch.isfinite(advantages).all()
+        assert not advantages.requires_grad
+        assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-6 * max(1.0, float(advantages.abs().max())))
+        order = rewards.argsort()
+        assert (advantages[order].diff() >= 0).all()
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=6))
+def test_huge_rewards_stay_finite(rewards):
+    for mode in ("grpo", "dr_grpo", "rloo"):
+        assert torch.isfinite(group_advantages(mode, torch.tensor(rewards, dtype=torch.float64))).all()
+
+
+def test_no_gradient_reaches_the_rewards():
+    rewards = torch.tensor([0.0, 1.0], requires_grad=True)
+    assert not maxrl(rewards).requires_grad
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 9)), min_size=1, max_size=8))
+def test_whitening_is_the_masked_token_moments(rows):
+    advantages = torch.tensor([a for a, _ in rows], dtype=torch.float64)
+    counts = torch.tensor([c for _, c in rows])
+    tokens = advantages.repeat_interleave(counts)
+    white = whiten(advantages, counts)
+    if len(tokens) == 0 or float(tokens.std(correction=0)) < 1e-8:
+        assert white.tolist() == [0.0] * len(rows)
+        return
+    expected = (advantages - tokens.mean()) / tokens.std(correction=0)
+    assert torch.allclose(white, expected, atol=1e-9)
+    assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
+
+
+def test_whitening_wants_a_count_for_each():
+    assert "reinforce_pp" in BATCH_WHITENED
+    with pytest.raises(ValueError, match="one token count per advantage"):
+        whiten(torch.zeros(3), torch.ones(2))
+
+
+def test_plugins_are_called_and_checked():
+    def half(rewards):
+        return rewards / 2
+
+    def with_context(rewards, context):
+        return (rewards * context).tolist()
+
+    def too_short(rewards):
+        return rewards[:-1]
+
+    def not_a_number(rewards):
+        return rewards * math.nan
+
+    rewards = torch.tensor([1.0, 3.0])
+    assert group_advantages(half, rewards).tolist() == [0.5, 1.5]
+    assert group_advantages(with_context, rewards, context=2).tolist() == [2.0, 6.0]
+    with pytest.raises(PluginError, match=r"test_advantages:.*too_short returned shape \(1,\)"):
+        group_advantages(too_short, rewards)
+    with pytest.raises(PluginError, match="not_a_number returned NaN"):
+        group_advantages(not_a_number, rewards)

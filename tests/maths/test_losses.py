@@ -1,0 +1,334 @@
+"""Policy losses: three tokens by hand, one gradient on policy, and updates that do not know about micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.maths.losses import (
+    NORMALIZERS,
+    POLICY_LOSSES,
+    RATIO_METRICS,
+    add_sums,
+    entropy_loss,
+    importance_ratio,
+    kl_terms,
+    loss_metrics,
+    mismatch_weights,
+    policy_loss,
+    token_weights,
+)
+
+MASK3 = torch.ones(1, 3, dtype=torch.bool)
+OLD3 = torch.log(torch.tensor([[0.5, 0.5, 0.5]], dtype=torch.float64))
+NEW3 = torch.log(torch.tensor([[0.75, 0.5, 0.25]], dtype=torch.float64))  # ratios 1.5, 1, 0.5
+
+
+def loss_and_slope(name, advantages, **options):
+    """Per-token loss and its derivative with respect to each log-probability, as lists."""
+    logprobs = NEW3.clone().requires_grad_()
+    loss, sums = policy_loss(name, logprobs, OLD3, torch.tensor([advantages], dtype=torch.float64), MASK3, **options)
+    loss.sum().backward()
+    return loss[0].tolist(), logprobs.grad[0].tolist(), {key: float(value) for key, value in sums.items()}
+
+
+def test_ppo_by_hand():
+    loss, slope, sums = loss_and_slope("ppo", [1.0, 1.0, 1.0])
+    assert loss == pytest.approx([-1.2, -1.0, -0.5])  # the first is clipped
+    assert slope == pytest.approx([0.0, -1.0, -0.5])
+    assert (sums["clip_low"], sums["clip_high"]) == (0, 1)
+    loss, slope, sums = loss_and_slope("ppo", [-1.0, -1.0, -1.0])
+    assert loss == pytest.approx([1.5, 1.0, 0.8])
+    assert slope == pytest.approx([1.5, 1.0, 0.0])
+    assert (sums["clip_low"], sums["clip_high"]) == (1, 0)
+
+
+def test_ppo_clip_higher_and_dual_clip():
+    loss, slope, _ = loss_and_slope("ppo", [1.0, 1.0, 1.0], clip_low=0.2, clip_high=0.6)
+    assert loss == pytest.approx([-1.5, -1.0, -0.5])
+    assert slope == pytest.approx([-1.5, -1.0, -0.5])
+    loss, slope, _ = loss_and_slope("ppo", [-2.0, -2.0, 2.0], dual_clip=1.25)
+    assert loss == pytest.approx([2.5, 2.0, -1.0])  # at most c·|A| = 2.5 instead of 3
+    assert slope == pytest.approx([0.0, 2.0, -1.0])
+
+
+def test_reinforce_by_hand():
+    loss, slope, sums = loss_and_slope("reinforce", [1.0, -2.0, 3.0])
+    assert loss == pytest.approx([-1.5 * math.log(0.75), 2 * math.log(0.5), -1.5 * math.log(0.25)])
+    assert slope == pytest.approx([-1.5, 2.0, -1.5])
+    assert sums["clip_low"] == sums["clip_high"] == 0
+
+
+def test_cispo_by_hand():
+    loss, slope, sums = loss_and_slope("cispo", [1.0, -2.0, 3.0], ratio_cap=1.25)
+    assert loss == pytest.approx([-1.25 * math.log(0.75), 2 * math.log(0.5), -1.5 * math.log(0.25)])
+    assert slope == pytest.approx([-1.25, 2.0, -1.5])
+    assert sums["clip_high"] == 1
+
+
+def test_gspo_by_hand():
+    s = (1.5 * 1.0 * 0.5) ** (1 / 3)  # 0.9086
+    loss, slope, sums = loss_and_slope("gspo", [1.0, 1.0, 1.0])
+    assert loss == pytest.approx([-s] * 3)
+    assert slope == pytest.approx([-s] * 3)
+    assert sums["clip_low"] == 0
+    loss, slope, sums = loss_and_slope("gspo", [-1.0, -1.0, -1.0], clip_low=0.05)
+    assert loss == pytest.approx([0.95] * 3)
+    assert slope == [0.0] * 3
+    assert sums["clip_low"] == 3
+
+
+def test_gspo_has_the_gradient_of_the_sequence_form():
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    old = -torch.rand(2, 5, generator=draw, dtype=torch.float64)
+    start = old + 0.3 * torch.randn(2, 5, generator=draw, dtype=torch.float64)
+    advantages = torch.tensor([0.7, -1.3], dtype=torch.float64)
+    a = start.clone().requires_grad_()
+    loss, _ = policy_loss("gspo", a, old, advantages[:, None].expand(2, 5), mask, clip_low=0.9, clip_high=9.0)
+    loss.sum().backward()
+    b = start.clone().requires_grad_()
+    length = mask.sum(1)
+    ratio = torch.exp(((b - old) * mask).sum(1) / length)
+    (-(length * ratio * advantages).sum()).backward()
+    assert torch.allclose(a.grad, b.grad, atol=1e-12)
+
+
+def test_token_credit_survives_gspo():
+    _, slope, _ = loss_and_slope("gspo", [2.0, 0.0, 1.0])
+    assert slope[1] == 0.0
+    assert slope[0] == pytest.approx(2 * slope[2])
+
+
+def test_all_losses_agree_on_policy():
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 6, 11, generator=draw, dtype=torch.float64)
+    tokens = torch.randint(0, 11, (4, 6, 1), generator=draw)
+    mask = torch.arange(6)[None] < torch.tensor([[6], [3], [1], [0]])
+    advantages = torch.randn(4, 6, generator=draw, dtype=torch.float64)
+    gradients = []
+    for name in POLICY_LOSSES:
+        leaf = logits.clone().requires_grad_()
+        logprobs = leaf.log_softmax(-1).gather(-1, tokens)[..., 0]
+        loss, sums = policy_loss(name, logprobs, logprobs.detach(), advantages, mask)
+        loss.sum().backward()
+        gradients.append(leaf.grad)
+        metrics = loss_metrics(sums)
+        assert metrics["val/ratio"] == 1.0
+        assert metrics["val/ratio_var"] == metrics["policy/clipfrac_avg"] == metrics["kl_sample_train_v2"] == 0.0
+    for other in gradients[1:]:
+        assert torch.allclose(other, gradients[0], atol=1e-12)
+
+
+def padded_step(seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([5, 1, 0, 7, 3, 4])
+    mask = torch.arange(7)[None] < lengths[:, None]
+    features = torch.randn(6, 7, 3, generator=draw, dtype=torch.float64)
+    old = -2 * torch.rand(6, 7, generator=draw, dtype=torch.float64)
+    advantages = torch.randn(6, 1, generator=draw, dtype=torch.float64).expand(6, 7)
+    return mask, features, old, advantages
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize("split", [[6], [1] * 6, [2, 4], [3, 1, 2], [5, 1]])
+def test_update_does_not_depend_on_micro_batches(normalizer, name, split):
+    mask, features, old, advantages = padded_step()
+    totals = {"total_tokens": int(mask.sum()), "total_sequences": len(mask), "max_tokens": 7}
+
+    def gradient(pieces):
+        weights = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+        sums = None
+        for rows in pieces:
+            logprobs = old[rows] + 0.1 * features[rows] @ weights
+            loss, part = policy_loss(name, logprobs, old[rows], advantages[rows], mask[rows])
+            (loss * token_weights(normalizer, mask[rows], **totals)).sum().backward()
+            sums = add_sums(sums, part)
+        return weights.grad, loss_metrics(sums)
+
+    whole, whole_metrics = gradient([torch.arange(6)])
+    pieces, metrics = gradient(torch.arange(6).split(split))
+    assert torch.allclose(pieces, whole, atol=1e-9)
+    assert metrics == pytest.approx(whole_metrics)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_skipping_a_group_without_signal_changes_nothing(normalizer):
+    mask, features, old, advantages = padded_step()
+    advantages = advantages.clone()
+    advantages[4:] = 0.0
+    totals = {"total_tokens": int(mask.sum()), "total_sequences": len(mask), "max_tokens": 7}
+    gradients = []
+    for rows in (6, 4):
+        weights = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+        logprobs = old[:rows] + 0.1 * features[:rows] @ weights
+        loss, _ = policy_loss("ppo", logprobs, old[:rows], advantages[:rows], mask[:rows])
+        (loss * token_weights(normalizer, mask[:rows], **totals)).sum().backward()
+        gradients.append(weights.grad)
+    assert torch.allclose(*gradients, atol=1e-12)
+
+
+def test_normalizers_by_hand():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    totals = {"total_tokens": 3, "total_sequences": 2, "max_tokens": 5}
+    assert token_weights("tokens", mask, **totals)[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0.0])
+    assert token_weights("sequences", mask, **totals).flatten().tolist() == pytest.approx([0.25, 0.25, 0, 0.5, 0, 0])
+    assert token_weights("constant", mask, **totals)[1].tolist() == pytest.approx([0.1, 0.0, 0.0])
+    kept = torch.tensor([[True, False, False], [False, False, False]])
+    of_all = token_weights("sequences", kept, **totals, denominator_mask_B_T=mask)
+    assert of_all.flatten().tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0])
+    nothing = token_weights("tokens", mask, total_tokens=0, total_sequences=0, max_tokens=0)
+    assert (nothing == 0).all()
+    with pytest.raises(ValueError, match="unknown loss normalizer 'mean'"):
+        token_weights("mean", mask, **totals)
+    with pytest.raises(ValueError, match=">= 0"):
+        token_weights("tokens", mask, total_tokens=-1, total_sequences=1, max_tokens=1)
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_padding_and_weights_carry_no_gradient(name):
+    mask = torch.tensor([[True, True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
+    sampler = torch.tensor([[-1.1, -1.9, -math.inf]], requires_grad=True)
+    advantages = torch.tensor([[1.0, -1.0, math.nan]], requires_grad=True)
+    weights = torch.tensor([[0.5, 2.0, math.nan]], requires_grad=True)
+    loss, _ = policy_loss(name, logprobs, sampler, advantages, mask, weights_B_T=weights)
+    loss.sum().backward()
+    assert loss[0, 2] == 0.0
+    assert logprobs.grad[0, 2] == 0.0
+    assert torch.isfinite(logprobs.grad).all()
+    assert sampler.grad is advantages.grad is weights.grad is None
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@given(shift=st.floats(-1e6, 1e6), advantage=st.floats(-1e3, 1e3))
+def test_far_off_policy_stays_finite(name, shift, advantage):
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    sampler = torch.tensor([[-1.0 - shift, -1.0]])
+    loss, sums = policy_loss(name, logprobs, sampler, torch.full((1, 2), advantage), torch.ones(1, 2).bool())
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logprobs.grad).all()
+    assert math.isfinite(loss_metrics(sums)["val/ratio_var"])
+
+
+def test_wrong_calls_are_named():
+    good = torch.zeros(1, 3)
+    with pytest.raises(ValueError, match="unknown loss 'grpo'"):
+        policy_loss("grpo", good, good, good, MASK3)
+    with pytest.raises(ValueError, match="trainer logprob is nan at completion 0, token 1"):
+        policy_loss("ppo", torch.tensor([[0.0, math.nan, 0.0]]), good, good, MASK3)
+    with pytest.raises(ValueError, match="sampler logprob is -inf"):
+        policy_loss("ppo", good, good - math.inf, good, MASK3)
+    with pytest.raises(ValueError, match=r"advantages have shape \(1, 2\)"):
+        policy_loss("ppo", good, good, torch.zeros(1, 2), MASK3)
+    for wrong in (
+        {"clip_low": 1.5},
+        {"clip_high": -0.1},
+        {"ratio_cap": 0.0},
+        {"dual_clip": 1.0},
+        {"clip_low": math.nan},
+    ):
+        with pytest.raises(ValueError, match="loss bounds"):
+            policy_loss("ppo", good, good, good, MASK3, **wrong)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_empty_batches(shape):
+    empty = torch.zeros(shape)
+    loss, sums = policy_loss("gspo", empty, empty, empty, empty.bool())
+    assert loss.shape == shape
+    assert loss_metrics(sums) == dict.fromkeys(RATIO_METRICS)
+
+
+def test_metrics_by_hand():
+    mask = torch.tensor([[True, True], [True, False]])
+    new = torch.log(torch.tensor([[0.75, 0.25], [0.5, 1.0]], dtype=torch.float64))
+    old = torch.log(torch.tensor([[0.5, 0.5], [0.5, 1.0]], dtype=torch.float64))
+    advantages = torch.tensor([[1.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+    metrics = loss_metrics(policy_loss("ppo", new, old, advantages, mask)[1])
+    ratios = [1.5, 0.5, 1.0]
+    logs = [math.log(r) for r in ratios]
+    assert metrics == pytest.approx(
+        {
+            "val/ratio": 1.0,
+            "val/ratio_var": 0.5 / 3,
+            "policy/approxkl_avg": sum(v * v for v in logs) / 6,
+            "policy/clipfrac_avg": 2 / 3,
+            "clip_ratio/low_mean": 1 / 3,
+            "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_mean": 1 / 3,
+            "clip_ratio/high_max": 0.5,
+            "clip_ratio/region_mean": 2 / 3,
+            "kl_sample_train_v1": -sum(logs) / 3,
+            "kl_sample_train_v2": sum(v * v for v in logs) / 6,
+            "kl_divergence_inference": sum(r - 1 - v for r, v in zip(ratios, logs, strict=True)) / 3,
+        }
+    )
+
+
+def test_mismatch_weights():
+    truncated = mismatch_weights(NEW3, OLD3, MASK3, cap=1.2)
+    assert truncated.tolist()[0] == pytest.approx([1.2, 1.0, 0.5])
+    icepop = mismatch_weights(NEW3, OLD3, MASK3, band=(0.6, 1.4))
+    assert icepop.tolist()[0] == pytest.approx([0.0, 1.0, 0.0])
+    padded = mismatch_weights(NEW3, OLD3, torch.tensor([[True, False, False]]), cap=9.0)
+    assert padded.tolist()[0] == pytest.approx([1.5, 0.0, 0.0])
+    assert not mismatch_weights(NEW3.clone().requires_grad_(), OLD3, MASK3, cap=1.0).requires_grad
+    for wrong in ({}, {"cap": 1.0, "band": (0.5, 2.0)}, {"cap": 0.0}, {"band": (2.0, 0.5)}):
+        with pytest.raises(ValueError, match="either cap > 0 or a band"):
+            mismatch_weights(NEW3, OLD3, MASK3, **wrong)
+
+
+def test_ratio_is_one_in_the_padding():
+    ratio = importance_ratio(torch.tensor([[0.0, math.nan]]), torch.tensor([[0.0, 3.0]]), torch.tensor([[True, False]]))
+    assert ratio.tolist() == [[1.0, 1.0]]
+
+
+def test_kl_estimators_by_enumeration():
+    """Expected value and expected gradient over every token of a small vocabulary, sampled from the policy."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(1, 7, generator=draw, dtype=torch.float64)
+    reference = torch.randn(1, 7, generator=draw, dtype=torch.float64).log_softmax(-1)
+    everything = torch.ones(1, 7, dtype=torch.bool)
+    p = logits.softmax(-1)
+
+    leaf = logits.clone().requires_grad_()
+    logp = leaf.log_softmax(-1)
+    exact = (logp.exp() * (logp - reference)).sum()
+    exact.backward()
+
+    gradients = {}
+    for kind in ("k1", "k2", "k3"):
+        other = logits.clone().requires_grad_()
+        terms = kl_terms(kind, other.log_softmax(-1), reference, everything)
+        (p * terms).sum().backward()
+        gradients[kind] = other.grad
+        if kind in ("k1", "k3"):
+            assert float((p * terms.detach()).sum()) == pytest.approx(exact.item())
+    assert torch.allclose(gradients["k2"], leaf.grad, atol=1e-12)  # right in the loss
+    assert gradients["k1"].abs().max() < 1e-12  # in the loss it would do nothing
+    assert not torch.allclose(gradients["k3"], leaf.grad, atol=1e-2)  # another divergence's gradient
+
+
+def test_kl_terms_padding_and_errors():
+    values = kl_terms(
+        "k3", torch.tensor([[-1.0, math.nan]]), torch.tensor([[-1.0, 0.0]]), torch.tensor([[True, False]])
+    )
+    assert values.tolist() == [[0.0, 0.0]]
+    with pytest.raises(ValueError, match="unknown KL estimator"):
+        kl_terms("k4", OLD3, NEW3, MASK3)
+
+
+def test_entropy_bonus_raises_entropy():
+    logits = torch.tensor([[[0.0, 2.0]]], requires_grad=True)
+    logp = logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    entropy_loss(entropy, torch.ones(1, 1, dtype=torch.bool), 0.1).sum().backward()
+    assert logits.grad[0, 0, 1] > 0  # descending lowers the likelier token
+    assert entropy_loss(torch.tensor([[math.nan]]), torch.zeros(1, 1, dtype=torch.bool), 0.1).item() == 0.0

@@ -1,0 +1,147 @@
+"""Planning phrases found as a reader sees them, and marked on exactly the tokens that overlap."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector, text_and_offsets
+
+DETECTOR = RegexDetector()
+
+
+def found(text: str, detector: RegexDetector = DETECTOR) -> list[str]:
+    return [text[start:end] for start, end in detector.char_spans(text)]
+
+
+def words(text: str) -> list[tuple[int, int]]:
+    """Offsets as byte-level tokenizers cut: a word with the space before it; suffixes and signs apart."""
+    return [match.span() for match in re.finditer(r" ?[A-Za-z]+|['’]\w+| ?[^\sA-Za-z]|\s+", text)]
+
+
+def marked(text: str) -> list[str]:
+    offsets = words(text)
+    return [text[a:b] for (a, b), yes in zip(offsets, DETECTOR.token_mask(text, offsets), strict=True) if yes]
+
+
+@pytest.mark.parametrize("phrase", STRATEGIC_GRAMS)
+def test_every_built_in_phrase(phrase):
+    for text in (phrase, phrase.upper(), f"So, {phrase}.", f"({phrase})", phrase.replace(" ", "\n  ")):
+        assert [s.lower().split() for s in found(text)] == [phrase.split()]
+    assert found(f"x{phrase}") == []
+    assert found(f"{phrase}x") == []
+
+
+def test_there_are_eighteen():
+    assert len(set(STRATEGIC_GRAMS)) == 18
+
+
+def test_token_oracles():
+    text, pieces = "that's not right", [(0, 4), (4, 6), (6, 10), (10, 16)]
+    assert text[4:6] == "'s"
+    assert DETECTOR.token_mask(text, pieces).tolist() == [True] * 4
+    assert marked("so x = notice that") == [" notice", " that"]
+
+
+def test_apostrophes_hyphens_and_breaks():
+    assert found("That’s not right") == ["That’s not right"]
+    assert found("that`s not right, THAT'S\nNOT RIGHT") == ["that`s not right", "THAT'S\nNOT RIGHT"]
+    assert found("double-check; double\u2011check; double  check") == [
+        "double-check",
+        "double\u2011check",
+        "double  check",
+    ]
+    assert found("Wait, let me see") == ["Wait, let me"]
+    assert found("wait. let me see") == []
+
+
+def test_word_boundaries():
+    assert found("the monkey is here, the keys are") == []
+    assert found("the key is") == ["the key is"]
+    assert found("the key island") == []
+    assert found("breathe key is") == []
+
+
+def test_overlapping_phrases_both_count():
+    assert found("wait let me check") == ["wait let me", "let me check"]
+    assert marked("ok wait let me check now") == [" wait", " let", " me", " check"]
+
+
+def test_split_and_zero_width_tokens():
+    text = "so notice that it"
+    offsets = [(0, 2), (2, 6), (6, 7), (7, 9), (9, 14), (14, 17), (17, 17)]
+    assert DETECTOR.token_mask(text, offsets).tolist() == [False, True, True, True, True, False, False]
+    assert DETECTOR.token_mask(text, np.array(offsets)).tolist() == DETECTOR.token_mask(text, offsets).tolist()
+    assert DETECTOR.token_mask("notice that", [(0, 0), (0, 6), (6, 11), (0, 0)]).tolist() == [False, True, True, False]
+
+
+def test_nothing_to_the_left_is_marked():
+    text = "a b c d e f the key is g"
+    assert marked(text) == [" the", " key", " is"]
+
+
+def test_case_folding_keeps_positions():
+    text = "İİİ Notice That ok"
+    assert found(text) == ["Notice That"]
+
+
+def test_own_phrases():
+    detector = RegexDetector(["Plan B", "(aha)", "c'est ça"])
+    assert found("plan b and (AHA)! C’EST ÇA; plan bee", detector) == ["plan b", "(AHA)", "C’EST ÇA"]
+    for wrong in ([], [" "], ["ok", "--"], "notice that"):
+        with pytest.raises(ValueError, match="phrase"):
+            RegexDetector(wrong)
+
+
+def test_batches_and_empty_completions():
+    masks = DETECTOR.token_masks(["", "notice that", "notice that"], [[], [(0, 6), (6, 11)], np.zeros((0, 2), int)])
+    assert [mask.tolist() for mask in masks] == [[], [True, True], []]
+    assert all(mask.dtype == bool for mask in masks)
+    with pytest.raises(ValueError, match="zip"):
+        DETECTOR.token_masks(["a"], [])
+    with pytest.raises(ValueError, match="pairs"):
+        DETECTOR.token_mask("notice that", [(0, 1, 2)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"\[T, 2\]"):
+        DETECTOR.token_mask("notice that", np.zeros(3, int))
+
+
+@given(
+    st.lists(st.sampled_from([*STRATEGIC_GRAMS, "so", "x = 3", "monkey is", "İ", "\n", "😀"]), max_size=8), st.data()
+)
+def test_tokens_are_marked_iff_they_overlap(parts, data):
+    text = " ".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    offsets = list(zip([0, *cuts], [*cuts, len(text)], strict=True))
+    spans = DETECTOR.char_spans(text)
+    expected = [any(max(a, s) < min(b, e) for s, e in spans) for a, b in offsets]
+    assert DETECTOR.token_mask(text, offsets).tolist() == expected
+    assert len(spans) >= sum(part in STRATEGIC_GRAMS for part in parts)
+
+
+@given(st.text(max_size=30), st.data())
+def test_offsets_of_byte_pieces(text, data):
+    raw = text.encode("utf-8", "surrogatepass")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    decoded, offsets = text_and_offsets(pieces)
+    assert decoded.encode("utf-8", "surrogateescape") == raw
+    at = 0
+    for piece, (start, end) in zip(pieces, offsets.tolist(), strict=True):
+        before = decoded[:start].encode("utf-8", "surrogateescape")
+        upto = decoded[:end].encode("utf-8", "surrogateescape")
+        assert len(before) <= at
+        assert len(upto) >= at + len(piece) or not piece
+        assert piece in decoded[start:end].encode("utf-8", "surrogateescape")
+        at += len(piece)
+
+
+def test_offsets_of_split_characters():
+    pieces = [b"a", "é".encode()[:1], "é".encode()[1:], b"", b"\xff", "’s".encode()]
+    text, offsets = text_and_offsets(pieces)
+    assert text == "aé\udcff’s"
+    assert offsets.tolist() == [[0, 1], [1, 2], [1, 2], [2, 2], [2, 3], [3, 5]]
+    assert text_and_offsets([])[1].shape == (0, 2)

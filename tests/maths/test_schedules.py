@@ -1,0 +1,108 @@
+"""Schedules at the points where they bend, and the SEPA controller as a state that survives JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.maths.schedules import (
+    LR_SCHEDULES,
+    SepaSchedule,
+    learning_rate,
+    sepa_gate_open,
+    sepa_lambda,
+    sepa_lambda_linear,
+    sepa_observe,
+    sepa_start,
+)
+
+
+def test_learning_rate_points():
+    rates = [learning_rate("linear", step, 10, 4, 1.0) for step in range(11)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 5 / 6, 4 / 6, 0.5, 2 / 6, 1 / 6, 0.0])
+    assert learning_rate("cosine", 0, 10, 0, 2.0) == 2.0
+    assert learning_rate("cosine", 5, 10, 0, 2.0) == pytest.approx(1.0)
+    assert learning_rate("cosine", 10, 10, 0, 2.0) == pytest.approx(0.0)
+    assert [learning_rate("constant", s, 3, 0, 0.1) for s in range(3)] == [0.1] * 3
+
+
+@given(st.sampled_from(LR_SCHEDULES), st.integers(1, 50), st.integers(0, 60))
+def test_learning_rate_trains_at_every_step(schedule, max_steps, warmup):
+    rates = [learning_rate(schedule, step, max_steps, warmup, 1e-4) for step in range(max_steps)]
+    assert all(0.0 < rate <= 1e-4 for rate in rates)
+
+
+def test_learning_rate_errors():
+    with pytest.raises(ValueError, match="unknown learning-rate schedule 'step'"):
+        learning_rate("step", 0, 1, 0, 1.0)
+    with pytest.raises(ValueError, match="outside"):
+        learning_rate("linear", 11, 10, 0, 1.0)
+
+
+def test_linear_lambda():
+    assert [sepa_lambda_linear(step, 4, 2) for step in (0, 2, 3, 4, 6, 9)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    assert sepa_lambda_linear(5, 0) == 0.0
+    with pytest.raises(ValueError, match="delay_steps must be >= 0"):
+        sepa_lambda_linear(0, 3, -1)
+
+
+def run(schedule: SepaSchedule, batches: list[tuple[float | None, float | None]]) -> list[float]:
+    """λ of each step when the batches are observed in turn, with the state through JSON between steps."""
+    state, values = sepa_start(schedule), []
+    for step, (correct, variance) in enumerate(batches):
+        values.append(sepa_lambda(schedule, state, step))
+        state = json.loads(json.dumps(sepa_observe(schedule, state, step, correct, variance), allow_nan=False))
+    return values
+
+
+def test_without_gate_it_is_the_linear_ramp():
+    assert run(SepaSchedule(steps=4, delay_steps=1), [(0.0, None)] * 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_gate_starts_the_clock_and_stays_open():
+    batches = [(0.1, 1.0), (None, None), (0.6, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
+    values = run(SepaSchedule(steps=2, correct_rate_gate=0.5), batches)
+    assert values == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
+
+
+def test_gate_state_is_readable():
+    schedule = SepaSchedule(correct_rate_gate=0.5)
+    state = sepa_start(schedule)
+    assert not sepa_gate_open(state, 0)
+    after = sepa_observe(schedule, state, 0, 0.5, None)
+    assert sepa_gate_open(after, 1)
+    assert not sepa_gate_open(state, 1)  # the transition left the old state alone
+    assert sepa_gate_open(sepa_start(SepaSchedule()), 0)
+
+
+def test_auto_follows_the_fall_of_the_variance():
+    schedule = SepaSchedule("auto", steps=1000, ema_decay=0.5, var_threshold=0.5, warmup_steps=2)
+    values = run(schedule, [(0, 4.0), (0, 4.0), (0, None), (0, 0.0), (0, 0.0), (0, 0.0)])
+    ema = [4.0, 4.0, 4.0, 2.0, 1.0]
+    auto = [1 - min(e / (4.0 * 0.5), 1) for e in ema]
+    assert values[1] == 0.001  # the linear floor, before warm-up has ended
+    assert values[4:] == pytest.approx([max(auto[3], 0.004), auto[4]])
+
+
+def test_auto_without_any_variance_is_the_ramp():
+    schedule = SepaSchedule("auto", steps=10, warmup_steps=1)
+    assert run(schedule, [(0, 0.0)] * 4) == pytest.approx([0.0, 0.1, 0.2, 0.3])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), min_size=1, max_size=30), st.floats(0, 1))
+def test_lambda_stays_in_range(batches, gate):
+    for kind in ("linear", "auto"):
+        values = run(SepaSchedule(kind, steps=5, correct_rate_gate=gate, warmup_steps=3), batches)
+        assert all(0.0 <= value <= 1.0 for value in values)
+
+
+def test_bad_parameters_and_observations():
+    for wrong in ({"schedule": "cosine"}, {"steps": -1}, {"correct_rate_gate": 1.5}, {"var_threshold": 0.0}):
+        with pytest.raises(ValueError, match="SEPA"):
+            SepaSchedule(**wrong)
+    with pytest.raises(ValueError, match="exec_variance must be finite"):
+        sepa_observe(SepaSchedule(), sepa_start(SepaSchedule()), 0, 0.5, math.nan)

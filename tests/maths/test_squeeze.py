@@ -1,0 +1,174 @@
+"""LoRA-Squeeze against the full SVD of the product that it never forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.errors import UsageError
+from retrain.maths.squeeze import (
+    analyse,
+    energy,
+    lora_alpha,
+    lora_scale,
+    rank_pattern,
+    recommend,
+    table,
+    truncate,
+)
+
+
+def factors(seed: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+    a = torch.randn(rank, inputs, generator=draw, dtype=torch.float64).to(dtype)
+    return a, torch.randn(outputs, rank, generator=draw, dtype=torch.float64).to(dtype)
+
+
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.floats(-3, 3))
+def test_spectrum_is_that_of_the_product(seed, rank, inputs, outputs, scale):
+    a, b = factors(seed, rank, inputs, outputs)
+    full = torch.linalg.svdvals(scale * b @ a)
+    got = analyse(a, b, scale)
+    assert len(got) == min(rank, inputs, outputs)
+    assert torch.allclose(got, full[: len(got)], atol=1e-10)
+    assert (full[len(got) :] < 1e-10).all()
+
+
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_truncation_is_the_best_approximation(seed, rank, inputs, outputs, data):
+    a, b = factors(seed, rank, inputs, outputs)
+    target = data.draw(st.integers(1, rank))
+    new_scale = data.draw(st.sampled_from([None, 0.5, -2.0]))
+    a_k, b_k = truncate(a, b, 1.5, target, new_scale)
+    assert a_k.shape == (target, inputs)
+    assert b_k.shape == (outputs, target)
+    u, s, v = torch.linalg.svd(1.5 * b @ a, full_matrices=False)
+    best = u[:, :target] * s[:target] @ v[:target]
+    got = (new_scale or 1.5) * b_k @ a_k
+    lost = s[target:].square().sum().sqrt()
+    assert float((1.5 * b @ a - got).norm()) == pytest.approx(float(lost), abs=1e-9)
+    if len(s) <= target or s[target - 1] - s[target] > 1e-3:
+        assert torch.allclose(got, best, atol=1e-8)
+
+
+def test_truncating_to_the_source_rank_changes_nothing():
+    a, b = factors(0, 4, 10, 7)
+    a_k, b_k = truncate(a, b, 2.0, 4)
+    assert torch.allclose(b_k @ a_k, b @ a, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    a, b = factors(1, 4, 12, 9, dtype)
+    product = b.double() @ a.double()
+    assert torch.allclose(analyse(a, b, 0.5), 0.5 * torch.linalg.svdvals(product)[:4], rtol=1e-5)
+    a_k, b_k = truncate(a, b, 0.5, 4)
+    assert a_k.dtype == b_k.dtype == dtype
+    error = (b_k.double() @ a_k.double() - product).norm() / product.norm()
+    assert float(error) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_energy_and_table_by_hand():
+    spectra = {"a": torch.tensor([2.0, 1.0, 1.0]), "b": torch.tensor([3.0, 0.0, 0.0])}
+    assert energy(spectra["a"]).tolist() == pytest.approx([4 / 6, 5 / 6, 1.0])
+    rows = table(spectra)
+    assert [row.rank for row in rows] == [1, 2, 3]
+    assert rows[0].mean_energy == pytest.approx(5 / 6)
+    assert (rows[0].min_energy, rows[0].max_energy) == (pytest.approx(4 / 6), 1.0)
+    assert rows[0].weight_error == pytest.approx(math.sqrt(1 / 6))
+    assert rows[2].weight_error == 0.0
+
+
+def test_ninety_five_percent_energy_is_a_twenty_two_percent_error():
+    rows = table({"a": torch.tensor([math.sqrt(0.95), math.sqrt(0.05)], dtype=torch.float64)})
+    assert rows[0].mean_energy == pytest.approx(0.95)
+    assert rows[0].weight_error == pytest.approx(0.2236, abs=1e-4)
+
+
+def test_recommendation_by_mean_and_by_worst_module():
+    spectra = {"sharp": torch.tensor([1.0, 0.0, 0.0, 0.0]), "flat": torch.tensor([1.0, 1.0, 1.0, 1.0])}
+    by_mean = recommend(spectra, min_variance_retention=0.75)
+    assert (by_mean.recommended, by_mean.worst_module, by_mean.source_rank) == (2, "flat", 4)
+    by_layer = recommend(spectra, min_variance_retention=0.75, min_layer_retention=0.7)
+    assert by_layer.recommended == 3
+    assert "every module" in by_layer.reason
+    everything = recommend(spectra, min_variance_retention=1.0)
+    assert everything.recommended == 4
+    none = recommend(spectra, min_variance_retention=0.9, ranks=[1, 2])
+    assert (none.recommended, none.rank_pattern) == (None, {})
+    assert "no candidate rank up to 2" in none.reason
+    with pytest.raises(UsageError, match="target rank 5 is outside 1 … 4"):
+        recommend(spectra, ranks=[5])
+    with pytest.raises(ValueError, match="min_layer_retention must be in"):
+        recommend(spectra, min_layer_retention=1.2)
+
+
+@pytest.mark.parametrize("min_layer", [None, 0.5])
+def test_untrained_adapter_recommends_nothing(min_layer):
+    untrained = recommend({"a": analyse(torch.randn(4, 8), torch.zeros(6, 4), 1.0)}, min_layer_retention=min_layer)
+    assert untrained.recommended is None
+    assert "untrained" in untrained.reason
+    assert untrained.untrained == ("a",)
+    assert recommend({}).recommended is None
+
+
+def test_untrained_modules_count_in_no_average():
+    spectra = {"live": torch.tensor([1.0, 1.0]), "dead": torch.zeros(2)}
+    analysis = recommend(spectra, min_variance_retention=0.5)
+    assert analysis.recommended == 1
+    assert analysis.rows[0].mean_energy == pytest.approx(0.5)
+    assert analysis.untrained == ("dead",)
+    assert analysis.rank_pattern == {"live": 1, "dead": 1}
+
+
+def test_modules_of_lower_rank_keep_everything():
+    rows = table({"small": torch.tensor([1.0]), "large": torch.tensor([1.0, 1.0])})
+    assert rows[0].mean_energy == pytest.approx(0.75)
+    assert rows[1].min_energy == 1.0
+
+
+@given(st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 5))
+def test_rank_pattern_keeps_the_energy_of_the_uniform_rank(values, uniform):
+    spectra = {str(i): torch.tensor(sorted(v, reverse=True), dtype=torch.float64) for i, v in enumerate(values)}
+    pattern = rank_pattern(spectra, uniform)
+    kept = sum(float(s[: pattern[name]].square().sum()) for name, s in spectra.items())
+    target = sum(float(s[:uniform].square().sum()) for s in spectra.values())
+    assert kept >= target * (1 - 1e-6)
+    assert all(1 <= pattern[name] <= len(s) for name, s in spectra.items())
+    assert sum(pattern.values()) <= sum(min(uniform, len(s)) for s in spectra.values())
+
+
+def test_scales():
+    assert lora_scale(32, 8) == 4.0
+    assert lora_scale(32, 16, rslora=True) == 8.0
+    assert lora_alpha(lora_scale(32, 16, True), 4, True) == 16.0
+    assert lora_alpha(4.0, 2) == 8.0
+
+
+def test_wrong_calls_are_named():
+    a, b = factors(0, 3, 5, 4)
+    with pytest.raises(UsageError, match="target rank 4 is outside 1 … 3"):
+        truncate(a, b, 1.0, 4)
+    with pytest.raises(UsageError, match="target rank 0"):
+        truncate(a, b, 1.0, 0)
+    with pytest.raises(ValueError, match=r"expected A \[r, in\] and B \[out, r\]"):
+        analyse(a, b.T, 1.0)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        analyse(a * math.nan, b, 1.0)
+    with pytest.raises(ValueError, match="new_scale"):
+        truncate(a, b, 1.0, 1, 0.0)
+
+
+def test_zero_update_truncates_to_zero():
+    a_k, b_k = truncate(torch.randn(4, 8), torch.zeros(6, 4), 1.0, 2)
+    assert (b_k @ a_k == 0).all()
+
+
+def test_no_gradient():
+    a, b = factors(0, 3, 5, 4)
+    assert not analyse(a.requires_grad_(), b.requires_grad_(), 1.0).requires_grad
+    assert not truncate(a, b, 1.0, 2)[0].requires_grad

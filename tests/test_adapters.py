@@ -1,0 +1,129 @@
+"""Adapters: peft is the oracle for what is computed and what is saved; the same seed gives the same start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engine import trained
+from toymodels import toy_base
+
+from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint
+from retrain.errors import CheckpointError, ModelError
+from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.lora import Lanes
+from retrain.policy.update import new_optimizer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return toy_base(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def lanes(base):
+    lanes = Lanes(base)
+    yield lanes
+    lanes.detach()
+
+
+IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
+
+
+def lane_logits(base, lanes, adapter):
+    with torch.no_grad(), lanes.single(adapter):
+        return base.model(input_ids=IDS).logits
+
+
+def test_peft_loads_what_is_saved_and_computes_the_same(base, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lanes = Lanes(base)
+    adapter = trained(lanes, 0)
+    save_adapter(tmp_path / "adapter", adapter, base.name)
+    expected = lane_logits(base, lanes, adapter)
+    lanes.detach()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base.name), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=IDS).logits, expected, atol=1e-5)
+
+
+def test_stacked_lanes_equal_each_lane_alone(base, lanes):
+    adapters = [trained(lanes, 0, rank=4), trained(lanes, 1, rank=2), trained(lanes, 2, rank=7)]
+    alone = torch.cat([lane_logits(base, lanes, adapter) for adapter in adapters])
+    with torch.no_grad(), lanes.stacked(adapters):
+        together = base.model(input_ids=IDS.repeat(3, 1)).logits
+    assert torch.allclose(alone, together, atol=1e-4)
+    with torch.no_grad():
+        reference = base.model(input_ids=IDS).logits
+    assert not torch.allclose(reference, alone[:2], atol=1e-2)
+
+
+def test_a_new_adapter_is_the_base_and_a_function_of_the_seed(base, lanes):
+    one, same, other = (lanes.new_adapter(4, 32).initialise(0, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.flat, same.flat)
+    assert not torch.equal(one.flat, other.flat)
+    with torch.no_grad():
+        assert torch.equal(lane_logits(base, lanes, one), base.model(input_ids=IDS).logits)
+
+
+def test_detach_restores_the_base(base):
+    names = [name for name, _ in base.model.named_modules()]
+    lanes = Lanes(base, ["q_proj", "v_proj"])
+    assert len(lanes.shapes) == 4
+    lanes.detach()
+    assert [name for name, _ in base.model.named_modules()] == names
+
+
+def test_targets_that_match_nothing_are_told(base):
+    with pytest.raises(ModelError, match="q_proj"):
+        Lanes(base, ["query"])
+
+
+def test_saved_and_read_back(base, lanes, tmp_path):
+    adapter, other = trained(lanes, 0), lanes.new_adapter(4, 8.0)
+    save_adapter(tmp_path / "a", adapter, base.name)
+    stored = read_adapter(tmp_path / "a")
+    other.load(stored.tensors)
+    assert torch.equal(adapter.flat, other.flat)
+    assert set(stored.scales.values()) == {2.0}
+    with pytest.raises(ModelError, match="no PEFT adapter"):
+        read_adapter(tmp_path)
+    with pytest.raises(ModelError, match="does not fit"):
+        lanes.new_adapter(5, 8.0).load(stored.tensors)
+
+
+def stepped(adapter, optimizer, times):
+    for i in range(times):
+        adapter.flat.grad.copy_(torch.sin(torch.arange(len(adapter.flat)) * (i + 1.0)))
+        optimizer.step()
+
+
+def test_checkpoint_continues_exactly_and_damage_is_found(base, lanes, tmp_path):
+    def fresh():
+        adapter = lanes.new_adapter(4, 8.0).initialise(0)
+        return adapter, new_optimizer(adapter, 1e-2, (0.9, 0.95), 1e-8, 0.01)
+
+    adapter, optimizer = fresh()
+    run = tmp_path / "checkpoints"
+    run.mkdir()
+    stepped(adapter, optimizer, 3)
+    save_checkpoint(run / "step_000003", adapter, base.name, None, optimizer, {"step": 3})
+    stepped(adapter, optimizer, 2)
+    save_checkpoint(run / "step_000005", adapter, base.name, None, optimizer, {"step": 5})
+
+    again, its_optimizer = fresh()
+    assert load_checkpoint(run / "step_000003", again, its_optimizer) == {"step": 3}
+    stepped(again, its_optimizer, 5)
+    straight, its_own = fresh()
+    stepped(straight, its_own, 3)
+    stepped(straight, its_own, 5)
+    assert torch.equal(again.flat, straight.flat)
+
+    weights = run / "step_000005" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(run / "step_000005", again, its_optimizer)
+    told: list[str] = []
+    assert newest_whole(tmp_path, told) == run / "step_000003"
+    assert "damaged" in told[0]

@@ -1,0 +1,257 @@
+"""Whole campaigns of a toy model: what is written, how they fail, stop and continue, and that company changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toymodels import qwen3_directory
+
+from retrain.campaign.launch import launch, resume
+from retrain.campaign.squeeze import squeeze
+from retrain.config import load
+from retrain.errors import UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.record.observer import NullObserver
+
+REWARDS = '''
+def score(completion, answer):
+    """Share of even digits among the characters: a toy model gets a spread of it."""
+    return sum(c in "02468" for c in completion) / max(1, len(completion))
+
+def fragile(completion, answer):
+    raise RuntimeError("this grader is broken")
+'''
+TOML = '''
+[campaign]
+seeds = [1, 2]
+max_steps = {steps}
+lanes = {lanes}
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "rloo"
+transform_mode = "gtpo_hicra_placebo"
+{condition}
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+batch_size = 3
+group_size = 4
+max_tokens = 10
+lr = 0.01
+save_every = 2
+eval_every = 2
+[evaluation]
+problems = 5
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[inference]
+dtype = "{dtype}"
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "toyrewards.py").write_text(REWARDS)
+    return qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"])
+
+
+def campaign(tmp_path: Path, model: Path, name: str = "toy", **changes) -> Path:
+    settings = {"steps": 4, "lanes": '"auto"', "condition": "", "dtype": "float32"} | changes
+    path = tmp_path / f"{name}.toml"
+    path.write_text(TOML.format(model=model, module=model.parent / "toyrewards.py", **settings))
+    return path
+
+
+def train(path: Path, out: Path, observer=None, sets=()):
+    return launch(load(path, sets), out, observer or NullObserver())
+
+
+def without_time(rows: list[dict]) -> list[dict]:
+    """Rows without what depends on the clock or the machine."""
+    from retrain.record.catalogue import METRICS
+
+    clock = {metric.key for metric in METRICS if metric.is_timing}
+    clock |= {alias for m in METRICS if m.is_timing for names in m.aliases.values() for alias in names}
+    return [{k: v for k, v in row.items() if k not in clock and not k.startswith(("time", "perf"))} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("campaign")
+    outcome = train(campaign(folder, model), folder / "out")
+    return folder / "out", outcome
+
+
+def test_a_campaign_ends_with_everything_written(finished):
+    out, outcome = finished
+    assert outcome.exit_status == 0
+    manifest = read_json(out / "manifest.json")
+    assert [run["state"] for run in manifest["runs"]] == ["done"] * 4
+    assert manifest["comparison"]["conditions"][1]["pairs"] == 2
+    assert "cannot tell" in manifest["comparison"]["conditions"][1]["verdict"]
+    assert manifest["squeeze"]["source_rank"] == 4
+    assert manifest["squeeze"]["recommended_rank"] in range(1, 5)
+    for run in manifest["runs"]:
+        folder = out / run["path"]
+        rows = read_jsonl(folder / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [0, 1, 2, 3]
+        assert len({tuple(sorted(row)) for row in rows}) == 1
+        assert [row["name"] for row in read_jsonl(folder / "checkpoints.jsonl")] == ["000002", "000004", "final"]
+        assert [row["step"] for row in read_jsonl(folder / "evals.jsonl")] == [0, 2, 4]
+        assert len(read_jsonl(folder / "emergence" / "generations.jsonl")) == 4 * 12
+        assert len(read_jsonl(folder / "emergence" / "steps.jsonl")) == 4
+        assert read_json(folder / "config.json")["training"]["max_steps"] == 4
+        for row in rows:
+            parts = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/total")
+            assert parts == pytest.approx(row["step_time_s"], rel=0.02)
+
+
+def test_ratio_is_one_and_training_moves(finished):
+    out, _ = finished
+    for run in (out / "runs").iterdir():
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert all(abs(row["val/ratio"] - 1) < 1e-5 for row in rows if row["val/ratio"] is not None)
+        assert any(row["optim/grad_norm"] for row in rows)
+
+
+def test_the_first_batch_is_common_to_conditions_and_differs_between_seeds(finished):
+    out, _ = finished
+    first = {run.name: read_jsonl(run / "emergence" / "generations.jsonl")[:12] for run in (out / "runs").iterdir()}
+    texts = {name: [row["completion"] for row in rows] for name, rows in first.items()}
+    assert texts["grpo+none_s1"] == texts["rloo+gtpo_hicra_placebo_s1"]
+    assert texts["grpo+none_s1"] != texts["grpo+none_s2"]
+    assert len(set(texts["grpo+none_s1"][:4])) > 1
+
+
+def test_relaunching_changes_nothing_and_other_settings_are_refused(finished, model, tmp_path):
+    out, _ = finished
+    before = {path: path.read_bytes() for path in out.rglob("metrics.jsonl")}
+    again = train(campaign(tmp_path, model), out)
+    assert again.exit_status == 0
+    assert before == {path: path.read_bytes() for path in out.rglob("metrics.jsonl")}
+    with pytest.raises(UsageError, match="other settings"):
+        train(campaign(tmp_path, model), out, sets=["training.lr=0.02"])
+
+
+def test_a_run_in_a_cohort_equals_the_run_alone(model, tmp_path):
+    """In double precision the company of other lanes changes no token and no loss."""
+    together = campaign(tmp_path, model, "together", steps=3, dtype="float64")
+    train(together, tmp_path / "together", sets=["campaign.lanes=4"])
+    train(together, tmp_path / "alone", sets=["campaign.lanes=1"])
+    for run in (tmp_path / "together" / "runs").iterdir():
+        ours, alone = (read_jsonl(tmp_path / where / "runs" / run.name / "metrics.jsonl") for where in ("together", "alone"))
+        texts = [
+            [row["completion"] for row in read_jsonl(tmp_path / where / "runs" / run.name / "emergence/generations.jsonl")]
+            for where in ("together", "alone")
+        ]
+        assert texts[0] == texts[1]
+        np.testing.assert_allclose([r["loss"] for r in ours], [r["loss"] for r in alone], atol=1e-9)
+
+
+class StopAfter(NullObserver):
+    """Sends this process a signal once a run has done so many steps."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def step(self, spec, row):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path):
+    out, _ = finished
+    path = campaign(tmp_path, model)
+    stopped = train(path, tmp_path / "out", StopAfter(9))
+    assert stopped.exit_status == 130
+    states = {run["state"] for run in read_json(tmp_path / "out" / "manifest.json")["runs"]}
+    assert states == {"interrupted"}
+    continued = resume(tmp_path / "out", NullObserver())
+    assert continued.exit_status == 0
+    for run in (out / "runs").iterdir():
+        mine = tmp_path / "out" / "runs" / run.name
+        assert without_time(read_jsonl(mine / "metrics.jsonl")) == without_time(read_jsonl(run / "metrics.jsonl"))
+        assert (mine / "final/adapter_model.safetensors").read_bytes() == (
+            run / "final/adapter_model.safetensors"
+        ).read_bytes()
+        assert (mine / "emergence/generations.jsonl").read_bytes() == (run / "emergence/generations.jsonl").read_bytes()
+
+
+def test_a_crash_between_checkpoints_leaves_no_duplicate_rows(finished, model, tmp_path):
+    """Rows after the last checkpoint are there when the process dies; they are made again, not doubled."""
+
+    class Crash(NullObserver):
+        def step(self, spec, row):
+            if row["step"] == 2 and spec.run_id == "rloo+gtpo_hicra_placebo_s2":
+                raise SystemExit("power cut")
+
+    out, _ = finished
+    with pytest.raises(SystemExit):
+        train(campaign(tmp_path, model), tmp_path / "out", Crash())
+    assert len(read_jsonl(tmp_path / "out/runs/grpo+none_s1/metrics.jsonl")) == 3
+    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
+    for run in (out / "runs").iterdir():
+        mine = tmp_path / "out" / "runs" / run.name
+        assert without_time(read_jsonl(mine / "metrics.jsonl")) == without_time(read_jsonl(run / "metrics.jsonl"))
+
+
+def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
+    out, _ = finished
+    condition = 'reward = {custom_function = "fragile"}'
+    outcome = train(campaign(tmp_path, model, condition=condition), tmp_path / "out")
+    assert outcome.exit_status == 1
+    runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
+    states = {run["run_id"]: run["state"] for run in runs}
+    assert states["grpo+none_s1"] == states["grpo+none_s2"] == "done"
+    failed = [run for run in runs if run["state"] == "failed"]
+    assert len(failed) == 2
+    for run in failed:
+        assert "this grader is broken" in run["reason"]
+        assert "Traceback" in (tmp_path / "out" / run["log"]).read_text()
+    mine, theirs = (read_jsonl(base / "runs/grpo+none_s1/metrics.jsonl") for base in (tmp_path / "out", out))
+    np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in theirs], atol=1e-5)
+
+
+def test_an_unusable_model_stops_before_anything_is_trained(model, tmp_path):
+    path = campaign(tmp_path, model)
+    with pytest.raises(Exception, match="cannot load model") as error:
+        train(path, tmp_path / "out", sets=[f'model.model="{tmp_path / "nothing"}"'])
+    assert error.value.exit_status == 2
+    assert train(path, tmp_path / "other", sets=["campaign.max_steps=1"]).exit_status == 0
+
+
+def test_squeeze_of_a_run_directory(finished, tmp_path):
+    out, _ = finished
+    analysis = squeeze(out / "runs/grpo+none_s1", to=2, out=tmp_path / "small")
+    assert analysis["source_rank"] == 4
+    assert read_json(tmp_path / "small" / "adapter_config.json")["r"] == 2
+    with pytest.raises(UsageError, match="rank is 4"):
+        squeeze(out, to=9)
+    with pytest.raises(UsageError, match="no adapter"):
+        squeeze(tmp_path)
+
+
+def test_a_single_run_writes_its_directory_alone(model, tmp_path):
+    text = campaign(tmp_path, model).read_text()
+    lines = text[text.index("[model]") :].replace('custom_module = "', 'custom_module = "')
+    path = tmp_path / "single.toml"
+    path.write_text(lines.replace("batch_size = 3", "batch_size = 3\nmax_steps = 2\nseed = 5"))
+    outcome = train(path, tmp_path / "single")
+    assert outcome.exit_status == 0
+    assert len(read_jsonl(tmp_path / "single" / "metrics.jsonl")) == 2
+    assert (tmp_path / "single" / "final" / "adapter_config.json").is_file()
+    assert not (tmp_path / "single" / "runs").exists()
+    config = json.loads((tmp_path / "single" / "config.json").read_text())
+    assert config["training"]["seed"] == 5

@@ -1,0 +1,271 @@
+"""The command line: what each command prints, writes and returns; nothing here trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from retrain import __version__
+from retrain.cli import app
+from retrain.commands import look, setup, train
+from retrain.errors import Interrupted, RunFailed
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
+
+FIVE_MISTAKES = """\
+[campaign]
+seeds = [0, 1]
+
+[model]
+model = "tiny-reasoner"
+lora_rnk = 8
+
+[training]
+batch_size = 0
+max_steps = "many"
+
+[algorithm]
+advantage_mode = "grop"
+
+[bakcend]
+devices = "cpu"
+"""
+
+
+def run(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"retrain {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trian"], ["train"], ["train", "a.toml", "--bogus"], ["init", "--template", "x"]]
+)
+def test_wrong_usage_exits_2(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_help_is_fast_and_light():
+    """The best of three: below half a second, and the modules it loads hold nothing heavy."""
+    code = "import sys, retrain.cli as c\ntry: c.app(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert not {"torch", "transformers", "numpy", "peft", "scipy"} & set(done.stderr.split())
+    assert min(times) < 0.5
+
+
+def test_five_mistakes_are_five_lines(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(FIVE_MISTAKES)
+    for command in ("check", "explain", "train"):
+        result = run(command, file)
+        lines = result.stderr.splitlines()
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert len(lines) == 5
+        expected = (6, "model.lora_rnk"), (9, "training.batch_size"), (10, "training.max_steps")
+        expected += (13, "algorithm.advantage_mode"), (15, "bakcend")
+        for line, (number, key) in zip(lines, expected, strict=True):
+            assert f"wrong.toml:{number}" in line
+            assert key in line
+
+
+def test_set_is_checked_like_the_file():
+    result = run("check", QUICKSTART, "--set", "training.max_steps=0")
+    assert result.exit_code == 2
+    assert "--set" in result.stderr
+    assert "training.max_steps" in result.stderr
+    assert run("check", QUICKSTART, "--set", "training.max_steps=3").exit_code == 0
+
+
+def test_missing_file_is_one_line():
+    result = run("check", "nowhere.toml")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "nowhere.toml" in result.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "campaigns").glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_campaigns_check_and_explain(path):
+    assert run("check", path).exit_code == 0
+    result = run("explain", path)
+    assert result.exit_code == 0
+    assert "metrics.jsonl" in result.output
+
+
+def test_dry_run_writes_nothing(tmp_path):
+    result = run("train", QUICKSTART, "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 0
+    assert str(tmp_path / "out") in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_tells_conditions_seeds_and_costs(tmp_path):
+    file = tmp_path / "two.toml"
+    file.write_text(
+        '[campaign]\nseeds = [3, 5]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+        '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "none"\n"training.lr" = 3e-4\n'
+        '[training]\nmax_steps = 10\nbatch_size = 4\ngroup_size = 8\nmax_tokens = 50\n[backend]\ndevices = "cpu"\n'
+    )
+    text = run("explain", file).output
+    assert "2 conditions × 2 seeds = 4 runs" in text
+    assert "3 5" in text
+    assert "10 steps × 4 prompts × 8 completions = 320 completions, at most 16,000 tokens" in text
+    assert "training.lr = 0.0003" in text
+    assert "(r − mean) / mean" in text
+
+
+def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path):
+    for template in setup.Template:
+        target = tmp_path / f"my-{template.value}.toml"
+        assert run("init", target, "--template", template.value).exit_code == 0
+        assert run("check", target).exit_code == 0
+        target.write_text("# mine\n")
+        again = run("init", target, "--template", template.value)
+        assert again.exit_code == 2
+        assert target.read_text() == "# mine\n"
+    assert run("init", tmp_path).exit_code == 0
+    first = (tmp_path / "quickstart.toml").read_text().splitlines()[0]
+    schema = tmp_path / first.removeprefix("#:schema ")
+    assert json.loads(schema.read_text()) == json.loads(run("schema").output)
+
+
+@pytest.mark.parametrize("path", ["here", "missing/dir/a.toml"])
+def test_init_refuses_other_paths(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    assert run("init", path).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schema_is_a_schema_that_the_quickstart_obeys():
+    import tomllib
+
+    import jsonschema
+
+    schema = json.loads(run("schema").output)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(tomllib.loads(QUICKSTART.read_text()), schema)
+
+
+def test_doctor_names_every_package_and_extra():
+    result = run("doctor")
+    assert result.exit_code == 0
+    for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
+        assert name in result.output
+
+
+def test_doctor_fails_when_a_required_package_is_missing(monkeypatch):
+    monkeypatch.setattr(setup, "version_of", lambda package: None)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "pip install" in result.output
+
+
+def write_campaign(directory: Path, runs: dict[str, tuple[str, int]], single: bool = False) -> None:
+    """What training leaves of runs given as {run_id: (state, steps done)}."""
+    entries = []
+    for run_id, (state, steps) in runs.items():
+        relative = "." if single else f"runs/{run_id}"
+        entries.append({"run_id": run_id, "state": state, "path": relative, "max_steps": 4, "reason": None, "step": 0})
+        path = directory / relative
+        path.mkdir(parents=True)
+        rows = [{"step": i, "mean_reward": i / 4, "correct_rate": 0.5} for i in range(steps)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        evals = [{"step": 0, "eval/heldout/correct_rate": 0.25}, {"step": steps, "eval/heldout/correct_rate": 0.75}]
+        (path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
+    (directory / "manifest.json").write_text(json.dumps({"runs": entries}))
+
+
+def test_status_of_a_run_a_campaign_and_several(tmp_path):
+    write_campaign(tmp_path / "camp", {"a_s1": ("done", 4), "a_s2": ("failed", 2), "b_s1": ("running", 1)})
+    write_campaign(tmp_path / "single", {"grpo+none_s0": ("pending", 0)}, single=True)
+    states = {
+        "a_s1": ("done", 4),
+        "a_s2": ("failed", 2),
+        "b_s1": ("interrupted", 1),  # nothing holds the lock
+        "grpo+none_s0": ("pending", 0),
+    }
+    reports = json.loads(run("status", tmp_path, "--json").output)
+    assert {row["run_id"]: (row["state"], row["step"]) for report in reports for row in report["runs"]} == states
+    (report,) = json.loads(run("status", tmp_path / "camp" / "runs" / "a_s2", "--json").output)
+    assert (report["runs"][0]["run_id"], report["runs"][0]["heldout_now"]) == ("a_s2", 0.75)
+    lines = run("status", tmp_path / "camp").output.splitlines()
+    assert [line.split()[1:5] for line in lines[1:]] == [
+        ["a_s1", "done", "4", "4"],
+        ["a_s2", "failed", "2", "4"],
+        ["b_s1", "interrupted", "1", "4"],
+    ]
+
+
+def test_status_tells_a_living_run_by_the_lock(tmp_path):
+    import fcntl
+
+    write_campaign(tmp_path, {"a_s1": ("running", 1)})
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (report,) = json.loads(run("status", tmp_path, "--json").output)
+        assert report["runs"][0]["state"] == "running"
+
+
+def test_status_without_runs(tmp_path):
+    assert run("status", tmp_path).output.startswith("No runs")
+    assert run("status", tmp_path / "nowhere").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["resume", "squeeze"])
+def test_directories_that_are_no_runs_are_refused_in_one_line(tmp_path, command):
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        result = run(command, directory)
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RunFailed("run a_s1: loss is not finite"), 1, "run a_s1: loss is not finite\n"),
+        (Interrupted("saved at step 3"), 130, "saved at step 3\n"),
+        (KeyboardInterrupt(), 130, "Interrupted.\n"),
+    ],
+)
+def test_errors_become_lines_and_statuses(monkeypatch, tmp_path, error, status, words):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(look, "homes_of_runs", fail)
+    result = run("status", tmp_path)
+    assert (result.exit_code, result.stderr) == (status, words)
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch, tmp_path):
+    def fail(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(look, "homes_of_runs", fail)
+    result = run("status", tmp_path)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_every_command_has_help_that_names_its_options():
+    for command in (train.train, train.resume, train.squeeze, look.check, look.explain, look.status, setup.init):
+        result = run(command.__name__, "--help")
+        assert result.exit_code == 0
+        assert command.__doc__
+        assert command.__doc__.split()[0] in result.output

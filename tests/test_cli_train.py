@@ -1,0 +1,155 @@
+"""The commands that train, on a model of random weights: what they print, write, return, and take up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toymodels import qwen3_directory
+from typer.testing import CliRunner
+
+from retrain.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+CAMPAIGN = """\
+[campaign]
+seeds = [1, 2]
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "gtpo"
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+max_steps = 2
+batch_size = 2
+group_size = 4
+max_tokens = 8
+lr = 0.01
+[reward]
+type = "custom"
+custom_module = "length_reward.py"
+[evaluation]
+problems = 4
+"""
+
+
+def run(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with a model, a reward that differs between samples, and a campaign file."""
+    path = tmp_path_factory.mktemp("home")
+    qwen3_directory(path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    (path / "length_reward.py").write_text("def score(completion, answer):\n    return len(completion) % 5 / 4\n")
+    text = CAMPAIGN.format(model=path / "model")
+    (path / "camp.toml").write_text(text)
+    (path / "single.toml").write_text(text[text.index("[model]") :])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> tuple[str, Path]:
+    """Output and directory of the trained campaign."""
+    result = run("train", home / "camp.toml", "--out", home / "out")
+    assert result.exit_code == 0, result.output
+    return result.output, home / "out"
+
+
+def test_training_ends_with_comparison_rank_and_paths(trained):
+    output, directory = trained
+    end = output.partition("Held-out")[2]
+    for label in ("grpo+none", "maxrl+gtpo"):
+        assert label in end
+    assert re.search(r"recommended rank: \d of 4", end)
+    for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
+        assert Path(path).exists()
+    assert f"directory   {directory}" in end
+
+
+@pytest.mark.parametrize("name", ["camp", "single"])
+def test_explain_names_every_file_that_is_written_and_no_other(name, trained, home):
+    _, directory = trained
+    if name == "single":
+        directory = home / "single"
+        assert run("train", home / "single.toml", "--out", directory).exit_code == 0
+    listing = run("explain", home / f"{name}.toml").output.partition("what it holds")[2]
+    entries = re.findall(r"^( +)(\S+)  +\S", listing, re.MULTILINE)
+    told = {("runs/<run>/" if len(indent) > 2 else "") + file for indent, file in entries} - {"runs/<run>/"}
+    written = set()
+    for path in directory.rglob("*"):
+        file = re.sub(r"^runs/[^/]+/", "runs/<run>/", str(path.relative_to(directory)))
+        file = re.sub(r"step_\d+/.*", "step_<n>/", re.sub(r"rank_\d+/.*", "rank_<r>/", file))
+        if path.is_file() and path.name != ".lock":
+            written.add(re.sub(r"final/.*", "final/", file))
+    assert told == written
+
+
+def test_training_again_and_resume_repeat_nothing(trained, home):
+    _, directory = trained
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
+    assert len(before) == 4
+    for arguments in (["train", home / "camp.toml", "--out", directory], ["resume", directory]):
+        assert run(*arguments).exit_code == 0
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")} == before
+
+
+def test_squeeze_prints_json_and_writes_an_adapter(trained, tmp_path):
+    _, directory = trained
+    report = json.loads(run("squeeze", directory, "--json").stdout)
+    assert report["source_rank"] == 4
+    assert [row["rank"] for row in report["rows"]] == sorted({row["rank"] for row in report["rows"]})
+    assert run("squeeze", directory, "--to", "2", "--out", tmp_path / "small").exit_code == 0
+    assert json.loads((tmp_path / "small" / "adapter_config.json").read_text())["r"] == 2
+    too_large = run("squeeze", directory, "--to", "5")
+    assert too_large.exit_code == 2
+    assert len(too_large.stderr.splitlines()) == 1
+
+
+def test_status_after_training(trained):
+    _, directory = trained
+    (report,) = json.loads(run("status", directory, "--json").stdout)
+    assert {(each["state"], each["step"]) for each in report["runs"]} == {("done", 2)}
+
+
+def test_a_wrong_model_is_one_line_and_status_2(home, tmp_path):
+    result = run("train", home / "camp.toml", "--out", tmp_path / "x", "--set", f'model.model="{tmp_path}/nothing"')
+    assert result.exit_code == 2
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "nothing" in result.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
+    """SIGINT after the first step: status 130; ``resume`` then ends with all rows, none twice."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
+    command += ["--set", "training.max_steps=30", "--plain"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    deadline = time.monotonic() + 120
+    while not process.stdout.readline().startswith("step "):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"retrain resume {out}" in output
+    assert run("resume", out).exit_code == 0
+    for path in out.rglob("metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(30))

@@ -1,0 +1,161 @@
+"""Where keys stand in a TOML text: every way to write one, and random documents whose lines are known."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config.lines import key_lines
+
+EVERYTHING = '''\
+# a comment with [brackets] and key = "value"
+bare = 1   # and "quotes"
+"quoted.key" = 2
+'literal key' = 3
+"esc\\u0061ped\\"" = 4
+a.b . "c.d" = 5
+
+[table]
+x = """
+[not.a.table]
+y = 1 \\""" still inside
+"""
+y = \'\'\'
+z = 3\'\'\'
+quotes = """a"""""
+z = [
+  1, # one
+  # [nothing]
+  "two ] ,",
+  { p = 3, "q.r" = [4,
+    5] },
+]
+[ table . sub ]
+w = { k = 1, l.m = "}" }
+date = 1979-05-27 07:32:00Z
+
+[[rows]]
+v = 1
+[rows.inner]
+u = 1
+[[rows]]
+[[rows.deep]]
+t = 1
+[[rows.deep]]
+t = 2
+[x.y]
+s = 1
+'''
+
+
+def test_every_way_to_write_a_key():
+    lines = key_lines(EVERYTHING)
+    expected = {
+        ("bare",): 2,
+        ("quoted.key",): 3,
+        ("literal key",): 4,
+        ('escaped"',): 5,
+        ("a",): 6,
+        ("a", "b"): 6,
+        ("a", "b", "c.d"): 6,
+        ("table",): 8,
+        ("table", "x"): 9,
+        ("table", "y"): 13,
+        ("table", "quotes"): 15,
+        ("table", "z"): 16,
+        ("table", "z", 0): 17,
+        ("table", "z", 1): 19,
+        ("table", "z", 2): 20,
+        ("table", "z", 2, "p"): 20,
+        ("table", "z", 2, "q.r"): 20,
+        ("table", "z", 2, "q.r", 0): 20,
+        ("table", "z", 2, "q.r", 1): 21,
+        ("table", "sub"): 23,
+        ("table", "sub", "w"): 24,
+        ("table", "sub", "w", "k"): 24,
+        ("table", "sub", "w", "l"): 24,
+        ("table", "sub", "w", "l", "m"): 24,
+        ("table", "sub", "date"): 25,
+        ("rows",): 27,
+        ("rows", 0): 27,
+        ("rows", 0, "v"): 28,
+        ("rows", 0, "inner"): 29,
+        ("rows", 0, "inner", "u"): 30,
+        ("rows", 1): 31,
+        ("rows", 1, "deep"): 32,
+        ("rows", 1, "deep", 0): 32,
+        ("rows", 1, "deep", 0, "t"): 33,
+        ("rows", 1, "deep", 1): 34,
+        ("rows", 1, "deep", 1, "t"): 35,
+        ("x",): 36,
+        ("x", "y"): 36,
+        ("x", "y", "s"): 37,
+    }
+    assert lines == expected
+    assert set(lines) == paths(tomllib.loads(EVERYTHING))
+
+
+def test_windows_line_ends_and_no_final_newline():
+    text = 'a = """\r\n\r\n"""\r\n\r\n[b]\r\nc = 1'
+    assert key_lines(text) == {("a",): 1, ("b",): 5, ("b", "c"): 6}
+
+
+def paths(value: object, prefix: tuple = ()) -> set[tuple]:
+    """Every path of parsed TOML, elements of arrays included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = {prefix} if prefix else set()
+    for key, item in items:
+        found |= paths(item, (*prefix, key))
+    return found
+
+
+def quote(text: str) -> str:
+    """A basic string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=6)
+scalars = st.one_of(
+    st.integers(-99, 99).map(str),
+    st.sampled_from(["true", "1e-4", "nan", "1979-05-27", "'# [x]'", '"""\n\n[a]\nb = 1"""', "'''\n'''", '"\\""']),
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=8).map(quote),
+)
+spaces = st.sampled_from(["", " ", "\n", " # , ] \n", "\n\n  "])
+
+
+@st.composite
+def arrays(draw: st.DrawFn, inner: st.SearchStrategy[str]) -> str:
+    elements = draw(st.lists(inner, max_size=3))
+    parts = [draw(spaces) + element + draw(spaces) for element in elements]
+    return "[" + ",".join(parts) + draw(spaces) + "]"
+
+
+@st.composite
+def inline_tables(draw: st.DrawFn, inner: st.SearchStrategy[str]) -> str:
+    keys = draw(st.lists(names, max_size=3, unique=True))
+    return "{ " + ", ".join(f"{quote(key)} = {draw(inner)}" for key in keys) + " }"
+
+
+values = st.recursive(scalars, lambda inner: st.one_of(arrays(inner), inline_tables(inner)), max_leaves=8)
+
+
+@given(st.lists(st.tuples(names, st.lists(st.tuples(names, values), max_size=3)), max_size=4), st.booleans())
+def test_random_documents(sections, as_arrays):
+    """The paths are those that tomllib reads, and each top key stands where it was written."""
+    text, expected, counts = "", {}, {}
+    for section, pairs in {name: dict(pairs) for name, pairs in sections}.items():
+        quoted = quote(section)
+        line = text.count("\n") + 1
+        index = counts.setdefault(section, 0)
+        text += f"[[{quoted}]]\n" if as_arrays else f"[{quoted}]  # [x]\n"
+        table = (section, index) if as_arrays else (section,)
+        expected[table] = line
+        for key, value in pairs.items():
+            expected[(*table, key)] = text.count("\n") + 1
+            text += f"  {quote(key)} = {value} # x = 1\n\n"
+    lines = key_lines(text)
+    assert set(lines) == paths(tomllib.loads(text))
+    assert {path: lines[path] for path in expected} == expected

@@ -1,0 +1,284 @@
+"""What a person sees: plain lines, the live view in a small terminal, tables, pictures."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from record_cases import context, evaluation, group, step
+from rich.console import Console
+
+from retrain.record import NullObserver, RunRecorder, eval_row, step_row
+from retrain.record.board import Board, printable
+from retrain.record.console import LiveConsole, PlainConsole, RecordingConsole, make_console
+from retrain.record.tables import comparison_table, comparison_text, squeeze_table, squeeze_text
+from retrain.record.views import board_view, duration, number, short, visible_runs
+
+NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
+
+
+@dataclass(frozen=True)
+class Spec:
+    run_id: str
+    label: str
+    seed: int
+
+
+def specs(count: int) -> list[Spec]:
+    labels = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
+    return [Spec(f"{labels[i % 5]}_s{i // 5 + 1}", labels[i % 5], i // 5 + 1) for i in range(count)]
+
+
+def play(observer: Any, count: int = 3, steps: int = 4, active: int | None = None) -> None:
+    """Every run is planned; the first ``active`` start, are evaluated and step."""
+    runs = specs(count)
+    observer.plan(runs)
+    for spec in runs[: count if active is None else active]:
+        observer.run_started(spec, 0, 10)
+        observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 0.0], [3, 3])])))
+        for n in range(steps):
+            record = step([group([1.0, 0.0, 1.0], [4, 5, 6])], n, {"loss": -0.00123}, sepa_lambda=0.5)
+            observer.step(spec, step_row(record, context(condition=spec.label)))
+        observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 1.0], [3, 3])], number=4)))
+
+
+def draw(board: Board, width: int = 80, height: int = 24) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, height=height, force_terminal=True, color_system=None)
+    console.print(board_view(board, width, height, board.clock()))
+    return stream.getvalue()
+
+
+def test_plain_lines_can_be_parsed_and_hold_no_escapes():
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    play(console, count=1)
+    console.message("two\nlines", "warning")
+    console.run_finished(specs(1)[0], "failed", f"it broke:\n{NASTY}")
+    console.close()
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert text.isprintable() or all(c.isprintable() or c == "\n" for c in text)
+    lines = text.splitlines()
+    assert lines[0] == "plan runs=1 conditions=grpo+none seeds=1"
+    assert lines[1] == "start run=grpo+none_s1 step=0 max_steps=10"
+    first = dict(pair.split("=") for pair in next(line for line in lines if line.startswith("step ")).split()[1:])
+    assert first["run"] == "grpo+none_s1"
+    assert first["step"] == "1/10"
+    assert (first["reward"], first["correct"], first["loss"], first["lambda"]) == ("0.667", "0.667", "-0.00123", "0.50")
+    assert first["entropy"] == "0.500"
+    ends = dict(pair.split("=") for pair in [line for line in lines if line.startswith("eval ")][-1].split()[1:])
+    assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
+    assert "warning: two" in lines
+    assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
+
+
+def test_missing_values_are_dashes():
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    console.run_started(specs(1)[0], 0, 10)
+    console.step(specs(1)[0], step_row(step([group([None], [2], discarded="no_reward")]), context()))
+    assert "reward=- correct=0.000 loss=- " in stream.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_the_live_view_fits_80_columns_and_24_lines(count):
+    board = Board()
+    play(board, count=count, active=min(count, 10))
+    lines = draw(board).splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    for word in ("step", "ETA", "reward", "correct", "held-out", "tok/s", "λ", "last steps"):
+        assert word in text
+    assert "grpo+none_s1" in text
+    assert "4/10" in text
+    assert "50 → 100%" in text
+    if count == 40:
+        assert "30 waiting" in text
+        assert "grpo+none_s3" not in text
+
+
+def test_a_wide_terminal_gets_a_bar():
+    board = Board()
+    play(board, count=2)
+    text = draw(board, width=110)
+    assert "━" in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_finished_runs_stay_while_there_is_room():
+    board = Board()
+    play(board, count=6)
+    for spec in specs(4):
+        board.run_finished(spec, "done")
+    views = list(board.runs.values())
+    assert [v.run_id for v in visible_runs(views, 10)] == [v.run_id for v in views]
+    assert [v.run_id for v in visible_runs(views, 3)] == [views[3].run_id, views[4].run_id, views[5].run_id]
+    assert "4 done" in draw(board)
+
+
+def test_eta_counts_from_where_the_run_was_resumed():
+    board = Board()
+    now = [100.0]
+    board.clock = lambda: now[0]
+    spec = specs(1)[0]
+    board.run_started(spec, 4, 10)
+    assert board.runs[spec.run_id].eta(105.0) is None
+    board.step(spec, {"step": 4})
+    board.step(spec, {"step": 5})
+    assert board.runs[spec.run_id].eta(120.0) == 40.0
+
+
+def test_the_live_console_obeys_nothing_that_a_model_wrote():
+    stream = io.StringIO()
+    console = LiveConsole(Console(file=stream, width=80, height=24, force_terminal=True, color_system=None))
+    play(console, count=2)
+    console.message(NASTY)
+    console.run_finished(specs(2)[1], "failed", NASTY)
+    console.close()
+    text = stream.getvalue()
+    assert "\x1b[2J" not in text
+    assert "\x1b]0;" not in text
+    assert "[bold red]<b>" in text
+    assert "答案" in text
+    assert "error: maxrl+none_s1 failed" in text
+    assert "last steps" in text
+
+
+def test_printable():
+    assert printable("a\tb\nc") == "a\tb\nc"
+    assert printable("\x1b[31mred\x9b2J\x00\u202e\ud800") == "�[31mred�2J���"
+
+
+def test_which_console(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert isinstance(make_console(Terminal()), LiveConsole)
+    assert isinstance(make_console(Terminal(), plain=True), PlainConsole)
+    assert isinstance(make_console(io.StringIO()), PlainConsole)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert isinstance(make_console(Terminal()), PlainConsole)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_console(Terminal()), PlainConsole)
+
+
+def test_a_picture_of_a_run(tmp_path):
+    console = RecordingConsole()
+    play(console, count=3)
+    console.message("<script>alert(1)</script>")
+    console.export_svg(tmp_path / "run.svg", title="retrain train", width=100, after=[squeeze_table(SQUEEZE)])
+    root = ET.parse(tmp_path / "run.svg").getroot()
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert root.tag.endswith("svg")
+    assert "grpo+none_s1" in text
+    assert "<- recommended" in text
+    assert "<script>" in text
+    assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"', "", (tmp_path / "run.svg").read_text())
+
+
+def test_the_null_observer_hears_everything():
+    observer = NullObserver()
+    play(observer)
+    observer.run_finished(specs(1)[0], "done")
+    observer.message("x")
+    observer.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0:00"), (61.4, "1:01"), (3661, "1:01:01"), (90000, "1d 1h")],
+)
+def test_durations(value, text):
+    assert duration(value) == text
+
+
+def test_numbers():
+    assert (number(None), number(0.12345), short(None), short(987), short(12345), short(4.56e6)) == (
+        "-", "0.123", "-", "987", "12.3k", "4.6M",
+    )  # fmt: skip
+
+
+COMPARISON = {
+    "baseline": "grpo+none",
+    "metric": "eval/heldout/correct_rate",
+    "conditions": [
+        {"label": "grpo+none", "seeds": [1, 2], "before": 0.5, "after_mean": 0.7, "after_values": [0.7, 0.7],
+         "interval": [0.65, 0.75], "difference": None, "difference_interval": None, "p_value": None, "pairs": 0,
+         "verdict": "", "failed": 0, "tokens": 1000, "seconds": 60.0},
+        {"label": "maxrl+gtpo_hicra[red]", "seeds": [1, 2], "before": 0.5, "after_mean": None, "after_values": [],
+         "interval": None, "difference": 0.123, "difference_interval": [-0.01, 0.256], "p_value": 0.5, "pairs": 2,
+         "verdict": "2 pairs: no verdict possible", "failed": 1, "tokens": 2000, "seconds": 61.0},
+    ],
+    "note": "Fewer than 6 pairs.",
+}  # fmt: skip
+
+SQUEEZE = {
+    "run": "grpo+none_s1",
+    "source_rank": 8,
+    "recommended_rank": 4,
+    "min_variance_retention": 0.95,
+    "rows": [
+        {"rank": 2, "mean_variance": 0.8, "min_variance": 0.7, "max_variance": 0.9, "relative_error": 0.447},
+        {"rank": 4, "mean_variance": 0.97, "min_variance": 0.95, "max_variance": 0.99, "relative_error": 0.173},
+    ],
+    "message": "Train high, then compress.",
+}
+
+
+def test_the_comparison_table():
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(comparison_table(COMPARISON))
+    plain = comparison_text(COMPARISON)
+    for text in (stream.getvalue(), plain):
+        assert "maxrl+gtpo_hicra[red]" in text
+        assert "+12.3 [-1.0, +25.6]" in text
+        assert "1/2" in text
+        assert "65 to 75%" in text
+        assert "50.0% → 70.0%" in text
+        assert "no verdict possible" in text
+        assert "Fewer than 6 pairs." in text
+        assert "3.0k tokens, 2:01" in text
+    assert plain.splitlines()[3].split() == [
+        "maxrl+gtpo_hicra[red]", "1/2", "50.0%", "→", "-", "-", "+12.3", "[-1.0,", "+25.6]", "0.500",
+        "2", "pairs:", "no", "verdict", "possible",
+    ]  # fmt: skip
+
+
+def test_the_comparison_table_keeps_everything_in_80_columns():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(comparison_table(COMPARISON))
+    text = stream.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "+12.3 [-1.0, +25.6]" in text
+    assert "maxrl+gtpo_hicra[red]: 2 pairs: no verdict possible" in text
+
+
+def test_the_squeeze_table():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(squeeze_table(SQUEEZE))
+    for text in (stream.getvalue(), squeeze_text(SQUEEZE)):
+        marked = next(line for line in text.splitlines() if "recommended" in line)
+        assert marked.split() == ["4", "97.0%", "95.0%", "99.0%", "17.3%", "<-", "recommended"]
+        assert "Train high, then compress." in text
+    untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
+    assert "untrained" in squeeze_text(untrained)
+    Console(file=stream).print(squeeze_table(untrained))
+
+
+def test_a_console_and_a_recorder_agree(tmp_path):
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    with RunRecorder(tmp_path, context()) as recorder:
+        console.run_started(specs(1)[0], 0, 10)
+        console.step(specs(1)[0], recorder.record_step(step([group([1.0, 0.0], [2, 2])])))
+    assert "reward=0.500" in stream.getvalue()

@@ -1,0 +1,208 @@
+"""The in-process engine against fresh forward passes of the same model, and against itself in other batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from toymodels import toy_base
+
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import SampleRequest
+from retrain.errors import ModelError
+from retrain.policy.lora import Adapter, Lanes
+from retrain.rng import generator
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return toy_base(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def lanes(base):
+    lanes = Lanes(base)
+    yield lanes
+    lanes.detach()
+
+
+def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
+    """An adapter whose ΔW is not 0."""
+    adapter = lanes.new_adapter(rank, 8.0).initialise(seed)
+    noise = generator("noise", seed)
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.copy_(torch.from_numpy(noise.normal(0, size, b.shape)))
+    return adapter
+
+
+def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0):
+    sizes = [3, 9, 5, 7, 4, 6]
+    return [
+        SampleRequest(
+            lane,
+            tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, sizes[p % len(sizes)])),
+            samples,
+            max_tokens,
+            temperature,
+            ("test", lane, p),
+        )
+        for p in range(prompts)
+    ]
+
+
+def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
+    """Log-probabilities and entropies by one unpadded forward pass, no cache, in the plainest way."""
+    ids = torch.tensor([list(prompt_ids) + list(token_ids)])
+    with torch.no_grad(), lanes.single(adapter):
+        logits = base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_logprobs_and_entropy_equal_a_fresh_forward(base, lanes, temperature):
+    engine, adapters = LocalEngine(base, lanes), [trained(lanes, 0), trained(lanes, 1, rank=2)]
+    asked = requests(0, temperature=temperature) + requests(1, temperature=temperature, samples=3)
+    for request, group in zip(asked, engine.sample(asked, adapters), strict=True):
+        assert len(group) == request.samples
+        for completion in group:
+            expected, entropy = fresh_logprobs(
+                base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids, temperature
+            )
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+            np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
+
+
+def test_logprobs_stay_right_after_the_weights_change(base, lanes):
+    """The fault of engines that keep prefix caches over updates."""
+    engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
+    asked = requests()
+    engine.sample(asked, [adapter])
+    with torch.no_grad():
+        adapter.flat.mul_(1.7)
+    for request, group in zip(asked, engine.sample(asked, [adapter]), strict=True):
+        for completion in group:
+            expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+def test_batching_does_not_change_what_is_sampled(base, lanes):
+    adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
+    asked = [request for lane in range(3) for request in requests(lane, prompts=2 + lane, samples=2 + lane)]
+    together = LocalEngine(base, lanes).sample(asked, adapters)
+    waves = LocalEngine(base, lanes, max_rows=7).sample(asked, adapters)
+    alone = [
+        LocalEngine(base, lanes).sample(
+            [SampleRequest(0, r.prompt_ids, r.samples, r.max_tokens, r.temperature, r.stream)], [adapters[r.lane]]
+        )[0]
+        for r in asked
+    ]
+    ids = [[c.token_ids for c in group] for group in together]
+    assert ids == [[c.token_ids for c in group] for group in waves]
+    assert ids == [[c.token_ids for c in group] for group in alone]
+    for one, other in zip(together, alone, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
+
+
+def test_samples_of_a_group_differ_and_repeat(base, lanes):
+    engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
+    first = engine.sample(requests(samples=8, prompts=1), [adapter])[0]
+    again = engine.sample(requests(samples=8, prompts=1), [adapter])[0]
+    assert [c.token_ids for c in first] == [c.token_ids for c in again]
+    assert len({tuple(c.token_ids) for c in first}) > 1
+
+
+def test_every_end_token_stops_and_is_counted(base, lanes):
+    adapter = trained(lanes, 0)
+    ends = base.eos_ids
+    try:
+        base.eos_ids = tuple(sorted({*ends, *range(20, 120)}))
+        completions = [
+            c for g in LocalEngine(base, lanes).sample(requests(prompts=4, samples=8, max_tokens=30), [adapter]) for c in g
+        ]
+        stopped = [c for c in completions if c.stop_reason == "stop"]
+        assert len(stopped) > len(completions) // 2
+        for completion in completions:
+            inside = [t for t in completion.token_ids[:-1] if t in base.eos_ids]
+            assert inside == []
+            assert (completion.token_ids[-1] in base.eos_ids) == (completion.stop_reason == "stop")
+            assert completion.stop_reason == "stop" or len(completion) == 30
+    finally:
+        base.eos_ids = ends
+
+
+def test_frequencies_follow_the_distribution(base, lanes):
+    """Inverse-CDF draws over independent streams: the first token's counts pass a chi-square test."""
+    from scipy.stats import chisquare
+
+    adapter = trained(lanes, 0)
+    request = SampleRequest(0, (5, 9, 17), 3000, 1, 0.8, ("frequency",))
+    drawn = [c.token_ids[0] for c in LocalEngine(base, lanes).sample([request], [adapter])[0]]
+    with torch.no_grad(), lanes.single(adapter):
+        logits = base.model(input_ids=torch.tensor([[5, 9, 17]])).logits[0, -1]
+    p = torch.softmax(logits.double() / 0.8, -1).numpy()
+    common = p > 5 / 3000
+    observed = np.bincount(drawn, minlength=len(p))
+    counts = np.append(observed[common], observed[~common].sum())
+    expected = np.append(p[common], p[~common].sum()) * 3000
+    assert chisquare(counts, expected).pvalue > 1e-3
+
+
+def test_temperature_zero_is_greedy(base, lanes):
+    adapter = trained(lanes, 0)
+    request = requests(prompts=1, samples=2, temperature=0.0)[0]
+    one, two = LocalEngine(base, lanes).sample([request], [adapter])[0]
+    assert one.token_ids == two.token_ids
+    ids = list(request.prompt_ids)
+    with torch.no_grad(), lanes.single(adapter):
+        for token in one.token_ids:
+            assert int(base.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+
+
+def test_lanes_may_differ_in_length_and_temperature(base, lanes):
+    adapters = [trained(lanes, 0), trained(lanes, 1)]
+    asked = requests(0, max_tokens=4, temperature=0.5) + requests(1, max_tokens=9, temperature=1.3)
+    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, adapters), strict=True):
+        for completion in group:
+            assert len(completion) <= request.max_tokens
+            expected, _ = fresh_logprobs(
+                base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids, request.temperature
+            )
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+def test_context_overflow_is_told(base, lanes):
+    with pytest.raises(ModelError, match="max_tokens"):
+        LocalEngine(base, lanes).sample(requests(max_tokens=5000), [trained(lanes, 0)])
+
+
+def test_a_model_with_sliding_windows_decodes_right():
+    """Layers that keep their own kind of cache take the general path."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from retrain.policy.base import BaseModel
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=6, max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval().requires_grad_(False)
+
+    class Words:
+        def decode(self, ids, skip_special_tokens=True):
+            return " ".join(map(str, ids))
+
+    base = BaseModel("toy", model, Words(), torch.device("cpu"), torch.float32, (1,), 0, "")
+    lanes = Lanes(base)
+    adapter = trained(lanes, 3, size=0.05)
+    asked = [SampleRequest(0, tuple(range(2, 2 + n)), 3, 14, 1.0, ("window", n)) for n in (4, 11)]
+    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True):
+        for completion in group:
+            expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)

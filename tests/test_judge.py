@@ -1,0 +1,310 @@
+"""The judge reward against a loopback server: good, slow, dripping, down, busy, broken, nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from retrain.errors import UsageError
+from retrain.rewards import Grader, build_grader
+from retrain.rewards.judge import AWAY_IN_A_ROW, JudgeReward, parse_score, question
+from retrain.types import Problem
+
+KEY = "sk-secret-0123456789"
+CAPITAL = Problem("p", "What is the capital of France?", "Paris")
+
+
+def chat(content: Any) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as ``respond(handler, request)`` says; keeps the requests."""
+
+    daemon_threads = True
+    respond: Callable[[BaseHTTPRequestHandler, dict[str, Any]], tuple[int, bytes, dict[str, str]] | None]
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.stopped = threading.Event()
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/chat/completions"
+        self.server.requests.append(request)
+        self.server.headers.append(dict(self.headers))
+        answer = self.server.respond(self, request)
+        if answer is None:
+            return
+        status, body, headers = answer
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.stopped.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def judge(server: Server, **options: Any) -> Grader:
+    options = {"timeout_s": 5.0, "pause_s": 0.01, **options}
+    return Grader(JudgeReward("judge-1", server.url, **options))
+
+
+def says(content: Any) -> Callable[..., tuple[int, bytes, dict[str, str]]]:
+    return lambda handler, request: (200, chat(content), {})
+
+
+def test_scores_come_back_in_order(server: Server) -> None:
+    def respond(handler: Any, request: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        number = int(request["messages"][-1]["content"].rpartition("<response>\n")[2].split("\n")[0])
+        time.sleep(0.05 if number % 3 == 0 else 0)
+        return 200, chat(f" 0.{number:02d}\n"), {}
+
+    server.respond = respond
+    with judge(server) as grader:
+        results = grader.grade([(CAPITAL, str(number)) for number in range(40)])
+    assert [result.total_reward for result in results] == [number / 100 for number in range(40)]
+    assert results[0].components == {"judge": 0.0}
+    assert {request["model"] for request in server.requests} == {"judge-1"}
+    assert all(request["temperature"] == 0 for request in server.requests)
+
+
+def test_the_question_holds_task_reference_and_response(server: Server) -> None:
+    server.respond = says("1")
+    nasty = Problem("p", ({"role": "user", "content": "Capital of France?"},), "Paris")
+    with judge(server) as grader:
+        (result,) = grader.grade([(nasty, "It is Paris\x00\ud800" + "x" * 50)])
+    assert result.total_reward == 1.0
+    text = server.requests[0]["messages"][-1]["content"]
+    assert "Capital of France?" in text
+    assert "Reference answer:\nParis" in text
+    assert "It is Paris" in text
+    assert "Reference" not in question(Problem("p", "Write a poem.", ""), "Roses")[-1]["content"]
+    assert len(question(CAPITAL, "x" * 1_000_000)[-1]["content"]) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("1", 1.0),
+        ("0", 0.0),
+        (" 0.75 \n", 0.75),
+        (".5", 0.5),
+        ("1.00", 1.0),
+        ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
+        ("1.5", None),
+        ("-1", None),
+        ("nan", None),
+        ("1e-1", None),
+        ("Score: 1", None),
+        ("0.7/1", None),
+        ("yes", None),
+        ("<think>never ends 1", None),
+        ("", None),
+    ],
+)
+def test_scores_are_read_strictly(text: str, score: float | None) -> None:
+    assert parse_score(text) == score
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (chat("It is a fine answer."), "not a number between 0 and 1"),
+        (chat(None), "not a number"),
+        (chat(["1"]), "not a number"),
+        (b"<html>hello</html>", "no chat completion"),
+        (b"{}", "no chat completion"),
+        (b'{"choices": []}', "no chat completion"),
+        (b"[1]", "no chat completion"),
+        (b"[" * 100_000, "no chat completion"),
+        (b"\xff\xfe\x00", "no chat completion"),
+        (b"", "no chat completion"),
+        (b"x" * (2 << 20), "more than"),
+    ],
+)
+def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reason: str) -> None:
+    server.respond = lambda handler, request: (200, body, {})
+    with judge(server) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert result.total_reward is None
+    assert reason in (result.error or "")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_busy_or_broken_server_is_asked_again(server: Server, status: int) -> None:
+    def respond(handler: Any, request: Any) -> tuple[int, bytes, dict[str, str]]:
+        return (status, b"try later", {"Retry-After": "0"}) if len(server.requests) < 3 else (200, chat("1"), {})
+
+    server.respond = respond
+    with judge(server) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert result.total_reward == 1.0
+    assert len(server.requests) == 3
+
+
+def test_attempts_are_bounded(server: Server) -> None:
+    server.respond = lambda handler, request: (500, b"broken", {})
+    with judge(server) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert result.total_reward is None
+    assert "failed 3 times, last: HTTP 500 broken" in (result.error or "")
+    assert len(server.requests) == 3
+
+
+def test_a_long_retry_after_does_not_hold_the_run(server: Server) -> None:
+    server.respond = lambda handler, request: (429, b"", {"Retry-After": "86400"})
+    start = time.monotonic()
+    with judge(server, timeout_s=0.3, attempts=2) as grader:
+        grader.grade([(CAPITAL, "Paris")])
+    assert time.monotonic() - start < 5
+
+
+def test_a_refusal_is_final_and_does_not_stop_the_others(server: Server) -> None:
+    def respond(handler: Any, request: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        long = "too long" in request["messages"][-1]["content"]
+        return (400, b"context length exceeded", {}) if long else (200, chat("1"), {})
+
+    server.respond = respond
+    with judge(server) as grader:
+        results = grader.grade([(CAPITAL, "too long")] * 8 + [(CAPITAL, "Paris")])
+    assert [result.total_reward for result in results] == [None] * 8 + [1.0]
+    assert "HTTP 400 context length exceeded" in (results[0].error or "")
+    assert len(server.requests) == 9
+
+
+def test_a_slow_server_is_given_up(server: Server) -> None:
+    def respond(handler: Any, request: Any) -> None:
+        server.stopped.wait(30)
+
+    server.respond = respond
+    start = time.monotonic()
+    with judge(server, timeout_s=0.3, attempts=2) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert result.total_reward is None
+    assert "no answer within 0.3 s" in (result.error or "")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("part", ["body", "headers"])
+def test_a_dripping_server_does_not_hold_the_run(server: Server, part: str) -> None:
+    """One byte in a while keeps every socket time-out happy; the limit is on the whole request."""
+
+    def respond(handler: BaseHTTPRequestHandler, request: Any) -> None:
+        if part == "body":
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        try:
+            while not server.stopped.wait(0.05):
+                handler.wfile.write(b"H")
+                handler.wfile.flush()
+        except OSError:
+            return
+
+    server.respond = respond
+    start = time.monotonic()
+    with judge(server, timeout_s=0.5, attempts=1) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert result.total_reward is None
+    assert time.monotonic() - start < 10
+
+
+def test_a_server_that_hangs_up_is_asked_again(server: Server) -> None:
+    def respond(handler: BaseHTTPRequestHandler, request: Any) -> tuple[int, bytes, dict[str, str]] | None:
+        if len(server.requests) < 2:
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return None
+        return 200, chat("1"), {}
+
+    server.respond = respond
+    with judge(server) as grader:
+        assert grader.grade([(CAPITAL, "Paris")])[0].total_reward == 1.0
+
+
+def test_when_nobody_is_there_the_batch_is_given_up_quickly() -> None:
+    with socket.socket() as taken:  # bound and never listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        start = time.monotonic()
+        with Grader(JudgeReward("m", url, workers=1, timeout_s=2.0, pause_s=0.05)) as grader:
+            results = grader.grade([(CAPITAL, "Paris")] * 500)
+    assert time.monotonic() - start < 20
+    assert all(result.total_reward is None for result in results)
+    assert "failed 3 times, last: ConnectError" in (results[0].error or "")
+    assert f"not tried after {AWAY_IN_A_ROW} failures in a row" in (results[-1].error or "")
+
+
+def test_the_key_goes_to_the_server_and_nowhere_else(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(0)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.respond = lambda handler, request: (401, f"wrong key {handler.headers['Authorization']}".encode(), {})
+    section = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}
+    with build_grader(section) as grader:
+        (result,) = grader.grade([(CAPITAL, "Paris")])
+        assert KEY not in repr(vars(grader)) + repr(grader.reward)
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert "HTTP 401 wrong key Bearer ***" in (result.error or "")
+    assert KEY not in json.dumps(server.requests) + caplog.text + "".join(capfd.readouterr())
+
+
+def test_without_a_key_none_is_sent(server: Server) -> None:
+    server.respond = says("1")
+    with judge(server) as grader:
+        grader.grade([(CAPITAL, "Paris")])
+    assert "Authorization" not in server.headers[0]
+
+
+def test_a_key_that_is_named_and_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
+    with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
+        build_grader(section)
+
+
+def test_grading_inside_an_event_loop_works(server: Server) -> None:
+    server.respond = says("1")
+
+    async def notebook() -> float | None:
+        with judge(server) as grader:
+            return grader.grade([(CAPITAL, "Paris")])[0].total_reward
+
+    assert asyncio.run(notebook()) == 1.0

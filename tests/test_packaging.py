@@ -1,0 +1,130 @@
+"""What people install: light imports, a wheel with its data, and the same versions everywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HEAVY = {"torch", "transformers", "peft", "scipy", "pandas", "datasets", "wandb", "sklearn"}
+
+
+def modules_after(code: str, cwd: Path | None = None) -> set[str]:
+    """Names in sys.modules after running ``code`` in a fresh interpreter."""
+    code = f"{code}\nimport sys\nprint('modules:', *sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120, env=environment, cwd=cwd
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("modules:")[2].split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "retrain",
+        "retrain.cli",
+        "retrain.config",
+        "retrain.campaign.plan",
+        "retrain.record.catalogue",
+        "retrain.record.recorder",
+        "retrain.record.console",
+        "retrain.rewards",
+        "retrain.environments",
+        "retrain.environments.arithmetic",
+    ],
+)
+def test_importing_is_light(module):
+    assert not HEAVY & modules_after(f"import {module}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--version"],
+        ["check", "campaigns/quickstart.toml"],
+        ["explain", "campaigns/gsm8k.toml"],
+        ["train", "campaigns/five_conditions.toml", "--dry-run"],
+        ["schema"],
+        ["status", "campaigns"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_import_no_torch(command):
+    code = f"from retrain.cli import app\napp({command!r}, standalone_mode=False)"
+    assert not HEAVY & modules_after(code, cwd=ROOT)
+
+
+def test_public_names_exist():
+    import retrain
+
+    for name in retrain.__all__:
+        assert getattr(retrain, name) is not None
+    assert set(retrain.__all__) == set(dir(retrain))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        retrain.trian  # noqa: B018
+
+
+def requirement_names(lines: list[str]) -> set[str]:
+    names = {re.split(r"[<>=\[ ;]", line, maxsplit=1)[0] for line in lines if line and not line.startswith("#")}
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+
+
+def test_constraints_pin_every_requirement_exactly():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins)
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = requirement_names(
+        [*PROJECT["project"]["dependencies"], *(line for lines in extras.values() for line in lines)]
+    ) - {"retrain"}
+    assert wanted <= requirement_names(pins)
+
+
+def test_the_issue_s_extras_exist():
+    assert {"wandb", "tensorboard", "trackio", "math", "gym", "docs"} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
+def test_everything_the_wheel_must_hold_is_named_and_there():
+    """Templates come from campaigns/; the bundled model and py.typed lie inside the package."""
+    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    from retrain.commands.setup import TEMPLATE_FILES
+
+    assert {Path(target).name for target in shipped.values()} == set(TEMPLATE_FILES.values())
+    assert all((ROOT / source).is_file() for source in shipped)
+    assert (ROOT / "retrain" / "py.typed").is_file()
+    model = ROOT / "retrain" / "models" / "tiny_reasoner"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
+
+
+def test_wheel(tmp_path):
+    """Build the wheel where hatchling is at hand (it is not one of our dependencies) and look inside."""
+    pytest.importorskip("hatchling")
+    import zipfile
+
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {
+        "retrain/py.typed",
+        "retrain/templates/quickstart.toml",
+        "retrain/models/tiny_reasoner/config.json",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "campaigns/", "logs/"))]

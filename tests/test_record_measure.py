@@ -1,0 +1,311 @@
+"""Rows against numbers worked by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from record_cases import config, context, evaluation, group, step
+
+from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
+from retrain.record.measure import Totals, eval_row, step_row
+from retrain.record.samples import gini, group_shares
+from retrain.types import RewardResult
+
+
+def test_correct_rate_counts_groups_that_did_not_train():
+    """One group trains with 1 of 2 correct, three groups are all wrong and dropped: 1/8, not 1/2."""
+    groups = [group([1.0, 0.0], [4, 4])] + [group([0.0, 0.0], [4, 4], discarded="zero_advantage") for _ in range(3)]
+    row = step_row(step(groups), context())
+    assert row["correct_rate"] == row["env/all/correct"] == 0.125
+    assert row["mean_reward"] == row["reward"] == row["env/all/reward/total"] == row["objective/scores"] == 0.125
+    assert row["num_datums"] == 2
+    assert row["discarded_count"] == 3
+    assert row["discarded_zero_advantage_pct"] == 75.0
+    assert row["discarded_zero_advantage_all_zero_pct"] == 100.0
+    assert row["discarded_zero_advantage_all_positive_pct"] == 0.0
+    assert row["discarded_no_reward_pct"] == row["discarded_max_async_pct"] == 0.0
+    assert row["discarded_reward_mean"] == row["discarded_reward_sum_mean"] == 0.0
+    assert row["discarded_length_completion_mean"] == 4.0
+    assert row["advantage_mean"] == 0.0
+    assert row["advantage_max"] == 0.5
+
+
+def test_group_shares():
+    groups = [
+        group([1.0, 0.0], [2, 2]),
+        group([0.7, 0.7], [2, 2]),
+        group([0.1, 0.1], [2, 2]),
+        group([0.1 + 0.2, 0.3], [2, 2]),  # float noise is equality
+        group([None, None], [2, 2]),  # says nothing
+    ]
+    row = step_row(step(groups), context())
+    assert row["env/all/by_group/frac_mixed"] == 0.25
+    assert row["env/all/by_group/frac_all_good"] == 0.25
+    assert row["env/all/by_group/frac_all_bad"] == 0.5
+    assert row["frac_reward_zero_std"] == 0.75
+    assert group_shares([]) == {"frac_mixed": None, "frac_all_good": None, "frac_all_bad": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 1, 1, 1], 0.0),
+        ([0, 0, 0, 5], 1.0),
+        ([0, 1], 1.0),
+        ([1, 3], 0.5),
+        ([0, 0], None),
+        ([-1, 3], None),
+        ([2], None),
+    ],
+)
+def test_gini(values, expected):
+    result = gini(np.array(values, dtype=float))
+    assert result == (None if expected is None else pytest.approx(expected, abs=1e-12))
+    if expected is not None:
+        x = np.array(values, dtype=float)
+        n = len(x)
+        pairs = np.abs(x[:, None] - x[None, :]).sum()
+        assert result == pytest.approx(pairs / (2 * n * n * x.mean()) * n / (n - 1))
+
+
+def test_failed_grading_is_neither_zero_reward_nor_lost():
+    groups = [group([1.0, None, 0.5, None], [4, 6, 2, 8])]
+    row = step_row(step(groups), context())
+    assert row["mean_reward"] == 0.75
+    assert row["reward_std"] == 0.25
+    assert (row["reward_min"], row["reward_max"]) == (0.5, 1.0)
+    assert row["reward_failed"] == 2
+    assert row["correct_rate"] == 0.25
+    assert row["num_datums"] == 2
+    assert row["completions/mean_length"] == 5.0
+    assert row["episode"] == 4
+    assert row["reward_gini"] == row["reward_gini_mean"] == pytest.approx(1 / 3)
+
+
+def test_a_step_where_nothing_could_be_graded():
+    row = step_row(step([group([None, None], [3, 3], discarded="no_reward")]), context())
+    for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "entropy", "entropy_sampled"):
+        assert row[key] is None
+    assert row["correct_rate"] == 0.0
+    assert row["discarded_no_reward_pct"] == 100.0
+    assert row["env/all/by_group/frac_mixed"] is None
+
+
+def test_an_empty_step_is_a_full_row():
+    empty, full = step_row(step([]), context()), step_row(step([group([1.0, 0.0], [2, 2])]), context())
+    assert set(empty) == set(full)
+    assert empty["correct_rate"] is None
+    assert empty["env/all/total_episodes"] == 0
+
+
+def test_lengths_and_stop_reasons():
+    groups = [group([1.0, 0.0], [4, 10], prompt_length=3, stops=[True, False]), group([0.0, 1.0], [2, 8], 5)]
+    row = step_row(step(groups), context())
+    assert row["completions/mean_length"] == row["length_completion_mean"] == row["ac_tokens_per_turn"] == 6.0
+    assert row["completions/mean_terminated_length"] == pytest.approx(14 / 3)
+    assert (row["completions/min_terminated_length"], row["completions/max_terminated_length"]) == (2.0, 8.0)
+    assert row["max_token_hit_rate"] == row["completions/clipped_ratio"] == 0.25
+    assert row["stop_reason_length_pct"] == 25.0
+    assert row["val/num_eos_tokens"] == 3
+    assert row["length_prompt_mean"] == 4.0
+    assert (row["length_sum_min"], row["length_sum_max"]) == (7.0, 13.0)
+    assert row["group_length_max_median_ratio_mean"] == pytest.approx((10 / 7 + 8 / 5) / 2)
+    assert row["group_length_gini_mean"] == pytest.approx((6 / 14 + 6 / 10) / 2)
+    assert row["num_tokens"] == 24 + 2 * 3 + 2 * 5
+
+
+def test_terminated_lengths_are_null_when_all_were_cut_off():
+    row = step_row(step([group([0.0, 0.0], [8, 8], stops=[False, False])]), context())
+    assert row["max_token_hit_rate"] == 1.0
+    assert [row[f"completions/{s}_terminated_length"] for s in ("mean", "min", "max")] == [None] * 3
+
+
+def test_components_and_sample_metrics():
+    def result(correct: float, form: float | None, steps: float) -> RewardResult:
+        return RewardResult(
+            correct + 0.1 * ((form or 0.0) - 1),
+            sample_metrics={"steps": steps},
+            components={"correct": correct, "format": form},
+            correct=correct == 1.0,
+            format_ok=None if form is None else form == 1.0,
+        )
+
+    first, second = [result(1.0, 1.0, 2), result(0.0, 1.0, 4)], [result(0.0, 0.0, 6), result(0.0, None, 8)]
+    groups = [group(first, [2, 2]), group(second, [2, 2])]
+    row = step_row(step(groups), context())
+    assert row["rewards/correct/mean"] == 0.25
+    assert row["rewards/format/mean"] == row["env/all/format"] == pytest.approx(2 / 3)
+    assert row["reward_format_mean"] == pytest.approx(2 / 3)
+    assert row["rewards/steps/mean"] == row["env/all/steps"] == row["reward_steps_mean"] == 5.0
+    assert row["rewards/steps/std"] == pytest.approx(math.sqrt(5))
+    assert row["rewards/steps/gini"] == row["reward_steps_gini_mean"] == pytest.approx((1 / 3 + 1 / 7) / 2)
+    assert row["env/all/correct"] == 0.25
+
+
+def test_configured_components_have_keys_before_they_have_values():
+    components = [{"type": "math", "name": "correct"}, {"type": "format"}]
+    row = step_row(step([group([1.0], [2])]), context(config=config(reward={"components": components})))
+    assert row["rewards/correct/mean"] is None
+    assert row["rewards/format/max"] is None
+
+
+def test_tags_appear_when_one_is_a_strict_subset():
+    easy, hard = (
+        group([1.0, 0.0], [2, 4], tags=("all-problems", "easy")),
+        group([0.0, 0.0], [6, 8], tags=("all-problems",)),
+    )
+    row = step_row(step([easy, hard]), context())
+    assert row["env/easy/reward/total"] == row["env/easy/correct"] == 0.5
+    assert row["env/easy/by_group/frac_mixed"] == 1.0
+    assert row["env/easy/ac_tokens_per_turn"] == 3.0
+    assert row["env/all-problems/correct"] == 0.25
+    one = step_row(step([hard]), context())
+    assert not any(key.startswith("env/all-problems") for key in one)
+    planned = step_row(step([hard]), context(tags=("easy", "all-problems")))
+    assert planned["env/easy/reward/total"] is None
+    assert planned["env/easy/total_episodes"] == 0
+
+
+def test_tags_of_single_completions():
+    tagged = group([RewardResult(1.0, tags=("short",)), 0.0], [2, 9])
+    row = step_row(step([tagged]), context())
+    assert row["env/short/reward/total"] == 1.0
+    assert row["env/short/ac_tokens_per_turn"] == 2.0
+
+
+def test_policy_numbers_come_from_the_step_and_entropy_from_trained_tokens():
+    groups = [group([1.0, 0.0], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
+    groups[1].completions[0].entropy_T = np.full(50, 9.0)
+    row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
+    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == 0.5
+    assert row["entropy_sampled"] == 1.0
+    assert row["loss"] == row["loss/policy_avg"] == 0.25
+    assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
+    groups[0].completions[1].entropy_T = None
+    assert step_row(step(groups), context())["entropy"] is None
+
+
+def test_state_numbers_and_the_mirrored_entropy_names():
+    record = step(
+        [group([1.0], [2])], sepa_lambda=0.5, sepa_gate_open=True, exec_surprisal_mean=1.5, plan_surprisal_var=0.2
+    )
+    row = step_row(record, context())
+    assert (row["sepa_lambda"], row["sepa_gate_open"], row["uncertainty_kind"]) == (0.5, True, "surprisal")
+    assert (row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.2)
+    shannon = config(algorithm={"uncertainty_kind": "shannon_entropy"})
+    record.state["exec_entropy_mean"] = 0.7
+    row = step_row(record, context(config=shannon))
+    assert (row["exec_surprisal_mean"], row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.7, None)
+
+
+def test_planning_fraction():
+    marked = group([1.0, 0.0], [4, 6])
+    marked.planning = [np.array([True, False, False, False]), np.zeros(6, dtype=bool)]
+    assert step_row(step([marked]), context())["planning_fraction"] == 0.1
+
+
+def test_times_add_up():
+    row = step_row(step([group([1.0, 0.0], [4, 6])]), context())
+    parts = [row[m.key] for m in METRICS if m.key.startswith("time/")]
+    assert sum(parts) == row["step_time_s"] == row["time/total"] == row["timing_step_total"] == 4.0
+    assert (row["time/rollout"], row["time/update"], row["time/other"]) == (2.0, 1.0, 1.0)
+    assert row["perf/completion_tokens_per_s"] == 2.5
+    assert row["perf/tokens_per_s"] == row["tokens_per_second"] == 4.0
+    assert row["perf/episodes_per_s"] == row["eps"] == 0.5
+
+
+def test_only_what_lies_within_the_step_counts_as_its_time():
+    record = step([group([1.0], [4])])
+    record.spans += [("eval", record.step_start - 60.0, record.step_start), ("probe", record.step_end - 0.5, 2e9)]
+    row = step_row(record, context())
+    assert (row["time/eval"], row["time/probe"], row["time/other"]) == (0.0, 0.5, 0.5)
+
+
+def test_running_totals():
+    totals = Totals(episodes=10, correct=5, tokens=100)
+    row = step_row(step([group([1.0, 1.0], [1, 1], prompt_length=2)], number=4), context(), totals)
+    assert row["running_correct_rate"] == pytest.approx(7 / 12)
+    assert row["episode"] == 12
+    assert row["num_tokens"] == 106
+    assert row["progress/done_frac"] == 0.5
+    assert row["progress/batch"] == row["step"] == 4
+
+
+def test_rows_are_strict_json_and_take_further_keys():
+    record = step(
+        [group([1.0], [2])], update={"loss": math.nan, "my/plugin": math.inf, "optim/grad_norm": np.float64(2)}
+    )
+    record.state["zeta"] = "free text"
+    record.state["ignored"] = {"nested": 1}
+    row = step_row(record, context())
+    text = json.dumps(row, allow_nan=False)
+    assert row["loss"] is None
+    assert row["my/plugin"] is None
+    assert row["zeta"] == "free text"
+    assert "ignored" not in row
+    assert json.loads(text) == row
+
+
+def test_only_chosen_aliases_stand_in_a_row():
+    row = step_row(step([group([1.0], [2])]), context(config=config(logging={"aliases": ["trl"]})))
+    assert "reward" in row
+    assert "env/all/reward/total" not in row
+    assert "reward_sum_mean" not in row
+    none = step_row(step([group([1.0], [2])]), context(config=config(logging={"aliases": []})))
+    assert "reward" not in none
+    assert "mean_reward" in none
+
+
+def test_every_key_without_a_slash_stands_in_every_row():
+    row = step_row(step([]), context())
+    assert {m.key for m in METRICS if "/" not in m.key and not m.requires} <= set(row)
+    assert "kl" in row
+    assert "bp_action" in row
+    assert "loss/value_avg" not in row
+    critic = context(config=config(algorithm={"advantage_mode": "gae", "kl_coef": 0.1}))
+    assert {"loss/value_avg", "val/clipfrac_avg", "objective/rlhf_reward"} <= set(step_row(step([]), critic))
+    assert [m.key for m in row_metrics(context())] == [
+        key for key in row if key in {m.key for m in row_metrics(context())}
+    ]
+
+
+def test_evaluation_row():
+    groups = [group([1.0, 1.0], [2, 2], tags=("easy",)), group([1.0, 0.0], [4, 4], tags=("hard",), stops=[True, False])]
+    row = eval_row(evaluation(groups, number=20))
+    assert row["eval/heldout/step"] == 20
+    assert row["eval/heldout/correct_rate"] == row["eval/heldout/reward_mean"] == 0.75
+    assert row["eval/heldout/easy/correct_rate"] == 1.0
+    assert row["eval/heldout/hard/correct_rate"] == 0.5
+    assert row["eval/heldout/problems"] == 2
+    assert row["eval/heldout/max_token_hit_rate"] == 0.25
+    assert 0.0 < row["eval/heldout/ci_low"] < 0.75 < row["eval/heldout/ci_high"] < 1.0
+
+
+def test_the_interval_is_clustered_by_problem():
+    """Ten copies of each answer say nothing more than one; all right or all wrong still has an interval."""
+    rates = [1.0] * 30 + [0.0] * 10
+    single = eval_row(evaluation([group([r], [1]) for r in rates]))
+    copies = eval_row(evaluation([group([r] * 10, [1] * 10) for r in rates]))
+    assert copies["eval/heldout/ci_low"] == pytest.approx(single["eval/heldout/ci_low"], abs=1e-12)
+    assert copies["eval/heldout/ci_high"] == pytest.approx(single["eval/heldout/ci_high"], abs=1e-12)
+    assert 0.55 < single["eval/heldout/ci_low"] < 0.65
+    perfect = eval_row(evaluation([group([1.0], [1]) for _ in range(20)]))
+    assert 0.75 < perfect["eval/heldout/ci_low"] < perfect["eval/heldout/ci_high"] == 1.0
+    empty = eval_row(evaluation([]))
+    assert (empty["eval/heldout/correct_rate"], empty["eval/heldout/problems"]) == (None, 0)
+
+
+def test_timing_keys_are_the_only_ones_that_differ_between_equal_steps():
+    first = step([group([1.0, 0.0], [4, 6])])
+    second = step([group([1.0, 0.0], [4, 6])])
+    second.step_end += 3.21
+    second.spans = [("rollout", 0.0, 1.0)]
+    a, b = step_row(first, context()), step_row(second, context())
+    differing = {key for key in a if a[key] != b[key]}
+    assert differing
+    assert all(is_timing_key(key) for key in differing)
+    assert not is_timing_key("mean_reward")
+    assert BY_KEY["step_time_s"].is_timing

@@ -1,0 +1,493 @@
+"""Rewards in worker processes: math-verify and the user's own code, with limits that hold."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from retrain.errors import PluginError
+from retrain.rewards import Grader, RewardResult, build_grader
+from retrain.rewards.custom import CustomReward
+from retrain.rewards.symbolic import MathReward, decided, verifier
+from retrain.rewards.workers import WorkerPool
+from retrain.types import Problem
+
+pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+
+
+@pytest.fixture
+def nothing_left():
+    """After the test no process that it started is there, grandchildren and zombies included."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    deadline = time.monotonic() + 5
+    while left := set(psutil.Process().children(recursive=True)) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with build_grader({"type": "math", "timeout_s": 20.0, "workers": 1}) as grader:
+        yield grader
+
+
+def problem(answer: str) -> Problem:
+    return Problem("p", "?", answer)
+
+
+def boxed(answer: str) -> str:
+    return rf"Thus \boxed{{{answer}}}."
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "correct"),
+    [
+        ("18", "18", True),
+        ("18", "19", False),
+        ("70000", r"\$70,000.00", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\frac{1}{2}", r"\frac{2}{4}", True),
+        (r"\frac{1}{2}", r"\frac{2}{3}", False),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x^2+2x+1", "(x+2)^2", False),
+        (r"\{1, 2\}", r"\{2, 1\}", True),
+        ("(1, 2)", "(1,2)", True),
+        ("(1, 2)", "(2,1)", False),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        (r"\text{(A)}", "A", True),
+        ("12", "x = 12", True),
+        ("5", "", False),
+        ("", "5", False),
+        ("", "", False),
+        (r"\over\over", r"\over \over", True),  # what no grammar reads is compared as text
+        (r"\over\over", "1", False),
+    ],
+)
+def test_math_equality(grader: Grader, reference: str, answer: str, correct: bool) -> None:
+    (result,) = grader.grade([(problem(reference), boxed(answer))])
+    assert result.error is None
+    assert result.correct is correct
+    assert result.total_reward == float(correct)
+
+
+def test_an_answer_without_a_box_is_wrong_for_math(grader: Grader) -> None:
+    (result,) = grader.grade([(problem("18"), "The answer is 18.")])
+    assert (result.total_reward, result.format_ok) == (0.0, False)
+
+
+def test_what_text_decides_agrees_with_math_verify() -> None:
+    equal = verifier()
+    for reference in ("18", "-3", "0", "1000", "2.50", ".5"):
+        for answer in ("18", "19", "+18", "-3.0", "0.0", "1,000", "2.5", "0.5", "−3"):
+            verdict = decided(reference, answer)
+            if verdict is not None:
+                assert equal((reference, answer)) is verdict, (reference, answer)
+
+
+def test_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    attacks = [
+        f"__import__('os').system('touch {target}')",
+        f"open('{target}', 'w')",
+        rf"\text{{__import__('os').system('touch {target}')}}",
+        f"1+eval(\"__import__('os').system('touch {target}')\")",
+        rf"\input{{{target}}}",
+    ]
+    pairs = [(problem(a), boxed("1")) for a in attacks] + [(problem("1"), boxed(a)) for a in attacks]
+    results = grader.grade(pairs)
+    assert all(result.correct is False for result in results)
+    assert not target.exists()
+
+
+def test_an_expression_that_explodes_is_cut_off_and_costs_one_completion() -> None:
+    with Grader(MathReward(workers=1, timeout_s=2.0)) as grader:
+        grader.grade([(problem("1"), boxed("0.5"))])  # the worker is up
+        before = time.monotonic()
+        results = grader.grade(
+            [
+                (problem(r"\frac{1}{4}"), boxed("0.25")),
+                (problem("9"), boxed("9^{9^{9^{9}}}")),
+                (problem(r"\frac{1}{4}"), boxed("0.25")),
+                (problem("9"), boxed("9**9**9")),
+            ]
+        )
+        elapsed = time.monotonic() - before
+    assert [result.total_reward for result in results] == [1.0, None, 1.0, 0.0]
+    assert "longer than 2 s" in (results[1].error or "")
+    assert results[1].format_ok
+    assert elapsed < 30
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["(" * 150, r"\frac{" * 50, "1" * 1_000_000, "{" * 100_000 + "}" * 100_000, "\x00\x1b[2J", "\ud800", "٣" * 50],
+    ids=["parentheses", "fractions", "digits", "braces", "control", "surrogate", "digits of another script"],
+)
+def test_hostile_answers_leave_math_alive(grader: Grader, answer: str) -> None:
+    hostile, sane = grader.grade([(problem("42"), boxed(answer)), (problem(r"\frac{1}{8}"), boxed("0.125"))])
+    assert hostile.total_reward in (0.0, None)
+    assert sane.total_reward == 1.0
+
+
+REWARDS = '''
+import asyncio, os, signal, sys, time
+from retrain.rewards import RewardResult
+
+print("garbage on stdout", flush=True)
+sys.stderr.write("garbage on stderr\\n")
+calls = 0
+
+def by_completion(completion, answer):
+    """What the completion says is what happens."""
+    global calls
+    calls += 1
+    os.write(1, b"\\x00\\x00\\xff\\xffgarbage")
+    print("\\x1b[2J" * 1000)
+    if completion == "raise":
+        raise ValueError("boom\\nsecond line")
+    if completion == "hang":
+        while True:
+            pass
+    if completion == "sleep":
+        time.sleep(3600)
+    if completion == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(range(1, 32)))
+        time.sleep(3600)
+    if completion == "children":
+        if os.fork() == 0:
+            time.sleep(3600)
+        while True:
+            pass
+    if completion == "exit":
+        os._exit(3)
+    if completion == "sys.exit":
+        sys.exit("bye")
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if completion == "memory":
+        hoard = []
+        while True:
+            hoard.append(bytearray(64 << 20))
+    if completion == "nan":
+        return float("nan")
+    if completion == "none":
+        return None
+    if completion == "text":
+        return "1.0"
+    if completion == "huge":
+        return RewardResult(1.0, sample_metrics={str(i): 1.0 for i in range(100_000)})
+    if completion == "result":
+        return RewardResult(0.5, sample_metrics={"length": 6, "odd": float("inf")}, tags=("short",), correct=True)
+    return float(completion == answer)
+
+def fields(problem, prompt, completion, answer, tags, metadata, bonus=0.0):
+    assert problem.answer == answer and problem.prompt == prompt
+    return len(completion) + len(prompt) / 10 + len(tags) / 100 + metadata["level"] / 1000 + bonus
+
+def peers(response, ref):
+    return response == ref
+
+def positional(a, b, /):
+    return a == b
+
+def anything(**given):
+    return len(given)
+
+async def later(completion, answer):
+    await asyncio.sleep(0)
+    return 1.0
+
+def unknown(completion, temperature):
+    return 1.0
+
+def three(a, b, c):
+    return 1.0
+
+def nothing():
+    return 1.0
+
+score = peers
+not_callable = 3
+'''
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(REWARDS, encoding="utf-8")
+    return path
+
+
+def custom(module: Path, function: str, **limits) -> Grader:
+    return build_grader(
+        {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **limits}
+    )
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reward_that_misbehaves_costs_its_completion_only(module: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = {
+        "raise": "ValueError: boom second line (my_rewards.py:",
+        "sys.exit": "SystemExit: bye",
+        "exit": "exit status 3",
+        "kill": "signal 9",
+        "segfault": "signal 11",
+        "nan": "returned nan",
+        "none": "NoneType",
+        "text": "str",
+        "hang": "longer than 2 s",
+        "sleep": "longer than 2 s",
+        "stubborn": "longer than 2 s",
+        "children": "longer than 2 s",
+    }
+    completions = [completion for name in expected for completion in (name, "yes", "no")]
+    with custom(module, "by_completion", timeout_s=2.0, workers=2) as grader:
+        results = grader.grade([(problem("yes"), completion) for completion in completions])
+        assert len(results) == len(completions)
+        for completion, result in zip(completions, results, strict=True):
+            if completion in expected:
+                assert result.total_reward is None
+                assert expected[completion] in (result.error or ""), (completion, result.error)
+                assert (result.error or "").isprintable()
+            else:
+                assert result.error is None
+                assert result.total_reward == float(completion == "yes")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_memory_bomb_is_stopped_by_its_limit(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.rewards.custom.MEMORY_BYTES", 512 << 20)
+    with custom(module, "by_completion", timeout_s=60.0) as grader:
+        bomb, after = grader.grade([(problem("yes"), "memory"), (problem("yes"), "yes")])
+    assert bomb.total_reward is None
+    assert "memory" in (bomb.error or "").lower()
+    assert after.total_reward == 1.0
+
+
+def test_results_come_back_whole(module: Path) -> None:
+    with custom(module, "by_completion") as grader:
+        result, huge = grader.grade([(problem("yes"), "result"), (problem("yes"), "huge")])
+    assert isinstance(result, RewardResult)
+    assert result.total_reward == 0.5
+    assert result.sample_metrics == {"length": 6.0, "odd": math.inf}
+    assert result.tags == ("short",)
+    assert result.correct is True
+    assert result.components == {"custom": 0.5}
+    assert len(huge.sample_metrics) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [("fields", 5 + 0.4 + 0.02 + 0.003), ("peers", 0.0), ("positional", 0.0), ("anything", 8.0), ("later", 1.0)],
+)
+def test_parameters_are_filled_by_name(module: Path, function: str, reward: float) -> None:
+    item = Problem("p", "6*7?", "42", ("easy", "short"), {"level": 3, "odd": object()})
+    with custom(module, function) as grader:
+        (result,) = grader.grade([(item, "\ud800four"[:5])])
+    assert result.error is None
+    assert result.total_reward == pytest.approx(reward)
+
+
+def test_a_prompt_of_messages_is_text_for_a_reward(module: Path) -> None:
+    item = Problem("p", ({"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}), "42")
+    with custom(module, "peers") as grader:
+        assert grader.grade([(item, "42")])[0].total_reward == 1.0
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("absent", "no function 'absent' in it; it defines anything, by_completion"),
+        ("not_callable", "no function 'not_callable'"),
+        ("unknown", None),
+        ("three", "parameter 'a' means nothing here; a reward takes any of: problem, prompt, completion"),
+        ("nothing", "takes no parameters"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_at_the_start(module: Path, function: str, reason: str | None) -> None:
+    if reason is None:  # two parameters with other names are (completion, answer)
+        with custom(module, function) as grader:
+            assert grader.grade([(problem("1"), "1")])[0].total_reward == 1.0
+        return
+    with pytest.raises(PluginError) as caught:
+        custom(module, function)
+    assert reason in str(caught.value)
+    assert str(module) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_package\ndef score(c, a): return 1", "no_such_package"),
+        ("def score(c, a) return 1", "SyntaxError"),
+        ("raise SystemExit(4)", "SystemExit"),
+        ("import os; os._exit(5)", "cannot start: the reward's worker ended (exit status 5)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path, source: str, reason: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source, encoding="utf-8")
+    with pytest.raises(PluginError) as caught:
+        custom(path, "score")
+    assert reason in str(caught.value)
+
+
+def test_a_module_is_found_by_name_beside_the_configuration(
+    module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"type": "custom", "custom_module": "my_rewards", "workers": 1}
+    with build_grader(section, base_dir=module.parent) as grader:
+        assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
+    monkeypatch.chdir(module.parent)
+    with build_grader({**section, "custom_module": "./my_rewards.py"}, base_dir=tmp_path) as grader:
+        assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_components_in_workers_inherit_limits_and_are_closed(module: Path) -> None:
+    section = {
+        "type": "weighted",
+        "timeout_s": 2.0,
+        "workers": 1,
+        "components": [
+            {"type": "math", "name": "correct"},
+            {"type": "custom", "custom_module": str(module), "custom_function": "by_completion", "weight": 0.5},
+        ],
+    }
+    with build_grader(section) as grader:
+        fine, hung = grader.grade([(problem("1/2"), boxed("0.5")), (problem("1/2"), "hang")])
+    assert fine.total_reward == 1.0
+    assert fine.components == {"correct": 1.0, "custom": 0.0}
+    assert hung.total_reward is None
+    assert hung.components == {"correct": 0.0, "custom": None}
+    assert "custom: the reward took longer than 2 s" in (hung.error or "")
+
+
+def test_a_worker_killed_between_two_steps_is_replaced(module: Path) -> None:
+    before = set(psutil.Process().children())
+    with Grader(CustomReward(str(module), "by_completion", workers=2, timeout_s=20.0)) as grader:
+        items = [(problem("yes"), "yes")] * 4
+        grader.grade(items)
+        for process in set(psutil.Process().children()) - before:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        results = grader.grade(items)
+    assert [result.total_reward for result in results] == [1.0] * 4
+
+
+def echo():
+    """Entry of a pool in this file: sleeps as long as it is told, then gives the job back."""
+
+    def grade(job):
+        time.sleep(job[1])
+        return job[0]
+
+    return grade
+
+
+def forger():
+    """Entry of a pool in this file: writes a false reply on every socket it can find."""
+
+    def grade(job):
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, job)
+            except OSError:
+                continue
+        return 1.0
+
+    return grade
+
+
+def pool(entry: str, workers: int = 1, timeout_s: float = 20.0) -> WorkerPool:
+    return WorkerPool(f"{__name__}:{entry}", {}, workers=workers, timeout_s=timeout_s, memory_bytes=2 << 30)
+
+
+def test_replies_keep_the_order_of_jobs_and_run_side_by_side() -> None:
+    workers = pool("echo", workers=3)
+    try:
+        workers.map([(0, 0.0)] * 3)
+        jobs = [(index, 0.02 * (index % 3)) for index in range(30)]
+        assert [reply.value for reply in workers.map(jobs)] == list(range(30))
+        workers.map([(0, 0.3)] * 3)
+        start = time.monotonic()
+        workers.map([(0, 1.0)] * 3)
+        assert time.monotonic() - start < 2.5
+    finally:
+        workers.close()
+
+
+def test_a_batch_that_only_times_out_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.rewards.workers.MAX_TIMEOUTS_IN_A_ROW", 3)
+    workers = pool("echo", workers=1, timeout_s=1.0)
+    try:
+        replies = workers.map([(0, 600.0)] * 200)
+        assert all("longer than 1 s" in (reply.error or "") for reply in replies[:3])
+        assert all(reply.error == "not tried after 3 time-outs of 1 s in a row" for reply in replies[3:])
+        assert workers.map([(1, 0.0)])[0].value == 1  # the next step tries again
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}{}", b"\x00\x00\x00\x04oops", b"\x00\x00\x00\x0212"],
+    ids=["endless", "two replies", "no JSON", "no object"],
+)
+def test_a_forged_reply_is_no_reply(forged: bytes) -> None:
+    workers = pool("forger", timeout_s=3.0)
+    try:
+        (reply,) = workers.map([forged])
+    finally:
+        workers.close()
+    assert reply.value is None
+    assert reply.error is not None
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_pool_works_again_after_it_was_closed_or_interrupted() -> None:
+    before = set(psutil.Process().children())
+    workers = pool("echo")
+    try:
+        assert workers.map([("a", 0.0)])[0].value == "a"
+        workers.close()
+        assert set(psutil.Process().children()) == before
+        assert workers.map([("b", 0.0)])[0].value == "b"
+
+        def interrupt(signum: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        old = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                workers.map([("stale", 5.0)])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        assert workers.map([("c", 0.0)])[0].value == "c"
+    finally:
+        workers.close()
+
+
+def test_workers_import_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "look.py"
+    path.write_text(
+        "import sys\n"
+        "def score(completion, answer):\n"
+        "    return float(any(name in sys.modules for name in ('torch', 'transformers', 'peft')))\n",
+        encoding="utf-8",
+    )
+    with custom(path, "score") as grader:
+        assert grader.grade([(problem("1"), "1")])[0].total_reward == 0.0

@@ -1,0 +1,388 @@
+"""Rewards by text: extraction, normalisation, match, format, weighted sums, and what a grader makes of faults."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrain.errors import ConfigError, MissingExtra, PluginError
+from retrain.rewards import Grader, Reward, RewardResult, build_grader
+from retrain.rewards.base import printable
+from retrain.rewards.extract import last_boxed, last_number, normalise, plain_number, reference_answer
+from retrain.rewards.rules import FormatReward, MatchReward
+from retrain.rewards.weighted import Component, WeightedReward
+from retrain.types import Problem
+
+ADD = Problem("p", "6*7=?", "42", ("easy",))
+MEGABYTE = 1 << 20
+
+
+def problem(answer: str) -> Problem:
+    return Problem("p", "?", answer)
+
+
+def match(completion: str, answer: str = "42") -> float | None:
+    (result,) = Grader(MatchReward()).grade([(problem(answer), completion)])
+    return result.total_reward
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"$\boxed 5$ units", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{12", None),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed", None),
+        (r"\boxedness{3}", None),
+        ("no box", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_decides(text: str, found: str | None) -> None:
+    assert last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234.50", "1234.5"),
+        ("+7", "7"),
+        ("-0", "0"),
+        ("−3", "-3"),
+        ("007", "7"),
+        (".5", "0.5"),
+        ("42.", "42"),
+        ("1,2", None),
+        ("12,34", None),
+        ("1e3", None),
+        (".", None),
+        ("", None),
+        ("٣", None),
+        ("1" * 5000 + ".0", "1" * 5000),
+    ],
+)
+def test_plain_numbers_have_one_spelling(text: str, number: str | None) -> None:
+    assert plain_number(text) == number
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=4))
+def test_plain_number_keeps_the_value(value) -> None:
+    spelled = f"{value:,f}"
+    number = plain_number(spelled)
+    assert number is not None
+    assert float(number) == float(value)
+    assert plain_number(number) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("6*7 is 42, so 42.", "42"),
+        ("between 3-5", "5"),
+        ("x = -5", "-5"),
+        ("$1,450", "1,450"),
+        ("1234,567", "567"),
+        ("pi is 3.14.", "3.14"),
+        ("none", None),
+    ],
+)
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Add them.\n#### 1,234", "1234"),
+        ("#### -5 ", "-5"),
+        ("#### 3 apples, 2 pears", "3 apples, 2 pears"),
+        (r"Thus $x = \boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
+        ("  Paris ", "Paris"),
+        ("", ""),
+    ],
+)
+def test_reference_answers_are_found_in_solutions(text: str, answer: str) -> None:
+    assert reference_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{42}", "42", 1),
+        (r"\boxed{42.0}", "42", 1),
+        (r"\boxed{ $42$ }", "42", 1),
+        (r"\boxed{\$1,450}", "1450", 1),
+        (r"\boxed{1{,}450.}", "1450", 1),
+        (r"\boxed{1,450}", "1,450.00", 1),
+        (r"\boxed{43}", "42", 0),
+        (r"\boxed{4 2}", "42", 1),
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1),
+        (r"\boxed{12}", "1,2", 0),
+        (r"\boxed{41} no: 42", "42", 0),  # the box decides, not what is said after it
+        (r"\boxed{42", "42", 0),  # truncated in the box
+        (r"\boxed{}", "42", 0),
+        ("6*7 = 42", "42", 1),  # without any box the last number counts
+        ("42, or is it 43?", "42", 0),
+        ("The capital is\nParis.", "Paris", 1),
+        ("Paris\n\nLyon", "Paris", 0),
+        (r"\boxed{paris}", "Paris", 0),
+        ("", "42", 0),
+    ],
+)
+def test_match(completion: str, answer: str, reward: float) -> None:
+    assert match(completion, answer) == reward
+
+
+@pytest.mark.parametrize("completion", ["", " ", r"\boxed{}", r"\boxed{ }", "$", r"\boxed{$$}", "."])
+@pytest.mark.parametrize("answer", ["", " ", "$", "."])
+def test_an_empty_answer_never_equals_an_empty_reference(completion: str, answer: str) -> None:
+    assert match(completion, answer) == 0.0
+
+
+def test_match_says_whether_correct_and_whether_formatted() -> None:
+    grader = build_grader(SimpleNamespace(type="match"))
+    boxed, plain, wrong = grader.grade([(ADD, r"\boxed{42}"), (ADD, "42"), (ADD, r"\boxed{1}")])
+    assert (boxed.correct, boxed.format_ok) == (True, True)
+    assert (plain.correct, plain.format_ok) == (True, False)
+    assert (wrong.correct, wrong.format_ok) == (False, True)
+    assert boxed.components == {"match": 1.0}
+    assert grader.names == ("match",)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [(r"\boxed{x}", 1), (r"\boxed{ }", 0), (r"\boxed{1", 0), ("1", 0), (r"\boxed{1} \boxed{}", 0)],
+)
+def test_format(completion: str, reward: float) -> None:
+    (result,) = Grader(FormatReward()).grade([(ADD, completion)])
+    assert result.total_reward == reward
+    assert result.format_ok is bool(reward)
+    assert result.correct is None
+
+
+HOSTILE = {
+    "letters": "a" * MEGABYTE,
+    "digits": "9" * MEGABYTE,
+    "grouped digits": "1,234" * (MEGABYTE // 5),
+    "commas": "1" + "," * MEGABYTE,
+    "minus signs": "-" * MEGABYTE,
+    "points": "1." * (MEGABYTE // 2),
+    "spaces": " " * MEGABYTE,
+    "newlines": "\n" * MEGABYTE,
+    "boxes": r"\boxed{" * (MEGABYTE // 7),
+    "closed boxes": r"\boxed{1}" * (MEGABYTE // 9),
+    "deep": r"\boxed{" + "{" * 100_000 + "1" + "}" * 100_000 + "}",
+    "deep and open": r"\boxed{" + "{" * 500_000,
+    "backslashes": r"\boxed{" + "\\" * MEGABYTE,
+    "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
+    "box of dollars": r"\boxed{" + "$" * MEGABYTE + "}",
+    "hashes": "####" * (MEGABYTE // 4),
+    "control characters": "".join(map(chr, range(32))) * 1000 + r"\boxed{42}" + "\x1b[2J",
+    "surrogates": "\ud800\udfff" * 1000 + r"\boxed{" + "\udc80" + "}",
+    "power tower": r"\boxed{9**9**9**9}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_completions_cost_milliseconds(name: str) -> None:
+    text = HOSTILE[name]
+    start = time.process_time()
+    for answer in ("42", "Paris", "7" * 1000):
+        assert match(text, answer) == float(name == "control characters" and answer == "42")
+    normalise(text)
+    reference_answer(text)
+    Grader(FormatReward()).grade([(ADD, text)])
+    assert time.process_time() - start < 6.0
+
+
+@given(st.text(), st.text(max_size=20))
+@settings(max_examples=300)
+def test_any_text_can_be_graded(completion: str, answer: str) -> None:
+    for reward in (MatchReward(), FormatReward()):
+        (result,) = Grader(reward).grade([(problem(answer), completion)])
+        assert result.total_reward in (0.0, 1.0)
+
+
+@given(st.text(alphabet="ab{}\\$, 1.-", max_size=30))
+def test_normalise_is_idempotent_and_a_boxed_reference_matches(answer: str) -> None:
+    once = normalise(answer)
+    if answer.count("{") == answer.count("}") == 0 and "\\" not in answer:
+        assert match(rf"\boxed{{{answer}}}", answer) == float(bool(once))
+
+
+class Says(Reward):
+    """A reward that returns or raises what it was made with."""
+
+    name = "says"
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def grade(self, problem: Problem, completion: str):
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+def said(value: object) -> RewardResult:
+    (result,) = Grader(Says(value)).grade([(ADD, "")])
+    return result
+
+
+@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.5), np.int64(3), np.array(2.0)])
+def test_numbers_of_any_kind_are_rewards(value: object) -> None:
+    result = said(value)
+    assert result.total_reward == float(value)  # type: ignore[arg-type]
+    assert type(result.total_reward) is float
+    assert result.components == {"says": result.total_reward}
+    assert result.error is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (10**400, "inf"),
+        (RewardResult(math.nan), "nan"),
+        (RewardResult(None, error="no verdict"), "no verdict"),
+        (RewardResult(None), "no total_reward"),
+        (RewardResult("1"), "str"),  # type: ignore[arg-type]
+        (RewardResult(1.0, sample_metrics={"length": "long"}), "length"),  # type: ignore[dict-item]
+        (None, "NoneType"),
+        ("0.5", "str"),
+        ({"reward": 1}, "dict"),
+        (np.array([1.0, 2.0]), "ndarray"),
+        (ValueError("boom"), "ValueError: boom (test_rewards.py:"),
+        (RecursionError("deep"), "RecursionError"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_is_no_reward_gives_null_and_a_reason(value: object, reason: str) -> None:
+    result = said(value)
+    assert result.total_reward is None
+    assert result.components == {"says": None}
+    assert reason in (result.error or "")
+    assert not result.is_correct
+
+
+def test_errors_are_one_printable_line() -> None:
+    result = said(ValueError("a\nb\x1b[31m\x07" + "x" * 10_000))
+    assert result.error is not None
+    assert result.error.isprintable()
+    assert len(result.error) <= 300
+    assert printable("\ud800") == ""
+
+
+def test_results_of_a_user_keep_metrics_and_tags() -> None:
+    given_result = RewardResult(0.5, sample_metrics={"length": np.int64(3)}, tags=("short",), correct=True)  # type: ignore[dict-item]
+    result = said(given_result)
+    assert result.sample_metrics == {"length": 3.0}
+    assert result.tags == ("short",)
+    assert result.is_correct
+
+
+def weighted(*parts: tuple[str, object, float, float]) -> RewardResult:
+    reward = WeightedReward([Component(name, Says(value), weight, offset) for name, value, weight, offset in parts])
+    (result,) = Grader(reward).grade([(ADD, "")])
+    return result
+
+
+def test_a_weighted_sum_records_its_components() -> None:
+    result = weighted(("a", 1.0, 2.0, 0.0), ("b", 0.5, 0.1, -1.0))
+    assert result.total_reward == pytest.approx(2.0 + 0.1 * (0.5 - 1))
+    assert result.components == {"a": 1.0, "b": 0.5}
+
+
+def test_a_failed_component_leaves_no_total_but_the_others_values() -> None:
+    result = weighted(("a", 1.0, 1.0, 0.0), ("b", math.nan, 1.0, 0.0))
+    assert result.total_reward is None
+    assert result.components == {"a": 1.0, "b": None}
+    assert result.error is not None
+    assert result.error.startswith("b: ")
+
+
+def test_an_infinite_sum_is_null() -> None:
+    assert weighted(("a", 1e308, 10.0, 0.0)).total_reward is None
+
+
+def test_sample_metrics_of_components_keep_apart() -> None:
+    result = weighted(
+        ("a", RewardResult(1.0, sample_metrics={"n": 1.0}, tags=("x",)), 1.0, 0.0),
+        ("b", RewardResult(0.0, sample_metrics={"n": 2.0, "a": 3.0}, tags=("x", "y")), 1.0, 0.0),
+    )
+    assert result.sample_metrics == {"n": 1.0, "b/n": 2.0, "b/a": 3.0}
+    assert result.tags == ("x", "y")
+
+
+RECIPE = {
+    "type": "weighted",
+    "components": [
+        {"type": "match", "name": "correct", "weight": 1.0},
+        {"type": "format", "weight": 0.1, "offset": -1.0},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("completion", "total", "correct", "format_ok"),
+    [(r"\boxed{42}", 1.0, True, True), (r"\boxed{41}", 0.0, False, True), ("who knows", -0.1, False, False)],
+)
+def test_the_gsm8k_recipe(completion: str, total: float, correct: bool, format_ok: bool) -> None:
+    with build_grader(RECIPE) as grader:
+        (result,) = grader.grade([(ADD, completion)])
+    assert grader.names == ("correct", "format")
+    assert result.total_reward == pytest.approx(total)
+    assert (result.correct, result.format_ok) == (correct, format_ok)
+    assert result.components == {"correct": float(correct), "format": float(format_ok)}
+
+
+def test_grading_nothing_is_no_work() -> None:
+    with build_grader(RECIPE) as grader:
+        assert grader.grade([]) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"type": "maths"}, "reward.type"),
+        ({"type": "weighted"}, "reward.components"),
+        ({"type": "weighted", "components": [{"type": "match"}, {"type": "match"}]}, "two are named 'match'"),
+        ({"type": "weighted", "components": [{"type": "weighted"}]}, "inside a weighted sum"),
+        ({"type": "judge"}, "reward.judge_model"),
+        ({"type": "custom"}, "reward.custom_module"),
+    ],
+)
+def test_sections_that_cannot_be_built_say_what_to_type(section: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_grader(section)
+    assert key in str(caught.value)
+    assert ": " in str(caught.value)
+
+
+def test_math_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'retrain\[math\]'"):
+        build_grader({"type": "math"})
+
+
+def test_a_missing_custom_file_is_an_error_before_anything_runs(tmp_path) -> None:
+    with pytest.raises(PluginError, match="no such file"):
+        build_grader({"type": "custom", "custom_module": "absent.py"}, base_dir=tmp_path)

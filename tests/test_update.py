@@ -1,0 +1,168 @@
+"""One optimizer step: on-policy ratio, micro-batch independence, skipped groups, failure without damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_engine import requests, trained
+from toymodels import toy_base
+
+from retrain.engines.local import LocalEngine
+from retrain.errors import RunFailed
+from retrain.policy.lora import Lanes
+from retrain.policy.logprobs import TrainSequence, split_microbatches
+from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.rng import generator
+
+
+@pytest.fixture(scope="module", params=["float32", "float64"])
+def base(request, tmp_path_factory):
+    return toy_base(tmp_path_factory.mktemp("toy"), request.param)
+
+
+@pytest.fixture
+def lanes(base):
+    lanes = Lanes(base)
+    yield lanes
+    lanes.detach()
+
+
+def rollout(base, lanes, adapter, temperature=1.0) -> list[TrainSequence]:
+    """Sampled sequences with made-up, token-varying advantages."""
+    asked = requests(prompts=5, samples=3, temperature=temperature)
+    noise = generator("advantages")
+    return [
+        TrainSequence(r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), np.ones(len(c), dtype=bool))
+        for r, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True)
+        for c in group
+    ]
+
+
+def totals(sequences) -> Denominators:
+    return Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences))
+
+
+def gradient(base, lanes, seed, sequences, settings, denominators=None):
+    adapter = trained(lanes, seed)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    metrics = train_step(
+        base, lanes, adapter, optimizer, sequences, settings, denominators or totals(sequences), 1e-3
+    )
+    return adapter.flat.grad.clone(), metrics
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
+def test_on_policy_ratio_is_one_at_any_temperature(base, lanes, temperature, loss):
+    sequences = rollout(base, lanes, trained(lanes, 0), temperature)
+    settings = LossSettings(loss=loss, temperature=temperature, grad_clip_norm=0)
+    _, metrics = gradient(base, lanes, 0, sequences, settings)
+    assert abs(metrics["val/ratio"] - 1) < 1e-5
+    assert metrics["val/ratio_var"] < 1e-9
+    assert metrics["kl_sample_train_v2"] < 1e-6
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+def test_all_losses_have_the_same_gradient_on_policy(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    grads = [
+        gradient(base, lanes, 0, sequences, LossSettings(loss=loss, grad_clip_norm=0))[0]
+        for loss in ("ppo", "reinforce", "gspo", "cispo")
+    ]
+    for other in grads[1:]:
+        assert torch.allclose(grads[0], other, atol=1e-5 * float(grads[0].abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("normalizer", ["tokens", "sequences", "constant"])
+def test_every_micro_batch_split_gives_the_same_gradient(base, lanes, normalizer):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings = LossSettings(normalizer=normalizer, max_tokens=12, grad_clip_norm=0)
+    whole, metrics = gradient(base, lanes, 0, sequences, settings)
+    assert whole.norm() > 0
+    for budget in (1, 40, 100):
+        split, other = gradient(base, lanes, 0, sequences, replace(settings, micro_batch_tokens=budget))
+        assert len(split_microbatches(sequences, budget)) > 1
+        assert float((split - whole).norm() / whole.norm()) < 1e-6 * (1 if base.dtype == torch.float64 else 10)
+        assert other["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+
+
+def test_groups_without_signal_cost_nothing_and_change_nothing(base, lanes):
+    """A zero advantage has no gradient; leaving its sequence out must leave the update alone."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for s in sequences[:6]:
+        s.advantages_T = np.zeros(len(s.completion_ids))
+    settings = LossSettings(grad_clip_norm=0)
+    whole, _ = gradient(base, lanes, 0, sequences, settings)
+    without, _ = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
+    assert float((without - whole).norm() / whole.norm()) < 1e-5
+
+
+def test_gradient_is_that_of_the_plain_formula(base, lanes):
+    """Against autograd through one unpadded sequence at a time."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    grad, metrics = gradient(base, lanes, 0, sequences, LossSettings(loss="reinforce", grad_clip_norm=0))
+    adapter = trained(lanes, 0)
+    adapter.flat.grad.zero_()
+    tokens, total = totals(sequences).tokens, 0.0
+    for s in sequences:
+        ids = torch.tensor([list(s.prompt_ids) + list(s.completion_ids)])
+        with lanes.single(adapter):
+            logits = base.model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1]
+            logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+            loss = -(torch.from_numpy(s.advantages_T).to(logp) * logp).sum() / tokens
+            loss.backward()
+        total += loss.item()
+    assert float((adapter.flat.grad - grad).norm() / grad.norm()) < 1e-4
+    assert metrics["loss"] == pytest.approx(total, rel=1e-3)
+
+
+def test_clipping_and_the_first_adamw_step(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    adapter = trained(lanes, 0)
+    before = adapter.flat.detach().clone()
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    metrics = train_step(
+        base, lanes, adapter, optimizer, sequences, LossSettings(grad_clip_norm=0.01), totals(sequences), 5e-3
+    )
+    assert metrics["optim/grad_norm"] > 0.01
+    assert metrics["optim/grad_clipped"]
+    assert float(adapter.flat.grad.norm()) == pytest.approx(0.01, rel=1e-3)
+    moved = (adapter.flat.detach() - before).abs()
+    assert float(moved.max()) == pytest.approx(5e-3, rel=1e-2)  # AdamW's first step is lr·sign(gradient)
+
+
+def test_no_sequences_is_a_step_that_changes_nothing(base, lanes):
+    adapter = trained(lanes, 0)
+    before = adapter.flat.detach().clone()
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.1)
+    metrics = train_step(base, lanes, adapter, optimizer, [], LossSettings(), Denominators(0, 0), 1e-3)
+    assert torch.equal(before, adapter.flat)
+    assert metrics["loss"] == 0
+    assert metrics["val/ratio"] is None
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    sequences[0].advantages_T = np.full(len(sequences[0].completion_ids), 1e300 if base.dtype == torch.float64 else 3e38)
+    adapter = trained(lanes, 0)
+    before = adapter.flat.detach().clone()
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    with pytest.raises((RunFailed, ValueError)):
+        train_step(base, lanes, adapter, optimizer, sequences, LossSettings(), Denominators(1, 1), 1e-3)
+    assert torch.equal(before, adapter.flat)
+
+
+def test_dropout_repeats_for_the_same_stream(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    grads = []
+    for stream in (("a",), ("a",), ("b",)):
+        adapter = trained(lanes, 0)
+        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+        settings = LossSettings(dropout=0.3, grad_clip_norm=0)
+        train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, stream)
+        grads.append(adapter.flat.grad.clone())
+    assert torch.equal(grads[0], grads[1])
+    assert not torch.allclose(grads[0], grads[2])

@@ -1,0 +1,62 @@
+"""Small random models and tokenizers, built on the spot: real transformers classes, no downloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from retrain.policy.base import BaseModel, load_base
+
+
+def word_tokenizer(texts: list[str], vocab_size: int = 300):
+    """A byte-level BPE tokenizer trained on the given texts, with end and padding tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<end>", "<turn>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.chat_template = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}<turn>"
+    return fast
+
+
+def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
+    """A Qwen3 with random weights and a trained tokenizer, saved as an ordinary model directory."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = word_tokenizer(texts)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)  # a spread-out distribution, unlike that of a fresh initialisation
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def toy_base(path: Path, dtype: str = "float32") -> BaseModel:
+    """The model above, loaded the way training loads it."""
+    directory = qwen3_directory(path, ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"])
+    return load_base(str(directory), devices="cpu", dtype=dtype)
