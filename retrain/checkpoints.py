@@ -88,9 +88,7 @@ def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
     return None
 
 
-def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete all but the last ``keep_last`` checkpoints and those at multiples of ``keep_every``."""
-    for directory in checkpoint_directories(run_directory)[: -max(1, keep_last)]:
-        step = int(directory.name.removeprefix("step_"))
-        if not keep_every or step % keep_every:
-            shutil.rmtree(directory)
+def prune(run_directory: Path, keep_last: int) -> None:
+    """Delete all but the last ``keep_last`` checkpoints; 0 keeps all."""
+    for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
+        shutil.rmtree(directory)

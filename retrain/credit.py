@@ -14,7 +14,8 @@ import torch
 
 from retrain.maths.advantages import group_advantages, whiten
 from retrain.maths.credit import NEEDS_ENTROPY, ModeInputs, TokenCredit, placebo_mask, token_advantages
-from retrain.maths.planning import RegexDetector
+from retrain.maths.planning import RegexDetector, text_and_offsets
+from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import TrainSequence
 from retrain.policy.update import Denominators
 from retrain.rng import uniforms
@@ -62,43 +63,42 @@ def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "rewa
             group.discarded = None if np.any(group.advantages_N[known] != 0) else "zero_advantage"
 
 
-def completion_offsets(completion: Completion, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+def completion_offsets(completion: Completion, base: BaseModel) -> tuple[str, Sequence[Any]]:
     """Text of a completion and, for each of its tokens, the characters [start, end) it stands for.
 
-    Sampled ids need not be the tokenizer's own way of writing the text, so the tokens are decoded as a stream:
-    characters that need several tokens belong to the last of them, special tokens to none.
+    Sampled ids need not be the tokenizer's own way of writing the text, so it is the tokens as sampled that are
+    decoded: by their bytes where the tokenizer works on bytes, otherwise as a stream in which characters that need
+    several tokens belong to the last of them. Special tokens stand for nothing.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return _offsets_by_prefix(completion, tokenizer)
+    table = base.token_bytes
+    if table is not None:
+        return text_and_offsets([table[i] if i < len(table) else b"" for i in completion.token_ids])
+    backend = getattr(base.tokenizer, "backend_tokenizer", None)
+    offsets: list[tuple[int, int]] = []
+    if backend is None:  # a tokenizer without a fast backend: lengths of the decoded prefixes
+        text = ""
+        for end in range(1, len(completion.token_ids) + 1):
+            longer = base.decode(completion.token_ids[:end])
+            offsets.append((len(text), max(len(text), len(longer))))
+            text = longer
+        return text, offsets
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=True)
     pieces = [stream.step(backend, token_id) or "" for token_id in completion.token_ids]
-    offsets, start = [], 0
+    start = 0
     for piece in pieces:
         offsets.append((start, start + len(piece)))
         start += len(piece)
     return "".join(pieces), offsets
 
 
-def _offsets_by_prefix(completion: Completion, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """The same for tokenizers without a fast backend: lengths of the decoded prefixes."""
-    text, offsets = "", []
-    for end in range(1, len(completion.token_ids) + 1):
-        longer = tokenizer.decode(completion.token_ids[:end], skip_special_tokens=True)
-        offsets.append((len(text), max(len(text), len(longer))))
-        text = longer
-    return text, offsets
-
-
-def mark_planning(groups: Sequence[Group], detector: RegexDetector, tokenizer: Any) -> None:
+def mark_planning(groups: Sequence[Group], detector: RegexDetector, base: BaseModel) -> None:
     """Set ``planning`` of every group: per completion a bool array [T]."""
+    decoded = [completion_offsets(completion, base) for group in groups for completion in group.completions]
+    masks = iter(detector.token_masks([text for text, _ in decoded], [offsets for _, offsets in decoded]))
     for group in groups:
-        group.planning = []
-        for completion in group.completions:
-            text, offsets = completion_offsets(completion, tokenizer)
-            group.planning.append(np.asarray(detector.token_mask(text, offsets), dtype=bool))
+        group.planning = [np.asarray(next(masks), dtype=bool) for _ in group.completions]
 
 
 def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tensor:
@@ -148,6 +148,8 @@ def assign_credit(
             correct_B=torch.tensor([g.rewards[i].is_correct for g, i in rows]),
             group_B=torch.tensor([order[id(g)] for g, _ in rows]),
             placebo_B_T=placebo_BT,
+            alpha1=config.gtpo.alpha1,
+            alpha2=config.gtpo.alpha2,
             entropy_rho=config.algorithm.entropy_mask_rho,
             entropy_denominator=config.algorithm.entropy_mask_denominator,
         ),

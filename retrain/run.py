@@ -111,8 +111,8 @@ class Run:
         self.loss_settings = LossSettings(
             loss=config.algorithm.loss,
             normalizer=config.algorithm.loss_normalizer,
-            clip_low=training.clip_eps,
-            clip_high=training.clip_eps if training.clip_eps_high is None else training.clip_eps_high,
+            clip_low=training.clip_range[0],
+            clip_high=training.clip_range[1],
             ratio_cap=config.algorithm.cispo_cap,
             temperature=training.temperature,
             max_tokens=training.max_tokens,

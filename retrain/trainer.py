@@ -116,7 +116,7 @@ class Cohort:
             groups = _grade(grader, prompts, completions)
         with _span([run], "credit"):
             fill_advantages(groups, run.config.algorithm.advantage_mode, run.config.reward.type)
-            mark_planning(groups, run.detector, self.base.tokenizer)
+            mark_planning(groups, run.detector, self.base)
             sepa_lambda, gate_open = run.sepa_values()
             credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step))
             state = {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open, **credit.stats}

@@ -61,8 +61,8 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.2, ("easy",), CAREFUL, 1024),
-    Stage(0.55, LEVELS, CAREFUL, 2048),
+    Stage(0.18, ("easy",), CAREFUL, 1024),
+    Stage(0.55, (*LEVELS, "hard"), CAREFUL, 2048),
     Stage(1.0, LEVELS, PUPIL, 2560),
 )
 
@@ -259,6 +259,19 @@ def boxed(text: str) -> str | None:
     return text[start + 7 :].split("}", 1)[0] if start >= 0 else None
 
 
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write the ``transformers`` directory; the tokenizer under the class name that older releases know as well."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings.pop("backend", None)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def model_card(model: Qwen3ForCausalLM, tables: dict[str, dict[str, dict[str, float]]], steps: int, seed: int) -> str:
     """The README of the model directory, with the measured accuracies if there are any."""
     parameters = sum(p.numel() for p in model.parameters())
@@ -321,8 +334,7 @@ def main() -> None:
     model = make_model(tokenizer, options.seed)
     train(model, tokenizer, options.steps, options.seed)
     tables = measure_both(model, tokenizer, options.problems) if options.problems else {}
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+    save(model, tokenizer, options.out)
     (options.out / "README.md").write_text(model_card(model, tables, options.steps, options.seed), encoding="utf-8")
     print(json.dumps(tables, indent=2))
 

@@ -25,9 +25,16 @@ from retrain.trainer import Cohort
 
 
 def assemble(
-    directory: Path, specs: Sequence[RunSpec], observer: Any, stop: Callable[[], bool], stack: ExitStack
+    directory: Path,
+    specs: Sequence[RunSpec],
+    folder: Path,
+    observer: Any,
+    stop: Callable[[], bool],
+    stack: ExitStack,
 ) -> Cohort:
     """The cohort of these runs, ready to train. ``stack`` closes graders and unwraps the base at the end.
+
+    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
 
     Raises RetrainError when the model, the data or a checkpoint cannot be used.
     """
@@ -45,13 +52,15 @@ def assemble(
     lanes = Lanes(base, config.lora.target_modules)
     stack.callback(lanes.detach)
     engine = LocalEngine(base, lanes)
-    data = load_data(config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed)
+    data = load_data(config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder)
+    for note in data.notes:
+        observer.message(note)
     graders: dict[str, Grader] = {}
     runs, used = [], []
     for spec in specs:
         key = spec.config.reward.model_dump_json()
         if key not in graders:
-            graders[key] = stack.enter_context(build_grader(spec.config.reward))
+            graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
         run = _build_run(directory, spec, base, lanes, data, graders[key], observer)
         run.check_engine(engine.gives_entropy)
         runs.append(run)

@@ -63,19 +63,19 @@ def launch(loaded: Loaded, out: Path | None, observer: Observer) -> Outcome:
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     with DirectoryLock(directory):
         manifest = Manifest.open(directory, loaded.config.campaign.name or loaded.path.stem, specs)
-        write_plan(directory, specs, loaded.text, loaded.path.name)
+        write_plan(directory, specs, loaded.text, loaded.path)
         if loaded.is_campaign:
             write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
             write_environment(directory)
-        return _carry_out(manifest, specs, observer)
+        return _carry_out(manifest, specs, loaded.path.parent, observer)
 
 
 def resume(directory: Path, observer: Observer) -> Outcome:
     """Continue a run or campaign from its directory alone."""
-    specs = read_plan(Path(directory))
+    specs, folder = read_plan(Path(directory))
     with DirectoryLock(Path(directory)):
         manifest = Manifest.open(Path(directory), Path(directory).name, specs)
-        return _carry_out(manifest, specs, observer)
+        return _carry_out(manifest, specs, folder, observer)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
@@ -113,7 +113,7 @@ def _lane_count(specs: Sequence[RunSpec], conditions: int) -> int:
     return max(1, most // conditions * conditions if conditions <= most else most)
 
 
-def _carry_out(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> Outcome:
+def _carry_out(manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer) -> Outcome:
     directory = manifest.directory
     observer.plan(specs)
     todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in ("done", "failed")]
@@ -121,7 +121,7 @@ def _carry_out(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer)
     with stop.listening(observer):
         for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:
             try:
-                _train_cohort(manifest, group, observer, lambda: stop.asked)
+                _train_cohort(manifest, group, folder, observer, lambda: stop.asked)
             except (Interrupted, KeyboardInterrupt):
                 interrupted = True
                 break
@@ -158,7 +158,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 
 def _train_cohort(
-    manifest: Manifest, specs: Sequence[RunSpec], observer: Observer, stop: Callable[[], bool]
+    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool]
 ) -> None:
     """Build the runs of one cohort, restore what was saved of them, and train them together."""
     from retrain.campaign.assemble import assemble
@@ -166,7 +166,7 @@ def _train_cohort(
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
         try:
-            cohort = assemble(manifest.directory, specs, follower, stop, stack)
+            cohort = assemble(manifest.directory, specs, folder, follower, stop, stack)
         except RetrainError as error:
             for spec in specs:
                 follower.run_finished(spec, "failed", str(error))

@@ -97,8 +97,9 @@ class Manifest:
         write_json(self.directory / MANIFEST, self.content)
 
 
-def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_name: str) -> None:
-    """Write ``plan.json``: the file as it was given and every run with its resolved configuration."""
+def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_path: Path) -> None:
+    """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
+    every run with its resolved configuration."""
     runs = [
         {
             "run_id": spec.run_id,
@@ -111,15 +112,17 @@ def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_n
         }
         for spec in specs
     ]
-    write_json(directory / PLAN, {"format": 1, "file": toml_name, "toml": toml_text, "runs": runs})
+    file = {"file": toml_path.name, "folder": str(toml_path.resolve().parent), "toml": toml_text}
+    write_json(directory / PLAN, {"format": 1, **file, "runs": runs})
 
 
-def read_plan(directory: Path) -> list[RunSpec]:
-    """The runs of ``plan.json``. Raises UsageError when the directory holds none."""
+def read_plan(directory: Path) -> tuple[list[RunSpec], Path]:
+    """The runs of ``plan.json`` and the folder of their file. Raises UsageError when the directory holds no plan."""
     path = directory / PLAN
     if not path.is_file():
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}")
-    return [
+    content = read_json(path)
+    specs = [
         RunSpec(
             run_id=run["run_id"],
             label=run["label"],
@@ -129,8 +132,9 @@ def read_plan(directory: Path) -> list[RunSpec]:
             config=parse_dict(run["config"]),
             is_campaign=run["is_campaign"],
         )
-        for run in read_json(path)["runs"]
+        for run in content["runs"]
     ]
+    return specs, Path(content["folder"])
 
 
 class DirectoryLock:

@@ -36,8 +36,8 @@ def toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        pairs = (f"{key} = {toml(item)}" for key, item in value.items() if item is not None)
-        return "{ " + ", ".join(pairs) + " }"
+        pairs = [f"{key} = {toml(item)}" for key, item in value.items() if item is not None]
+        return "{ " + ", ".join(pairs) + " }" if pairs else "{}"
     return str(value)
 
 

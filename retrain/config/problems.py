@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -119,6 +120,9 @@ def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
     known = unavailable(field, value)
     if known is not None:
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
+    if isinstance(value, str) and choices(field) and re.fullmatch(r"[A-Za-z_][\w.]*[.:]\w+", value):
+        message = f"is {show(value)}: code of your own cannot be named here"
+        return Mistake(path, message, f"{name} = {show(_example(field))}")
     message = f"is {show(value)}"
     if not isinstance(value, list):
         message += f", {kind(value)}" if not _same_kind(field, value) else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,41 @@ class BaseModel:
         """Longest prompt + completion that the model's positions allow."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
 
+    @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """UTF-8 bytes of every token id (special tokens: none), for tokenizers that work on bytes; else None."""
+        return byte_table(self.tokenizer)
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of one completion, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def byte_table(tokenizer: Any) -> list[bytes] | None:
+    """What each token of a byte-level tokenizer stands for; None for tokenizers of another kind.
+
+    Byte-level BPE writes each byte as one printable character (GPT-2's table); this is that table backwards.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or '"type":"ByteLevel"' not in json.dumps(
+        json.loads(backend.to_str()).get("decoder"), separators=(",", ":")
+    ):
+        return None
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    special = set(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    table = []
+    for token_id in range(len(tokenizer)):
+        token = backend.id_to_token(token_id) or ""
+        if token_id in special or (token_id in added and added[token_id].special):
+            table.append(b"")
+        elif token_id in added:
+            table.append(token.encode())
+        else:
+            table.append(bytes(byte_of[char] for char in token if char in byte_of))
+    return table
 
 
 def resolve_device(devices: str) -> torch.device:

@@ -1,0 +1,133 @@
+"""From groups to training sequences: offsets of sampled tokens, missing rewards, skipped groups, denominators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from toymodels import word_tokenizer
+
+from retrain.config import parse_dict
+from retrain.credit import assign_credit, completion_offsets, fill_advantages, mark_planning
+from retrain.maths.planning import RegexDetector
+from retrain.policy.base import BaseModel, byte_table
+from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+
+
+@pytest.fixture(scope="module")
+def base():
+    tokenizer = word_tokenizer(["so x = 4 notice that we can check", "that's not right wait let me check"], 280)
+    model = SimpleNamespace()
+    return BaseModel("toy", model, tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
+
+
+def completion(base, text, logprobs=None):
+    ids = base.tokenizer(text)["input_ids"] + [base.tokenizer.eos_token_id]
+    values = np.linspace(-2, -0.1, len(ids)) if logprobs is None else np.asarray(logprobs)
+    return Completion(ids, text, values, np.abs(values), "stop")
+
+
+def group(base, rewards, texts=None):
+    texts = texts or [f"so x = {i}" for i in range(len(rewards))]
+    prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
+    results = [RewardResult(r) for r in rewards]
+    return Group(prompt, [completion(base, t) for t in texts], results, np.full(len(rewards), np.nan))
+
+
+@pytest.mark.parametrize("text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"])
+def test_offsets_cover_the_text_exactly(base, text):
+    decoded, offsets = completion_offsets(completion(base, text), base)
+    assert decoded == text
+    covered = np.zeros(len(text), dtype=bool)
+    for start, end in np.asarray(offsets).tolist():
+        covered[start:end] = True
+    assert covered.all()
+    assert tuple(np.asarray(offsets)[-1]) == (len(text), len(text))  # the end token stands for nothing
+
+
+def test_stream_and_byte_offsets_agree(base):
+    streamed = BaseModel("toy", None, base.tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
+    streamed.__dict__["token_bytes"] = None
+    one = completion(base, "so x = notice that we can check")
+    fast, slow = completion_offsets(one, base), completion_offsets(one, streamed)
+    assert fast[0] == slow[0]
+    assert np.asarray(fast[1]).tolist() == [list(pair) for pair in slow[1]]
+
+
+def test_other_tokenizers_have_no_byte_table():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert byte_table(PreTrainedTokenizerFast(tokenizer_object=words)) is None
+
+
+def test_planning_tokens_are_those_of_the_phrase(base):
+    one = group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 4"])
+    mark_planning([one], RegexDetector(), base)
+    assert one.planning is not None
+    marked = "".join(
+        base.tokenizer.decode([i]) for i, on in zip(one.completions[0].token_ids, one.planning[0], strict=True) if on
+    )
+    assert marked.strip() == "notice that"
+    assert not one.planning[1].any()
+
+
+def test_missing_rewards_take_no_part(base):
+    mixed, none, equal = group(base, [1.0, None, 0.0]), group(base, [None, None]), group(base, [0.5, 0.5])
+    fill_advantages([mixed, none, equal], "dr_grpo")
+    assert mixed.advantages_N[0] == 0.5
+    assert mixed.advantages_N[2] == -0.5
+    assert np.isnan(mixed.advantages_N[1])
+    assert (mixed.discarded, none.discarded, equal.discarded) == (None, "no_reward", "zero_advantage")
+
+
+def test_reinforce_pp_is_whitened_over_the_batch(base):
+    groups = [group(base, [1.0, 0.0]), group(base, [3.0, 1.0])]
+    fill_advantages(groups, "reinforce_pp")
+    counts = np.array([len(c) for g in groups for c in g.completions])
+    values = np.concatenate([g.advantages_N for g in groups])
+    assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
+    assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
+
+
+def test_denominators_count_skipped_groups(base):
+    """A group without signal trains nothing, and stays in the count that the loss is divided by."""
+    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
+    fill_advantages(groups, "grpo")
+    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
+    assert len(result.sequences) == 2
+    rated = [c for g in groups[:2] for c in g.completions]
+    assert result.denominators.tokens == sum(len(c) for c in rated)
+    assert result.denominators.sequences == 4
+    for sequence in result.sequences:
+        assert sequence.loss_mask_T.all()
+        assert len(set(sequence.advantages_T.tolist())) == 1
+
+
+def test_no_reward_at_all_trains_nothing(base):
+    groups = [group(base, [None, None])]
+    fill_advantages(groups, "grpo")
+    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
+    assert result.sequences == []
+    assert result.denominators.tokens == 0
+
+
+@pytest.mark.parametrize(
+    "mode", ["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
+)
+def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
+    config = parse_dict({"algorithm": {"transform_mode": mode}})
+    groups = [group(base, [1.0, 0.0, 1.0], ["so x = 4", "wait let me check so x", "notice that x = 4"])]
+    fill_advantages(groups, "grpo")
+    mark_planning(groups, RegexDetector(), base)
+    result = assign_credit(groups, config, 0.5, ("placebo",))
+    assert len(result.sequences) == 3
+    assert all(np.isfinite(s.advantages_T).all() for s in result.sequences)
+    trained = sum(int(s.loss_mask_T.sum()) for s in result.sequences)
+    total = sum(len(s.completion_ids) for s in result.sequences)
+    assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
+    assert result.stats["planning_fraction"] > 0
