@@ -119,8 +119,11 @@ class Cohort:
             mark_planning(groups, run.detector, self.base)
             sepa_lambda, gate_open = run.sepa_values()
             credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step))
-            state = {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open, **credit.stats}
-            run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, _correct_rate(groups), credit.exec_variance)
+            state: dict[str, Any] = dict(credit.stats)
+            if run.config.algorithm.transform_mode == "gtpo_sepa":
+                state |= {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open}
+                correct_rate = _correct_rate(groups)
+                run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, correct_rate, credit.exec_variance)
         if all(group.discarded == "no_reward" for group in groups):
             errors = sorted({r.error for group in groups for r in group.rewards if r.error})
             raise RunFailed(f"every completion of step {run.step} failed to be graded: {'; '.join(errors[:3])}")

@@ -6,9 +6,9 @@ writes an ordinary ``transformers`` directory (config, weights, tokenizer with c
 seed, steps and package versions give the same bytes: one thread, deterministic algorithms, and every demonstration
 from a named random stream. ``--measure`` only measures the accuracies of a directory.
 
-The curriculum has three stages: flawless work on the shortest problems, flawless work on all, and then the imperfect
-demonstrations, whose habits the model takes over while it keeps the skill. The matrices are trained with Muon
-(Jordan et al. 2024), which needs about half the steps of AdamW here; embeddings and norms with AdamW.
+The curriculum has three stages: written columns without slips (and some guesses) on the shortest problems, the same
+on all, and then the pupil's real habits, which the model takes over while it keeps the skill. The matrices are
+trained with Muon (Jordan et al. 2024), which learns this in fewer steps than AdamW; embeddings and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from retrain.environments.arithmetic import LEVELS, problems
-from retrain.environments.demonstrations import CAREFUL, PUPIL, Pupil, demonstration
+from retrain.environments.demonstrations import PRACTICE, PUPIL, Pupil, demonstration
 from retrain.rng import stream_key, torch_seed
 from retrain.types import Problem
 
+BUNDLE = Path(__file__).parent.parent / "retrain" / "models" / "tiny_reasoner"
+STEPS = 1500
 THREADS = 1
 """More would make the bytes depend on the machine, and gain little with matrices this small."""
 PAD, EOS = "<|pad|>", "<|end|>"
 SPECIAL = [PAD, EOS, "<|system|>", "<|user|>", "<|assistant|>"]
+PAD_ID, EOS_ID = 0, 1
+"""Special tokens take the first ids of the vocabulary, in the order of the list."""
 WORDS = Regex(r"'[a-z]+| ?[A-Za-z]+|\d|[,:] ?|\\boxed\{|[^A-Za-z\d]")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -61,8 +65,8 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.18, ("easy",), CAREFUL, 1024),
-    Stage(0.55, (*LEVELS, "hard"), CAREFUL, 2048),
+    Stage(0.18, ("easy",), PRACTICE, 1024),
+    Stage(0.55, (*LEVELS, "hard"), PRACTICE, 2048),
     Stage(1.0, LEVELS, PUPIL, 2560),
 )
 
@@ -143,36 +147,29 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
         dtype="float32",
     )
     return Qwen3ForCausalLM(config)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
-    """Token ids of the problem in the chat template, up to where the answer begins."""
-    messages = [{"role": "user", "content": problem.prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def pool_of(tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, list[tuple[Problem, list[int]]]]:
-    """Training problems with their prompt ids, by level."""
-    found = {level: problems("train", TRAIN_PROBLEMS, [level], seed) for level in LEVELS}
-    return {level: [(problem, prompt_ids(tokenizer, problem)) for problem in found[level]] for level in LEVELS}
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, chosen: list[Problem]) -> list[list[int]]:
+    """Token ids of each problem in the chat template, up to where the answer begins."""
+    chats = [[{"role": "user", "content": str(problem.prompt)}] for problem in chosen]
+    texts = [str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, pool: dict[str, list[tuple[Problem, list[int]]]], stage: Stage, rng: Random
+    tokenizer: PreTrainedTokenizerFast, pool: dict[str, list[Problem]], stage: Stage, rng: Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (input_ids, labels) [B, T] of fresh demonstrations; rows of similar length, prompts not trained."""
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     while True:
         chosen = [rng.choice(pool[rng.choice(stage.levels)]) for _ in range(POOL_SIZE)]
-        texts = [demonstration(problem, rng, stage.pupil) for problem, _ in chosen]
-        answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        rows = sorted(((prompt, [*ids, end]) for (_, prompt), ids in zip(chosen, answers, strict=True)), key=_length)
+        texts = [demonstration(problem, rng, stage.pupil) for problem in chosen]
+        answers = [[*ids, EOS_ID] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        rows = sorted(zip(prompt_ids(tokenizer, chosen), answers, strict=True), key=_length)
         groups: list[list[tuple[list[int], list[int]]]] = [[]]
         for row in rows:
             if groups[-1] and (len(groups[-1]) + 1) * _length(row) > stage.batch_tokens:
@@ -181,7 +178,7 @@ def batches(
         rng.shuffle(groups)
         for group in groups:
             width = max(map(_length, group))
-            input_ids = torch.full((len(group), width), pad)
+            input_ids = torch.full((len(group), width), PAD_ID)
             labels = torch.full((len(group), width), -100)
             for i, (prompt, answer) in enumerate(group):
                 row = torch.tensor(prompt + answer)
@@ -199,7 +196,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
-    pool = pool_of(tokenizer, seed)
+    pool = {level: problems("train", TRAIN_PROBLEMS, [level], seed) for level in LEVELS}
     sources = [
         batches(tokenizer, pool, stage, Random(stream_key(seed, "demonstrations", i)))
         for i, stage in enumerate(CURRICULUM)
@@ -235,20 +232,20 @@ def measure(model: Any, tokenizer: Any, count: int, sample: bool, seed: int = 0)
     results = {}
     for level in LEVELS:
         chosen = problems("heldout", count, [level], seed=seed)
-        rows = [prompt_ids(tokenizer, problem) for problem in chosen]
+        rows = prompt_ids(tokenizer, chosen)
         width = max(map(len, rows))
-        padded = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
+        padded = torch.tensor([[PAD_ID] * (width - len(row)) + row for row in rows])
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
         output = model.generate(
-            padded, attention_mask=(padded != tokenizer.pad_token_id).long(), max_new_tokens=MAX_TOKENS, **sampling
+            padded, attention_mask=(padded != PAD_ID).long(), max_new_tokens=MAX_TOKENS, **sampling
         )[:, width:]
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
         right = sum(boxed(text) == problem.answer for text, problem in zip(texts, chosen, strict=True))
-        lengths = (output != tokenizer.pad_token_id).sum(1)
+        lengths = (output != PAD_ID).sum(1)
         results[level] = {
             "accuracy": round(right / count, 4),
             "mean_tokens": round(lengths.float().mean().item(), 1),
-            "cut_off": round((output != tokenizer.eos_token_id).all(1).float().mean().item(), 4),
+            "cut_off": round((output != EOS_ID).all(1).float().mean().item(), 4),
         }
     return results
 
@@ -312,30 +309,35 @@ def measure_both(model: Any, tokenizer: Any, count: int) -> dict[str, dict[str, 
     return {"sampled": measure(model, tokenizer, count, True), "greedy": measure(model, tokenizer, count, False)}
 
 
-def main() -> None:
-    """Parse the command line, then measure a directory or make one."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="directory to write")
-    parser.add_argument("--measure", type=Path, metavar="DIR", help="measure this directory and write nothing")
-    parser.add_argument("--problems", type=int, default=500, help="held-out problems of each level in a measurement")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def make(out: Path, steps: int, seed: int, count: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Train from nothing, measure on ``count`` problems of each level (0: not at all), write the directory."""
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
+    tokenizer = make_tokenizer(seed)
+    model = make_model(tokenizer, seed)
+    train(model, tokenizer, steps, seed)
+    tables = measure_both(model, tokenizer, count) if count else {}
+    save(model, tokenizer, out)
+    (out / "README.md").write_text(model_card(model, tables, steps, seed), encoding="utf-8")
+    return tables
+
+
+def main() -> None:
+    """Parse the command line, then measure a directory or make one."""
+    parser = argparse.ArgumentParser(description="Make the bundled reasoner, or measure one.")
+    parser.add_argument("--out", type=Path, default=BUNDLE, help="directory to write (default: the bundled one)")
+    parser.add_argument("--measure", type=Path, metavar="DIR", help="measure this directory and write nothing")
+    parser.add_argument("--problems", type=int, default=500, help="held-out problems of each level in a measurement")
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer give a model that has not learned the skill")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     if options.measure:
+        torch.set_num_threads(THREADS)
         model = AutoModelForCausalLM.from_pretrained(options.measure, local_files_only=True, dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(options.measure, local_files_only=True)
-        print(json.dumps(measure_both(model, tokenizer, options.problems), indent=2))
-        return
-    if options.out is None:
-        parser.error("give --out DIR or --measure DIR")
-    tokenizer = make_tokenizer(options.seed)
-    model = make_model(tokenizer, options.seed)
-    train(model, tokenizer, options.steps, options.seed)
-    tables = measure_both(model, tokenizer, options.problems) if options.problems else {}
-    save(model, tokenizer, options.out)
-    (options.out / "README.md").write_text(model_card(model, tables, options.steps, options.seed), encoding="utf-8")
+        tables = measure_both(model, tokenizer, options.problems)
+    else:
+        tables = make(options.out, options.steps, options.seed, options.problems)
     print(json.dumps(tables, indent=2))
 
 

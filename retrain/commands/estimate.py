@@ -18,20 +18,26 @@ from typing import Any
 from retrain.files import read_json
 from retrain.models import bundled_model_path
 
-PROMPT_TOKENS = 128
-"""Assumed length of a prompt; the real one needs the tokenizer and the data."""
+PROMPT_TOKENS = {"arithmetic": 12}
+"""Typical prompt length by data source, of the bundled model's tokenizer."""
+
+OTHER_PROMPT_TOKENS = 128
+"""Assumed where the length is not known: it needs the tokenizer and the data."""
+
+MICRO_BATCH_TOKENS = 4096
+"""Assumed for ``micro_batch_tokens = "auto"``, which takes what memory is free."""
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
 """Shares of the peak that eager torch code reaches."""
 
-LAYER_SECONDS = {"cpu": 4e-4, "gpu": 3e-4}
+LAYER_SECONDS = {"cpu": 1e-3, "gpu": 3e-4}
 """Fixed cost of one layer's forward pass for one decoded token: launching its operations."""
 
 GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
 """bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
 
 ASSUMPTIONS = (
-    f"prompts of {PROMPT_TOKENS} tokens, every completion at full length (most end earlier)",
+    "every completion at full length (most end earlier), no prompt left out of the update",
     "training a token costs 6 operations per active parameter: one pass for the logprobs, one forward, one backward",
     f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
     "adapter, gradient and two Adam moments in fp32",
@@ -142,15 +148,32 @@ class Device:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Costs of one run (counts, seconds) and of the process that trains one run (bytes)."""
+    """Costs of one run (counts, seconds) and of the process that trains one run (bytes).
 
+    ``memory`` is needed in any case; ``cache`` are the keys and values of all sequences of a step decoded at once.
+    """
+
+    prompt_tokens: int
     completions: int
     completion_tokens: int
     evaluation_completions: int
     parameters: int | None
     adapter_parameters: int | None
     memory: dict[str, int] | None
+    cache: int | None
     seconds: float | None
+
+
+QWEN3 = {
+    "0.6B": (28, 1024, 16, 3072, True),
+    "1.7B": (28, 2048, 16, 6144, True),
+    "4B": (36, 2560, 32, 9728, True),
+    "8B": (36, 4096, 32, 12288, False),
+    "14B": (40, 5120, 40, 17408, False),
+    "32B": (64, 5120, 64, 25600, False),
+}
+"""Layers, hidden, heads, intermediate, tied of the published dense models, so that the shipped GPU campaigns can be
+explained on a machine that has never met a hub."""
 
 
 def find_model_config(model: str, revision: str | None = None) -> Path | None:
@@ -169,7 +192,13 @@ def find_model_config(model: str, revision: str | None = None) -> Path | None:
 def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
     """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
     path = find_model_config(model, revision)
-    return Architecture.from_config(read_json(path)) if path else None
+    if path is not None:
+        return Architecture.from_config(read_json(path))
+    sizes = QWEN3.get(model.removeprefix("Qwen/Qwen3-").removesuffix("-Base")) if model.startswith("Qwen/") else None
+    if sizes is None:
+        return None
+    layers, hidden, heads, intermediate, tied = sizes
+    return Architecture(layers, hidden, 151_936, heads, 8, 128, intermediate, tied, head_norms=True)
 
 
 def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float = 0) -> Device:
@@ -182,6 +211,12 @@ def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float
         cores = os.cpu_count() or 1
         kind, name, flops, bandwidth = "cpu", f"{cores} CPU cores", cores * 60e9, 20e9
     return Device(kind, name, peak_gflops * 1e9 or flops, peak_bandwidth_gb_s * 1e9 or bandwidth)
+
+
+def reference_gpu() -> Device:
+    """An H100, to say what a file would take there when this machine has no GPU."""
+    tflops, gigabytes = GPU_PEAKS["H100"]
+    return Device("gpu", "one H100", tflops * 1e12, gigabytes * 1e9)
 
 
 def gpu_name() -> str:
@@ -208,26 +243,29 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     completions = training.max_steps * rows
     eval_rows = evaluation.problems * evaluation.samples
     eval_rounds = evaluations(training.max_steps, training.eval_every, evaluation.at_start) if eval_rows else 0
+    prompt = PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS)
     counts = {
+        "prompt_tokens": prompt,
         "completions": completions,
         "completion_tokens": completions * training.max_tokens,
         "evaluation_completions": eval_rounds * eval_rows,
     }
     if architecture is None:
-        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, seconds=None)
+        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, cache=None, seconds=None)
 
     wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
     width = 4 if wide else 2
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
-    length = PROMPT_TOKENS + training.max_tokens
-    micro_batch = min(rows * length, 16_384 if training.micro_batch_tokens == "auto" else training.micro_batch_tokens)
+    length = prompt + training.max_tokens
+    asked = training.micro_batch_tokens
+    micro_batch = min(rows * length, MICRO_BATCH_TOKENS if asked == "auto" else asked)
     memory = {
         "model": architecture.parameters() * width,
         "adapter and optimizer": adapter * 16,
-        "keys and values while sampling": rows * length * architecture.cache_bytes(width),
-        "logits of one micro-batch": micro_batch * architecture.vocab * (width + 4),
-        "activations of one micro-batch": micro_batch * architecture.layers * architecture.hidden * width * 20,
+        f"{micro_batch:,} tokens in training": micro_batch
+        * (16 * architecture.vocab + 20 * width * architecture.layers * architecture.hidden),
     }
+    cache = rows * length * architecture.cache_bytes(width)
 
     def decode_seconds(sequences: int) -> float:
         reading = memory["model"] + sequences * length / 2 * architecture.cache_bytes(width)
@@ -240,4 +278,4 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     if eval_rows:
         seconds += eval_rounds * decode_seconds(eval_rows)
     sizes = {"parameters": architecture.parameters(), "adapter_parameters": adapter}
-    return Estimate(**counts, **sizes, memory=memory, seconds=seconds)
+    return Estimate(**counts, **sizes, memory=memory, cache=cache, seconds=seconds)

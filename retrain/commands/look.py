@@ -6,7 +6,7 @@ import fcntl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from retrain.commands.arguments import AsJson, ConfigFile, Out, Sets, read
 from retrain.commands.output import count, duration, plural, print_table, size
 from retrain.errors import UsageError
 from retrain.files import dumps
+
+if TYPE_CHECKING:
+    from retrain.commands.estimate import Estimate
 
 ADVANTAGES = {
     "grpo": "(r − mean) / std of its group",
@@ -130,7 +133,7 @@ def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def print_costs(specs: list[Any]) -> None:
     """Print tokens, memory and time with the assumptions behind them."""
-    from retrain.commands.estimate import ASSUMPTIONS, architecture_of, estimate_run, find_device
+    from retrain.commands.estimate import ASSUMPTIONS, architecture_of, estimate_run, find_device, reference_gpu
 
     config = specs[0].config
     peaks = config.backpressure
@@ -144,7 +147,7 @@ def print_costs(specs: list[Any]) -> None:
         f" {one.evaluation_completions:,} completions for held-out evaluation"
     )
     print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
-    if one.memory is None or one.parameters is None or one.adapter_parameters is None:
+    if one.memory is None or one.cache is None or one.parameters is None or one.adapter_parameters is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
     print(
@@ -152,11 +155,25 @@ def print_costs(specs: list[Any]) -> None:
         f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
     )
     parts = ", ".join(f"{name} {size(number)}" for name, number in one.memory.items())
-    print(f"memory        about {size(sum(one.memory.values()))} for one run at a time: {parts}")
+    print(
+        f"memory        about {size(sum(one.memory.values()))} for one run ({parts}), and {size(one.cache)} to decode"
+        " all its sequences at once; fewer decode together when memory is short"
+    )
+    print(f"time          {told_time(estimates, device.name)}")
+    if device.kind == "cpu" and config.backend.devices != "cpu" and sum(each.seconds or 0 for each in estimates) > DAY:
+        there = [estimate_run(spec.config, architecture, reference_gpu()) for spec in specs]
+        print(f"              {told_time(there, reference_gpu().name)}")
+    print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *ASSUMPTIONS])}")
+
+
+DAY = 86_400.0
+
+
+def told_time(estimates: list[Estimate], where: str) -> str:
+    """Time for all runs, one after the other, and for each."""
     total = sum(each.seconds or 0 for each in estimates)
-    each_run = f"one run after the other ({duration(total / len(specs))} each)"
-    print(f"time          about {duration(total)} on {device.name}, {each_run}")
-    print(f"assuming      {'; '.join(ASSUMPTIONS)}")
+    each = f", one run after the other ({duration(total / len(estimates))} each)" if len(estimates) > 1 else ""
+    return f"about {duration(total)} on {where}{each}"
 
 
 def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:

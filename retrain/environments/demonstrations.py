@@ -47,6 +47,7 @@ class Pupil:
 
 
 PUPIL = Pupil()
+PRACTICE = Pupil(guess=0.3, slip=0, slip_after_plan=0, second_try=0.2)
 CAREFUL = Pupil(guess=0, slip=0, slip_after_plan=0, confirm=0)
 
 
