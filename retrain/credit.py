@@ -63,7 +63,7 @@ def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "rewa
             group.discarded = None if np.any(group.advantages_N[known] != 0) else "zero_advantage"
 
 
-def completion_offsets(completion: Completion, base: BaseModel) -> tuple[str, Sequence[Any]]:
+def completion_offsets(completion: Completion, base: BaseModel) -> tuple[str, Any]:
     """Text of a completion and, for each of its tokens, the characters [start, end) it stands for.
 
     Sampled ids need not be the tokenizer's own way of writing the text, so it is the tokens as sampled that are
@@ -157,7 +157,7 @@ def assign_credit(
     advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
     counted = credit.denominator_mask_B_T
     sequences = []
-    for row, (group, i) in enumerate(rows):
+    for row, (group, _) in enumerate(rows):
         if group.discarded is None:
             length = len(completions[row])
             sequences.append(
@@ -169,8 +169,11 @@ def assign_credit(
                     loss_mask_T=loss_mask[row, :length],
                 )
             )
-    denominators = Denominators(tokens=int(counted.sum()), sequences=int(mask_BT.any(1).sum()),
-        all_tokens=config.algorithm.entropy_mask_denominator == "all")
+    denominators = Denominators(
+        tokens=int(counted.sum()),
+        sequences=int(mask_BT.any(1).sum()),
+        all_tokens=config.algorithm.entropy_mask_denominator == "all",
+    )
     return CreditResult(sequences, denominators, credit.stats, credit.exec_variance)
 
 

@@ -27,8 +27,8 @@ from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open,
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
-from retrain.pressure import Pressure
 from retrain.policy.update import LossSettings, default_token_budget, new_optimizer
+from retrain.pressure import Pressure
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
 from retrain.types import Problem, Prompt
@@ -161,9 +161,13 @@ class Run:
         training = self.config.training
         return [
             SampleRequest(
-                lane, prompt.token_ids, training.group_size, training.max_tokens, training.temperature,
+                lane,
+                prompt.token_ids,
+                training.group_size,
+                training.max_tokens,
+                training.temperature,
                 (*self.stream, "sample", self.step, i),
-            )  # fmt: skip
+            )
             for i, prompt in enumerate(prompts)
         ]
 
@@ -175,6 +179,13 @@ class Run:
     def sepa_values(self) -> tuple[float, bool]:
         """λ and whether the gate is open, for the next step."""
         return sepa_lambda(self.sepa, self.sepa_state, self.step), sepa_gate_open(self.sepa_state, self.step)
+
+    @property
+    def evaluation_sampling(self) -> tuple[float, int, int]:
+        """Temperature, samples per problem and max_tokens of held-out evaluation; those of training where unset."""
+        evaluation, training = self.config.evaluation, self.config.training
+        temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+        return temperature, evaluation.samples, evaluation.max_tokens or training.max_tokens
 
     def evaluation_due(self) -> bool:
         """Whether held-out evaluation belongs to the number of updates done now."""
@@ -208,7 +219,13 @@ class Run:
         name = f"{self.step:06d}"
         directory = self.directory / "checkpoints" / f"step_{name}"
         save_checkpoint(
-            directory, self.adapter, self.base.name, model.revision, self.optimizer, self.state(), self.config.lora.dropout
+            directory,
+            self.adapter,
+            self.base.name,
+            model.revision,
+            self.optimizer,
+            self.state(),
+            self.config.lora.dropout,
         )
         self._record_save(name, directory, directory)
         if self.finished:
@@ -228,7 +245,10 @@ class Run:
 
     def _record_save(self, name: str, state_path: Path, sampler_path: Path) -> None:
         """The line for a save that is complete; saving the same step again does not repeat it."""
-        if any(row["name"] == name and row["batch"] == self.step for row in read_jsonl(self.directory / "checkpoints.jsonl")):
+        if any(
+            row["name"] == name and row["batch"] == self.step
+            for row in read_jsonl(self.directory / "checkpoints.jsonl")
+        ):
             return
         self.recorder.record_checkpoint(
             {

@@ -54,7 +54,7 @@ class Cohort:
         self.pressure = self._new_pressure()
 
     def train(self) -> None:
-        """Step until every run has finished or failed. Raises Interrupted, with everything saved, when asked to stop."""
+        """Step until every run has finished or failed. Raises Interrupted, with all saved, when asked to stop."""
         for run in self.runs:
             run.last_end = time.time()
         self._start()
@@ -74,7 +74,10 @@ class Cohort:
             sampled = self._sample(active, prompts)
         records: dict[int, tuple[list[Group], dict[str, Any]]] = {}
         for (run, grader), batch, completions in zip(active, prompts, sampled, strict=True):
-            def learn(run: Run = run, grader: Grader = grader, batch: Any = batch, completions: Any = completions) -> None:
+
+            def learn(
+                run: Run = run, grader: Grader = grader, batch: Any = batch, completions: Any = completions
+            ) -> None:
                 records[id(run)] = self._learn(run, grader, batch, completions)
 
             others = [other for other, _ in active if other is not run]
@@ -199,16 +202,12 @@ class Cohort:
         begin = time.time()
         requests, prompts = [], []
         for lane, (run, _) in enumerate(due):
-            evaluation, training = run.config.evaluation, run.config.training
-            temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+            temperature, samples, max_tokens = run.evaluation_sampling
             batch = [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
             prompts.append(batch)
             stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
             requests += [
-                SampleRequest(
-                    lane, prompt.token_ids, evaluation.samples, evaluation.max_tokens or training.max_tokens,
-                    temperature, (*stream, "eval", run.step, i),
-                )  # fmt: skip
+                SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (*stream, "eval", run.step, i))
                 for i, prompt in enumerate(batch)
             ]
         counted = list(shared) if shared is not None else [[pair] for pair in due]
@@ -218,11 +217,8 @@ class Cohort:
             for (run, grader), batch, pairs in zip(due, prompts, counted, strict=True):
                 completions = [next(sampled) for _ in batch]
                 groups = _grade(grader, batch, completions)
-                temperature = run.config.evaluation.temperature
-                record = EvalRecord(
-                    "heldout", run.step, groups, run.config.training.temperature if temperature is None else temperature,
-                    run.config.evaluation.samples, time.time() - begin,
-                )  # fmt: skip
+                temperature, samples, _ = run.evaluation_sampling
+                record = EvalRecord("heldout", run.step, groups, temperature, samples, time.time() - begin)
                 for other, _ in pairs:
                     row = other.recorder.record_eval(record)
                     self.observer.evaluated(other.spec, "heldout", row)
@@ -233,7 +229,9 @@ class Cohort:
         if not asking:
             return None
         prompts = sum(run.config.training.batch_size for run in self.runs)
-        pressure = Pressure(asking[0].config.backpressure, prompts, max(r.config.training.group_size for r in self.runs))
+        pressure = Pressure(
+            asking[0].config.backpressure, prompts, max(r.config.training.group_size for r in self.runs)
+        )
         for run in asking:
             run.pressure = pressure
             if run.saved_pressure:
@@ -285,17 +283,7 @@ def _correct_rate(groups: Sequence[Group]) -> float:
 def _evaluation_setting(run: Run) -> str:
     """Runs with the same text here score an untrained base alike."""
     config = run.config
-    evaluation = config.evaluation
-    return repr(
-        (
-            config.training.temperature if evaluation.temperature is None else evaluation.temperature,
-            evaluation.max_tokens or config.training.max_tokens,
-            evaluation.samples,
-            config.reward,
-            config.data,
-            config.campaign.seed,
-        )
-    )
+    return repr((run.evaluation_sampling, config.reward, config.data, config.campaign.seed))
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -76,6 +76,7 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
+        """``correct`` where the reward said it, else a total above one half."""
         if self.correct is not None:
             return self.correct
         return self.total_reward is not None and self.total_reward > 0.5

@@ -1,4 +1,4 @@
-"""Whole campaigns of a toy model: what is written, how they fail, stop and continue, and that company changes nothing."""
+"""Whole campaigns of a toy model: what is written, how they fail, stop and continue; lanes change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def score(completion, answer):
 def fragile(completion, answer):
     raise RuntimeError("this grader is broken")
 '''
-TOML = '''
+TOML = """
 [campaign]
 seeds = [1, 2]
 max_steps = {steps}
@@ -56,14 +56,16 @@ custom_module = "{module}"
 workers = 1
 [inference]
 dtype = "{dtype}"
-'''
+"""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     (folder / "toyrewards.py").write_text(REWARDS)
-    return qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"])
+    return qwen3_directory(
+        folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
+    )
 
 
 def campaign(tmp_path: Path, model: Path, name: str = "toy", **changes) -> Path:
@@ -150,9 +152,14 @@ def test_a_run_in_a_cohort_equals_the_run_alone(model, tmp_path):
     train(together, tmp_path / "together", sets=["campaign.lanes=4"])
     train(together, tmp_path / "alone", sets=["campaign.lanes=1"])
     for run in (tmp_path / "together" / "runs").iterdir():
-        ours, alone = (read_jsonl(tmp_path / where / "runs" / run.name / "metrics.jsonl") for where in ("together", "alone"))
+        ours, alone = (
+            read_jsonl(tmp_path / where / "runs" / run.name / "metrics.jsonl") for where in ("together", "alone")
+        )
         texts = [
-            [row["completion"] for row in read_jsonl(tmp_path / where / "runs" / run.name / "emergence/generations.jsonl")]
+            [
+                row["completion"]
+                for row in read_jsonl(tmp_path / where / "runs" / run.name / "emergence/generations.jsonl")
+            ]
             for where in ("together", "alone")
         ]
         assert texts[0] == texts[1]

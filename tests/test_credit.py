@@ -36,7 +36,9 @@ def group(base, rewards, texts=None):
     return Group(prompt, [completion(base, t) for t in texts], results, np.full(len(rewards), np.nan))
 
 
-@pytest.mark.parametrize("text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"])
+@pytest.mark.parametrize(
+    "text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"]
+)
 def test_offsets_cover_the_text_exactly(base, text):
     decoded, offsets = completion_offsets(completion(base, text), base)
     assert decoded == text

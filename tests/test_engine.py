@@ -121,7 +121,9 @@ def test_every_end_token_stops_and_is_counted(base, lanes):
     try:
         base.eos_ids = tuple(sorted({*ends, *range(20, 120)}))
         completions = [
-            c for g in LocalEngine(base, lanes).sample(requests(prompts=4, samples=8, max_tokens=30), [adapter]) for c in g
+            c
+            for g in LocalEngine(base, lanes).sample(requests(prompts=4, samples=8, max_tokens=30), [adapter])
+            for c in g
         ]
         stopped = [c for c in completions if c.stop_reason == "stop"]
         assert len(stopped) > len(completions) // 2

@@ -12,8 +12,8 @@ from toymodels import toy_base
 
 from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
-from retrain.policy.lora import Lanes
 from retrain.policy.logprobs import TrainSequence, split_microbatches
+from retrain.policy.lora import Lanes
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
 
@@ -48,9 +48,7 @@ def totals(sequences) -> Denominators:
 def gradient(base, lanes, seed, sequences, settings, denominators=None):
     adapter = trained(lanes, seed)
     optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
-    metrics = train_step(
-        base, lanes, adapter, optimizer, sequences, settings, denominators or totals(sequences), 1e-3
-    )
+    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, denominators or totals(sequences), 1e-3)
     return adapter.flat.grad.clone(), metrics
 
 
@@ -146,7 +144,9 @@ def test_no_sequences_is_a_step_that_changes_nothing(base, lanes):
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(base, lanes):
     sequences = rollout(base, lanes, trained(lanes, 0))
-    sequences[0].advantages_T = np.full(len(sequences[0].completion_ids), 1e300 if base.dtype == torch.float64 else 3e38)
+    sequences[0].advantages_T = np.full(
+        len(sequences[0].completion_ids), 1e300 if base.dtype == torch.float64 else 3e38
+    )
     adapter = trained(lanes, 0)
     before = adapter.flat.detach().clone()
     optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)

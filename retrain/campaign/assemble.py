@@ -52,7 +52,9 @@ def assemble(
     lanes = Lanes(base, config.lora.target_modules)
     stack.callback(lanes.detach)
     engine = LocalEngine(base, lanes)
-    data = load_data(config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder)
+    data = load_data(
+        config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
+    )
     for note in data.notes:
         observer.message(note)
     graders: dict[str, Grader] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.manifest import DirectoryLock, Manifest, read_plan, run_directory, write_plan
+from retrain.campaign.manifest import DirectoryLock, Manifest, read_plan, write_plan
 from retrain.campaign.plan import RunSpec, plan
 from retrain.config import Loaded
 from retrain.errors import Interrupted, RetrainError

@@ -27,7 +27,12 @@ def fingerprint(spec: RunSpec) -> str:
     config = spec.config.model_dump(mode="json", by_alias=True)
     config.pop("logging", None)
     config.pop("squeeze", None)
-    for section, key in (("campaign", "seeds"), ("campaign", "conditions"), ("campaign", "lanes"), ("campaign", "name")):
+    for section, key in (
+        ("campaign", "seeds"),
+        ("campaign", "conditions"),
+        ("campaign", "lanes"),
+        ("campaign", "name"),
+    ):
         config.get(section, {}).pop(key, None)
     return hashlib.sha256(dumps(config).encode()).hexdigest()[:16]
 
@@ -146,12 +151,14 @@ class DirectoryLock:
 
     def __enter__(self) -> DirectoryLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+")  # noqa: SIM115  (held for the life of the lock)
+        self._file = open(self.path, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise UsageError(f"another retrain process is writing {self.path.parent}: wait for it, or use --out") from error
+            raise UsageError(
+                f"another retrain process is writing {self.path.parent}: wait for it, or use --out"
+            ) from error
         return self
 
     def __exit__(self, *exc: object) -> None:

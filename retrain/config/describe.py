@@ -139,10 +139,10 @@ def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
 
 def accepts(field: FieldInfo, value: Any) -> bool:
     """Whether the field by itself would accept the value."""
-    adapter = TypeAdapter(
-        Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation,
-        config=ConfigDict(strict=True, allow_inf_nan=False),
-    )
+    kind: Any = field.annotation
+    if field.metadata:
+        kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
+    adapter = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
     try:
         adapter.validate_python(value)
     except ValidationError:

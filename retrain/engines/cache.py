@@ -58,12 +58,12 @@ class DecodeCache:
 
     def __init__(self, config: Any, capacity: int):
         self.cache = DynamicCache(config=config)
-        if not self.cache.layers:  # a config that names no layer types: grown lazily by transformers
-            self.cache.layers = [ReservedLayer(capacity) for _ in range(config.num_hidden_layers)]
-        self.cache.layers = [
-            ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in self.cache.layers
-        ]
-        self.plain = all(isinstance(layer, ReservedLayer) for layer in self.cache.layers)
+        layers: list[Any] = list(self.cache.layers)
+        if not layers:  # a config that names no layer types: grown lazily by transformers
+            layers = [ReservedLayer(capacity) for _ in range(config.num_hidden_layers)]
+        layers = [ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in layers]
+        self.cache.layers = layers
+        self.plain = all(isinstance(layer, ReservedLayer) for layer in layers)
 
     def select_rows(self, indices: torch.Tensor) -> None:
         """Keep (or repeat) the given batch rows in every layer."""

@@ -18,8 +18,8 @@ from retrain.engines.cache import DecodeCache
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
-from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.logprobs import position_ids
+from retrain.policy.lora import Adapter, Lanes
 from retrain.rng import uniforms
 from retrain.types import Completion
 
@@ -62,7 +62,7 @@ class LocalEngine:
         return [[completion for completion in group if completion is not None] for group in done]
 
     def _waves(self, requests: Sequence[SampleRequest]) -> list[list[_Row]]:
-        """Split the work into batches of at most ``max_rows`` rows, the same number from each lane as far as it goes."""
+        """Split the work into batches of at most ``max_rows`` rows, as many from each lane as it has."""
         by_lane: dict[int, list[_Row]] = {}
         longest = 0
         for index, request in enumerate(requests):
@@ -163,7 +163,9 @@ class _Grid:
             source += [place[self.rows[i].request] for i in range(lane * self.slots, (lane + 1) * self.slots)]
         device, pad = self.base.device, self.base.pad_id
         ids = torch.tensor([[pad] * (self.width - len(prompts[i])) + list(prompts[i]) for i in order], device=device)
-        mask = torch.tensor([[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device)
+        mask = torch.tensor(
+            [[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device
+        )
         out = self.base.model(
             input_ids=ids,
             attention_mask=mask,

@@ -149,7 +149,7 @@ def load_base(
         disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
     except (OSError, ValueError) as error:
         hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
         raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}{hint}") from error

@@ -86,10 +86,11 @@ class Adapter:
 class LaneLinear(nn.Module):
     """A frozen linear layer plus what the active lanes add to it."""
 
+    lanes: Lanes
+
     def __init__(self, base: nn.Module, lanes: Lanes, name: str):
         super().__init__()
-        self.base, self.name = base, name
-        object.__setattr__(self, "lanes", lanes)  # not a submodule
+        self.base, self.name, self.lanes = base, name, lanes
 
     @property
     def weight(self) -> torch.Tensor:
@@ -187,7 +188,9 @@ class Lanes:
     def adapter_stack(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
         """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, ranks padded with zeros."""
         padded = [
-            part if part.shape[dim] == rank else F.pad(part, (0, rank - part.shape[1]) if dim else (0, 0, 0, rank - part.shape[0]))
+            part
+            if part.shape[dim] == rank
+            else F.pad(part, (0, rank - part.shape[1]) if dim else (0, 0, 0, rank - part.shape[0]))
             for part in parts
         ]
         return torch.stack(padded).contiguous()

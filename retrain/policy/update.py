@@ -65,7 +65,9 @@ def default_token_budget(base: BaseModel) -> int:
         return 4096
     logits_bytes = 4 * 4 * base.vocab_size
     free, _ = torch.cuda.mem_get_info(base.device)
-    hidden_bytes = 40 * base.model.config.get_text_config().hidden_size * base.model.config.get_text_config().num_hidden_layers
+    hidden_bytes = (
+        40 * base.model.config.get_text_config().hidden_size * base.model.config.get_text_config().num_hidden_layers
+    )
     return max(512, int(0.4 * free) // (logits_bytes + hidden_bytes))
 
 
@@ -147,7 +149,9 @@ class _Clock:
     def metrics(self) -> dict[str, float]:
         """The catalogue's timing_* keys."""
         found = {f"timing_{part}_total": seconds for part, seconds in self.totals.items()}
-        return found | {f"timing_{part}_microbatch_mean": found[f"timing_{part}_total"] / n for part, n in self.laps.items()}
+        return found | {
+            f"timing_{part}_microbatch_mean": found[f"timing_{part}_total"] / n for part, n in self.laps.items()
+        }
 
 
 def microbatch_loss(
