@@ -22,6 +22,7 @@ from retrain.errors import Interrupted, RunFailed
 from retrain.maths.schedules import sepa_observe
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
+from retrain.policy.threads import Workers
 from retrain.policy.update import train_step
 from retrain.pressure import Pressure
 from retrain.record.observer import Observer
@@ -47,10 +48,11 @@ class Cohort:
         heldout: Sequence[Problem],
         observer: Observer,
         stop: Callable[[], bool] = lambda: False,
+        workers: Workers | None = None,
     ):
         self.base, self.lanes, self.engine = base, lanes, engine
         self.runs, self.graders, self.heldout = list(runs), list(graders), list(heldout)
-        self.observer, self.stop = observer, stop
+        self.observer, self.stop, self.workers = observer, stop, workers or Workers()
         self.pressure = self._new_pressure()
 
     def train(self) -> None:
@@ -61,7 +63,7 @@ class Cohort:
         while active := self._active():
             if self.stop():
                 for run, _ in active:
-                    self._guarded(run, lambda run=run: self._save(run))
+                    self._guarded_and_told(run, lambda run=run: self._save(run))
                 raise Interrupted("stopped after a finished step; everything is saved")
             self.step(active)
 
@@ -72,25 +74,21 @@ class Cohort:
         prompts = [run.next_prompts() for run, _ in active]
         with _span([run for run, _ in active], "rollout"):
             sampled = self._sample(active, prompts)
-        records: dict[int, tuple[list[Group], dict[str, Any]]] = {}
+        graded: dict[int, list[Group]] = {}
         for (run, grader), batch, completions in zip(active, prompts, sampled, strict=True):
-
-            def learn(
-                run: Run = run, grader: Grader = grader, batch: Any = batch, completions: Any = completions
-            ) -> None:
-                records[id(run)] = self._learn(run, grader, batch, completions)
-
-            others = [other for other, _ in active if other is not run]
-            with _span(others, "cohort"):
-                self._guarded(run, learn)
+            with _span([run], "score"):
+                graded[id(run)] = _grade(grader, batch, completions)
+        numbers = self._learn_all([run for run, _ in active], graded)
         due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
         self._evaluate(due)
         for run, _ in active:
             if run.error is None:
-                self._guarded(run, lambda run=run: self._record(run, len(active), *records[id(run)]))
+                self._guarded_and_told(
+                    run, lambda run=run: self._record(run, len(active), graded[id(run)], numbers[id(run)])
+                )
         for run, _ in active:
             if run.error is None and run.save_due():
-                self._guarded(run, lambda run=run: self._save(run))
+                self._guarded_and_told(run, lambda run=run: self._save(run))
             if run.error is None and run.finished:
                 self.observer.run_finished(run.spec, "done")
 
@@ -111,12 +109,26 @@ class Cohort:
         sampled = iter(groups)
         return [[next(sampled) for _ in batch] for batch in prompts]
 
-    def _learn(
-        self, run: Run, grader: Grader, prompts: Sequence[Prompt], completions: Sequence[list[Completion]]
-    ) -> tuple[list[Group], dict[str, Any]]:
-        """Score, credit, update: what one run does with its completions."""
-        with _span([run], "score"):
-            groups = _grade(grader, prompts, completions)
+    def _learn_all(self, runs: Sequence[Run], graded: dict[int, list[Group]]) -> dict[int, dict[str, Any]]:
+        """Credit and update of every run, side by side where that is faster; what one raises ends that run alone."""
+        begin, numbers, ends = time.time(), {}, {}
+
+        def learn(run: Run) -> None:
+            start = time.time()
+            run.spans.append(("cohort", begin, start))
+            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)])}))
+            ends[id(run)] = time.time()
+
+        self.workers.map(learn, runs)
+        end = time.time()
+        for run in runs:
+            run.spans.append(("cohort", ends[id(run)], end))
+            if run.error is not None:
+                self.observer.run_finished(run.spec, "failed", run.error)
+        return numbers
+
+    def _learn(self, run: Run, groups: list[Group]) -> dict[str, Any]:
+        """What one run does with its graded completions; returns the numbers of its policy and controllers."""
         with _span([run], "credit"):
             fill_advantages(groups, run.config.algorithm.advantage_mode, run.config.reward.type)
             mark_planning(groups, run.detector, self.base)
@@ -132,11 +144,18 @@ class Cohort:
             raise RunFailed(f"every completion of step {run.step} failed to be graded: {'; '.join(errors[:3])}")
         with _span([run], "update"):
             update = train_step(
-                self.base, self.lanes, run.adapter, run.optimizer, credit.sequences, run.loss_settings,
-                credit.denominators, run.lr(), (*run.stream, "dropout", run.step),
-            )  # fmt: skip
+                self.base,
+                self.lanes,
+                run.adapter,
+                run.optimizer,
+                credit.sequences,
+                run.loss_settings,
+                credit.denominators,
+                run.lr(),
+                (*run.stream, "dropout", run.step),
+            )
         run.step += 1
-        return groups, {"update": update, "state": state}
+        return {"update": update, "state": state}
 
     def _record(self, run: Run, cohort_size: int, groups: list[Group], numbers: dict[str, Any]) -> None:
         config, begin, end = run.config, run.last_end, time.time()
@@ -249,7 +268,11 @@ class Cohort:
             work()
         except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
-            self.observer.run_finished(run.spec, "failed", run.error or "")
+
+    def _guarded_and_told(self, run: Run, work: Callable[[], None]) -> None:
+        self._guarded(run, work)
+        if run.error is not None:
+            self.observer.run_finished(run.spec, "failed", run.error)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import ModelError
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.threads import Workers
 from retrain.rng import generator
 
 
@@ -208,3 +209,31 @@ def test_a_model_with_sliding_windows_decodes_right():
         for completion in group:
             expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+def test_workers_side_by_side_sample_the_same(base, lanes):
+    """Pieces of the batch in several threads, each with its own lanes: the same tokens, and no mixed-up modes."""
+    adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
+    asked = [request for lane in range(3) for request in requests(lane, prompts=2 + lane, samples=3)]
+    alone = LocalEngine(base, lanes).sample(asked, adapters)
+    for count in (2, 3, 20):
+        workers = Workers(count)
+        together = LocalEngine(base, lanes, workers=workers).sample(asked, adapters)
+        workers.close()
+        assert [[c.token_ids for c in group] for group in together] == [[c.token_ids for c in g] for g in alone]
+        for one, other in zip(together, alone, strict=True):
+            for a, b in zip(one, other, strict=True):
+                np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
+
+
+def test_a_failure_in_a_worker_is_raised(base, lanes):
+    def work(item):
+        if item == 2:
+            raise ValueError("piece 2")
+        return item
+
+    workers = Workers(2)
+    with pytest.raises(ValueError, match="piece 2"):
+        workers.map(work, range(4))
+    assert workers.map(work, [5, 6, 7]) == [5, 6, 7]
+    workers.close()

@@ -14,6 +14,7 @@ from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.policy.logprobs import TrainSequence, split_microbatches
 from retrain.policy.lora import Lanes
+from retrain.policy.threads import Workers
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
 
@@ -166,3 +167,15 @@ def test_dropout_repeats_for_the_same_stream(base, lanes):
         grads.append(adapter.flat.grad.clone())
     assert torch.equal(grads[0], grads[1])
     assert not torch.allclose(grads[0], grads[2])
+
+
+def test_updates_side_by_side_equal_one_after_the_other(base, lanes):
+    """Each lane's update in a thread of its own: adapters, gradients and modes do not mix."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings = LossSettings(grad_clip_norm=0, micro_batch_tokens=60)
+    one_by_one = [gradient(base, lanes, seed, sequences, settings)[0] for seed in range(4)]
+    workers = Workers(4)
+    together = workers.map(lambda seed: gradient(base, lanes, seed, sequences, settings)[0], range(4))
+    workers.close()
+    for alone, other in zip(one_by_one, together, strict=True):
+        assert torch.equal(alone, other)

@@ -16,6 +16,7 @@ from retrain.engines.local import LocalEngine
 from retrain.environments import Dataset, load_data
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
+from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext
 from retrain.record.environment import run_facts, write_environment
 from retrain.record.recorder import RunRecorder
@@ -51,7 +52,11 @@ def assemble(
     )
     lanes = Lanes(base, config.lora.target_modules)
     stack.callback(lanes.detach)
-    engine = LocalEngine(base, lanes)
+    # Dropout draws from torch's global stream, which runs side by side would share.
+    one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
+    workers = Workers() if one_by_one else workers_for(base)
+    stack.callback(workers.close)
+    engine = LocalEngine(base, lanes, workers=workers)
     data = load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
     )
@@ -67,7 +72,7 @@ def assemble(
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(graders[key])
-    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop)
+    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers)
 
 
 def _build_run(

@@ -20,6 +20,7 @@ from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.threads import Workers
 from retrain.rng import uniforms
 from retrain.types import Completion
 
@@ -44,22 +45,37 @@ class LocalEngine:
 
     gives_entropy = True
 
-    def __init__(self, base: BaseModel, lanes: Lanes, max_rows: int | None = None):
-        self.base, self.lanes, self.max_rows = base, lanes, max_rows
+    def __init__(self, base: BaseModel, lanes: Lanes, max_rows: int | None = None, workers: Workers | None = None):
+        self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
 
-    @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter]) -> list[list[Completion]]:
         """Completions of every request (see ``Engine.sample``).
 
         Raises ModelError when a prompt and its completion exceed the model's context.
         """
         done: list[list[Completion | None]] = [[None] * request.samples for request in requests]
-        for wave in self._waves(requests):
-            lanes_used = sorted({requests[row.request].lane for row in wave})
-            with self.lanes.stacked([adapters[lane] for lane in lanes_used]):
-                for row, completion in self._decode(requests, wave, lanes_used):
-                    done[row.request][row.sample] = completion
+        parts = [part for wave in self._waves(requests) for part in self._parts(wave)]
+
+        def decode(part: list[_Row]) -> list[tuple[_Row, Completion]]:
+            lanes_used = sorted({requests[row.request].lane for row in part})
+            with torch.no_grad(), self.lanes.stacked([adapters[lane] for lane in lanes_used]):
+                return self._decode(requests, part, lanes_used)
+
+        for finished in self.workers.map(decode, parts):
+            for row, completion in finished:
+                done[row.request][row.sample] = completion
         return [[completion for completion in group if completion is not None] for group in done]
+
+    def _parts(self, wave: list[_Row]) -> list[list[_Row]]:
+        """A wave cut into one piece per worker: whole lanes first, then whole requests, as even as they come."""
+        pieces = min(self.workers.count, len({row.request for row in wave}))
+        size, parts, last = -(-len(wave) // pieces), [[]], None
+        for row in wave:
+            if row.request != last and len(parts[-1]) >= size and len(parts) < pieces:
+                parts.append([])
+            parts[-1].append(row)
+            last = row.request
+        return parts
 
     def _waves(self, requests: Sequence[SampleRequest]) -> list[list[_Row]]:
         """Split the work into batches of at most ``max_rows`` rows, as many from each lane as it has."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from torch.nn import functional as F
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.rng import torch_seed
+
+Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ class Adapter:
         return {s.name: (self.A[s.name].detach(), self.B[s.name].detach()) for s in self.shapes}
 
 
+class Mode(threading.local):
+    """What the wrapped layers add now, in this thread: nothing, one adapter, or a stack of adapters."""
+
+    adapter: Adapter | None = None
+    dropout: float = 0.0
+    stacks: Stacks | None = None
+
+
 class LaneLinear(nn.Module):
     """A frozen linear layer plus what the active lanes add to it."""
 
@@ -100,14 +112,14 @@ class LaneLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, T, in] → [rows, T, out]."""
         out = self.base(x)
-        lanes = self.lanes
-        if lanes.adapter is not None:
-            a, b = lanes.adapter.A[self.name].to(x.dtype), lanes.adapter.B[self.name].to(x.dtype)
-            if lanes.dropout > 0:
-                x = F.dropout(x, lanes.dropout)
-            return out + F.linear(F.linear(x, a), b) * lanes.adapter.scale
-        if lanes.stacks is not None:
-            a_LIR, b_LRO = lanes.stacks[self.name]  # scale folded into b
+        mode = self.lanes.mode
+        if mode.adapter is not None:
+            a, b = mode.adapter.A[self.name].to(x.dtype), mode.adapter.B[self.name].to(x.dtype)
+            if mode.dropout > 0:
+                x = F.dropout(x, mode.dropout)
+            return out + F.linear(F.linear(x, a), b) * mode.adapter.scale
+        if mode.stacks is not None:
+            a_LIR, b_LRO = mode.stacks[self.name]  # scale folded into b
             count = a_LIR.shape[0]
             low = torch.bmm(x.reshape(count, -1, x.shape[-1]), a_LIR)
             return torch.baddbmm(out.view(count, -1, out.shape[-1]), low, b_LRO).view(out.shape)
@@ -126,10 +138,7 @@ class Lanes:
     """
 
     def __init__(self, base: BaseModel, target_modules: str | Sequence[str] = "all-linear"):
-        self.base = base
-        self.adapter: Adapter | None = None
-        self.stacks: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.dropout = 0.0
+        self.base, self.mode = base, Mode()
         self.target_modules = target_modules
         head = base.model.get_output_embeddings()
         chosen = [
@@ -162,30 +171,33 @@ class Lanes:
     @contextmanager
     def single(self, adapter: Adapter, dropout: float = 0.0) -> Iterator[None]:
         """All rows belong to ``adapter``; gradients reach it."""
-        self.adapter, self.dropout = adapter, dropout
+        self.mode.adapter, self.mode.dropout = adapter, dropout
         try:
             yield
         finally:
-            self.adapter, self.dropout = None, 0.0
+            self.mode.adapter, self.mode.dropout = None, 0.0
+
+    def stack(self, adapters: Sequence[Adapter]) -> Stacks:
+        """The adapters side by side for ``stacked``, in the base's dtype. Ranks may differ (zero-padded)."""
+        rank, dtype, stacks = max(adapter.rank for adapter in adapters), self.base.dtype, {}
+        with torch.no_grad():
+            for shape in self.shapes:
+                a = self._padded([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
+                b = self._padded([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
+                stacks[shape.name] = (a.to(dtype), b.to(dtype))
+        return stacks
 
     @contextmanager
     def stacked(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Rows belong to the adapters in equal consecutive shares; no gradients. Ranks may differ (zero-padded)."""
-        rank, dtype = max(adapter.rank for adapter in adapters), self.base.dtype
-        stacks = {}
-        with torch.no_grad():
-            for shape in self.shapes:
-                a = self.adapter_stack([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
-                b = self.adapter_stack([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
-                stacks[shape.name] = (a.to(dtype), b.to(dtype))
-        self.stacks = stacks
+        """Rows belong to the adapters in equal consecutive shares; no gradients."""
+        self.mode.stacks = self.stack(adapters)
         try:
             yield
         finally:
-            self.stacks = None
+            self.mode.stacks = None
 
     @staticmethod
-    def adapter_stack(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
+    def _padded(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
         """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, ranks padded with zeros."""
         padded = [
             part

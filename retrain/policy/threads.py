@@ -1,0 +1,56 @@
+"""How the cores of a CPU are used: many small pieces side by side, or every operation split.
+
+A model whose weights fit a core's cache spends its time in operations so short that splitting each over the cores
+costs more than it gains, and stalls whenever another program takes a core for a moment. Such models run one
+independent piece (a part of the decode batch, one run's update) per core instead. Larger models, bound by reading
+their weights, keep torch's own split. Which pieces there are never depends on timing, so results do not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from retrain.policy.base import BaseModel
+
+SMALL_MODEL_BYTES = 32 << 20
+"""Weights up to this size count as small: a few MiB of cache per core hold most of them."""
+
+T, R = TypeVar("T"), TypeVar("R")
+
+
+class Workers:
+    """Does independent pieces of work side by side; with ``count`` 1 simply one after the other."""
+
+    def __init__(self, count: int = 1):
+        self.count = count
+        self._pool = ThreadPoolExecutor(count, initializer=_one_thread) if count > 1 else None
+
+    def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """``[work(item) for item in items]``; the first exception is raised after all pieces have ended."""
+        if self._pool is None:
+            return [work(item) for item in items]
+        futures = [self._pool.submit(work, item) for item in items]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def workers_for(base: BaseModel) -> Workers:
+    """One worker per core for a small model on a CPU (torch itself then uses one thread), else one worker."""
+    size = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    cores = torch.get_num_threads()
+    if base.device.type != "cpu" or size > SMALL_MODEL_BYTES or cores == 1:
+        return Workers(1)
+    torch.set_num_threads(1)
+    return Workers(cores)
