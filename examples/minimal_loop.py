@@ -18,7 +18,7 @@ from retrain.maths.advantages import grpo
 from retrain.policy import Denominators, Lanes, LossSettings, TrainSequence, load_base, new_optimizer, train_step
 from retrain.rewards.rules import MatchReward
 
-PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 3e-3, 0
+PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 
 
 def main(steps: int = 20) -> list[float]:

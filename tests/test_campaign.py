@@ -227,6 +227,12 @@ def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
     for run in failed:
         assert "this grader is broken" in run["reason"]
         assert "Traceback" in (tmp_path / "out" / run["log"]).read_text()
+    again = train(campaign(tmp_path, model, condition=condition), tmp_path / "out")
+    assert again.exit_status == 1
+    logs = [(tmp_path / "out" / run["log"]) for run in failed]
+    before = [log.read_text().count("Traceback") for log in logs]
+    resume(tmp_path / "out", NullObserver(), retry_failed=True)
+    assert [log.read_text().count("Traceback") for log in logs] > before
     mine, theirs = (read_jsonl(base / "runs/grpo+none_s1/metrics.jsonl") for base in (tmp_path / "out", out))
     np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in theirs], atol=1e-5)
 

@@ -100,9 +100,9 @@ def test_the_detector_marks_exactly_the_words_of_a_phrase(tokenizer, phrase):
 
 
 def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
-    sampled = script.measure(model, tokenizer, 60, sample=True)
+    sampled = script.measure(model, tokenizer, 100, sample=True)
     overall = sum(sampled[level]["accuracy"] for level in LEVELS) / len(LEVELS)
-    assert 0.33 <= overall <= 0.62, sampled  # 35 to 60 %, give or take the noise of 180 samples
+    assert 0.31 <= overall <= 0.64, sampled  # 35 to 60 %, give or take the noise of 300 samples
     assert all(sampled[level]["cut_off"] <= 0.1 for level in LEVELS), sampled
     greedy = script.measure(model, tokenizer, 40, sample=False)
     assert greedy["hard"]["accuracy"] <= 0.85

@@ -58,8 +58,11 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def launch(loaded: Loaded, out: Path | None, observer: Observer) -> Outcome:
-    """Train what the file asks for; a directory that already holds some of it is continued."""
+def launch(loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False) -> Outcome:
+    """Train what the file asks for; a directory that already holds some of it is continued.
+
+    Finished runs are not repeated, failed ones only with ``retry_failed``.
+    """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     with DirectoryLock(directory):
         manifest = Manifest.open(directory, loaded.config.campaign.name or loaded.path.stem, specs)
@@ -67,15 +70,15 @@ def launch(loaded: Loaded, out: Path | None, observer: Observer) -> Outcome:
         if loaded.is_campaign:
             write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
             write_environment(directory)
-        return _carry_out(manifest, specs, loaded.path.parent, observer)
+        return _carry_out(manifest, specs, loaded.path.parent, observer, retry_failed)
 
 
-def resume(directory: Path, observer: Observer) -> Outcome:
-    """Continue a run or campaign from its directory alone."""
+def resume(directory: Path, observer: Observer, retry_failed: bool = False) -> Outcome:
+    """Continue a run or campaign from its directory alone; failed runs only with ``retry_failed``."""
     specs, folder = read_plan(Path(directory))
     with DirectoryLock(Path(directory)):
         manifest = Manifest.open(Path(directory), Path(directory).name, specs)
-        return _carry_out(manifest, specs, folder, observer)
+        return _carry_out(manifest, specs, folder, observer, retry_failed)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
@@ -113,10 +116,16 @@ def _lane_count(specs: Sequence[RunSpec], conditions: int) -> int:
     return max(1, most // conditions * conditions if conditions <= most else most)
 
 
-def _carry_out(manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer) -> Outcome:
+def _carry_out(
+    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, retry_failed: bool
+) -> Outcome:
     directory = manifest.directory
     observer.plan(specs)
-    todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in ("done", "failed")]
+    settled = ("done",) if retry_failed else ("done", "failed")
+    todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
+    left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
+    if left and not retry_failed:
+        observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     stop, interrupted = StopRequest(), False
     with stop.listening(observer):
         for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:

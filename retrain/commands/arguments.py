@@ -41,6 +41,10 @@ RunDirectory = Annotated[
 
 Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
 
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Continue failed runs too, from their last checkpoints.")
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

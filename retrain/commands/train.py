@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, ConfigFile, Out, Plain, RunDirectory, Sets, read
+from retrain.commands.arguments import AsJson, ConfigFile, Out, Plain, RetryFailed, RunDirectory, Sets, read
 from retrain.commands.output import print_squeeze, print_tables_of
 from retrain.errors import UsageError
 from retrain.files import dumps
@@ -42,6 +42,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be trained and written (as explain does) and stop.")
     ] = False,
+    retry_failed: RetryFailed = False,
     plain: Plain = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
@@ -56,16 +57,16 @@ def train(
         return
     from retrain.campaign.launch import launch
 
-    finish(plain, lambda observer: launch(loaded, out, observer))
+    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed))
 
 
-def resume(directory: RunDirectory, plain: Plain = False) -> None:
+def resume(directory: RunDirectory, retry_failed: RetryFailed = False, plain: Plain = False) -> None:
     """Continue an interrupted run or campaign from its last checkpoints."""
     from retrain.campaign.launch import resume as resume_directory
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
-    finish(plain, lambda observer: resume_directory(directory, observer))
+    finish(plain, lambda observer: resume_directory(directory, observer, retry_failed))
 
 
 def squeeze(
