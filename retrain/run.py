@@ -194,6 +194,10 @@ class Run:
             return False
         return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
 
+    def evaluations_so_far(self) -> list[dict[str, Any]]:
+        """Rows of the held-out evaluations made before this process took over."""
+        return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
+
     def save_due(self) -> bool:
         """Whether a checkpoint belongs after the number of updates done now."""
         every = self.config.training.save_every

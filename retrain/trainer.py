@@ -199,6 +199,8 @@ class Cohort:
             if run.error is not None:
                 continue
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
+            for row in run.evaluations_so_far()[:1]:
+                self.observer.evaluated(run.spec, "heldout", row)
             evaluation = run.config.evaluation
             if run.step == 0 and evaluation.problems and evaluation.at_start:
                 waiting.append((run, grader))

@@ -75,7 +75,7 @@ def _condition(directory: Path, label: str, runs: Sequence[dict[str, Any]]) -> d
         "before": sum(before) / len(before) if before else None,
         "after_mean": own.mean if own else None,
         "after_values": values,
-        "interval": [own.low, own.high] if own and own.low is not None else None,
+        "interval": [max(0.0, own.low), min(1.0, own.high)] if own and own.low is not None and own.high else None,
         "difference": None,
         "difference_interval": None,
         "p_value": None,

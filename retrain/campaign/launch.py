@@ -126,6 +126,8 @@ def _carry_out(
     left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
     if left and not retry_failed:
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
+    if todo:
+        observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     stop, interrupted = StopRequest(), False
     with stop.listening(observer):
         for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:

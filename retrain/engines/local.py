@@ -39,7 +39,7 @@ class _Row:
 class LocalEngine:
     """Samples with the base model and lanes that also train: the weights are never copied.
 
-    ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows on a GPU, 512 on a CPU);
+    ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows on a GPU, 1,024 on a CPU);
     it changes speed and memory, not what is sampled beyond rounding.
     """
 
@@ -89,16 +89,18 @@ class LocalEngine:
                 f"prompt + max_tokens = {longest} tokens, {self.base.name} holds {self.base.context_length}: "
                 "lower [training] max_tokens"
             )
+        most = max((len(rows) for rows in by_lane.values()), default=0)
         slots = max(1, (self.max_rows or self._affordable_rows(longest)) // max(1, len(by_lane)))
+        slots = max(1, -(-most // max(1, -(-most // slots))))  # waves of equal size
         waves = []
-        for start in range(0, max((len(rows) for rows in by_lane.values()), default=0), slots):
+        for start in range(0, most, slots):
             waves.append([row for lane in sorted(by_lane) for row in by_lane[lane][start : start + slots]])
         return waves
 
     def _affordable_rows(self, length: int) -> int:
-        """Rows whose cache fits in 80 % of the free GPU memory; on a CPU the fixed 512."""
+        """Rows whose cache fits in 80 % of the free GPU memory; on a CPU the fixed 1,024."""
         if self.base.device.type != "cuda":
-            return 512
+            return 1024
         config = self.base.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

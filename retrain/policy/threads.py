@@ -19,7 +19,8 @@ from retrain.policy.base import BaseModel
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small: a few MiB of cache per core hold most of them."""
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Workers:

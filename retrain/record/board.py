@@ -82,8 +82,9 @@ class Board:
         """Keep the first and the latest held-out accuracy."""
         rate = row.get(f"eval/{name}/correct_rate")
         view = self.view(spec)
-        if rate is not None:
-            view.heldout_before = rate if view.heldout_before is None else view.heldout_before
+        if rate is not None and view.heldout_before is None:
+            view.heldout_before = rate
+        elif rate is not None:
             view.heldout_now = rate
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,10 @@ class LiveConsole(Board):
         return board_view(self, self.console.width, self.console.height, self.clock())
 
 
+FONT_FACE = re.compile(r"@font-face \{.*?\}\n?", re.DOTALL)
+"""Rich's pictures ask the network for a font; ours make do with the reader's monospaced one."""
+
+
 class RecordingConsole(Board):
     """Shows nothing, and draws what a terminal would have shown into an SVG file."""
 
@@ -169,7 +174,7 @@ class RecordingConsole(Board):
                     *after,
                 )
             )
-            write_text(path, console.export_svg(title=title))
+            write_text(path, FONT_FACE.sub("", console.export_svg(title=title)))
 
 
 def message_text(text: str, level: str) -> Text:

@@ -98,7 +98,7 @@ def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
         "max_steps": entry.get("max_steps") or 0,
         "row": row,
         "heldout_before": rates[0] if rates else None,
-        "heldout_now": rates[-1] if rates else None,
+        "heldout_now": rates[-1] if len(rates) > 1 else None,
         "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
     }
 

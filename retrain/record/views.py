@@ -126,9 +126,11 @@ def percent(value: float | None) -> str:
 
 
 def change(before: float | None, now: float | None) -> str:
-    """``before → now`` in per cent."""
-    if before is None or now is None:
+    """``before → now`` in per cent; ``before`` alone as long as nothing was measured since."""
+    if before is None:
         return NOTHING
+    if now is None:
+        return f"{100 * before:.0f}%"
     return f"{100 * before:.0f} → {100 * now:.0f}%"
 
 
