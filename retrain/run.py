@@ -76,6 +76,10 @@ class Run:
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
     last_end: float | None = None
+    ungraded_steps: int = 0
+    """Steps in a row, up to now, in which no completion could be graded."""
+    told: set[str] = field(default_factory=set)
+    """Grading errors that this process has written to the run's log."""
     pressure: Pressure | None = None
     saved_pressure: dict[str, Any] | None = None
     """The cohort's back-pressure controller, shared; every run's checkpoint keeps its observations."""
@@ -211,6 +215,7 @@ class Run:
             "step": self.step,
             "cursor": self.cursor.position,
             "sepa": self.sepa_state,
+            "ungraded_steps": self.ungraded_steps,
             "recorder": self.recorder.state(),
             "base": self.base.fingerprint,
             "run_id": self.run_id,
@@ -311,7 +316,7 @@ class Run:
         if state["base"] != self.base.fingerprint:
             raise CheckpointError(f"{checkpoint} was trained on other base weights than {self.base.name} holds now")
         self.step, self.cursor.position = state["step"], state["cursor"]
-        self.sepa_state = state["sepa"]
+        self.sepa_state, self.ungraded_steps = state["sepa"], state["ungraded_steps"]
         self.recorder.restore(state["recorder"])
         self.saved_pressure = state.get("pressure")
 

@@ -30,6 +30,11 @@ from retrain.rewards import Grader
 from retrain.run import Run
 from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, StepRecord
 
+UNGRADED_STEPS = 3
+"""A run fails after so many steps in a row in which no completion at all could be graded."""
+TOLD_ERRORS = 20
+"""Different grading errors that go into a run's log."""
+
 
 class Cohort:
     """Runs that share one base model and step together.
@@ -139,9 +144,7 @@ class Cohort:
                 state |= {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open}
                 correct_rate = _correct_rate(groups)
                 run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, correct_rate, credit.exec_variance)
-        if all(group.discarded == "no_reward" for group in groups):
-            errors = sorted({r.error for group in groups for r in group.rewards if r.error})
-            raise RunFailed(f"every completion of step {run.step} failed to be graded: {'; '.join(errors[:3])}")
+        self._check_grading(run, groups)
         with _span([run], "update"):
             update = train_step(
                 self.base,
@@ -156,6 +159,18 @@ class Cohort:
             )
         run.step += 1
         return {"update": update, "state": state}
+
+    def _check_grading(self, run: Run, groups: Sequence[Group]) -> None:
+        """Tell of gradings that failed, each reason once; RunFailed when nothing at all can be graded any more."""
+        errors = [reward.error for group in groups for reward in group.rewards if reward.error]
+        for error in dict.fromkeys(errors):
+            if error not in run.told and len(run.told) < TOLD_ERRORS:
+                run.told.add(error)
+                run.recorder.log(f"step {run.step}: {errors.count(error)} completion(s) not graded: {error}", "warning")
+        run.ungraded_steps = run.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
+        if run.ungraded_steps >= UNGRADED_STEPS:
+            reasons = "; ".join(list(dict.fromkeys(errors))[:3])
+            raise RunFailed(f"no completion of {UNGRADED_STEPS} steps in a row could be graded: {reasons}")
 
     def _record(self, run: Run, cohort_size: int, groups: list[Group], numbers: dict[str, Any]) -> None:
         config, begin, end = run.config, run.last_end, time.time()

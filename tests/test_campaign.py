@@ -225,7 +225,10 @@ def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
     failed = [run for run in runs if run["state"] == "failed"]
     assert len(failed) == 2
     for run in failed:
+        assert "3 steps in a row" in run["reason"]
         assert "this grader is broken" in run["reason"]
+        rows = read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")
+        assert [row["mean_reward"] for row in rows] == [None, None]
         assert "Traceback" in (tmp_path / "out" / run["log"]).read_text()
     again = train(campaign(tmp_path, model, condition=condition), tmp_path / "out")
     assert again.exit_status == 1

@@ -10,6 +10,7 @@ from toymodels import toy_base
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import ModelError
+from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.threads import Workers
 from retrain.rng import generator
@@ -183,19 +184,28 @@ def test_context_overflow_is_told(base, lanes):
         LocalEngine(base, lanes).sample(requests(max_tokens=5000), [trained(lanes, 0)])
 
 
-def test_a_model_with_sliding_windows_decodes_right():
-    """Layers that keep their own kind of cache take the general path."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_neox": {},
+}
 
-    from retrain.policy.base import BaseModel
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_of_other_families_sample_right(family):
+    """Whatever the attention, windows or experts: what the engine reports is what a fresh forward pass says."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=6, max_position_embeddings=128,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )  # fmt: skip
-    model = Gemma3ForCausalLM(config).eval().requires_grad_(False)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
     class Words:
         def decode(self, ids, skip_special_tokens=True):
@@ -203,10 +213,11 @@ def test_a_model_with_sliding_windows_decodes_right():
 
     base = BaseModel("toy", model, Words(), torch.device("cpu"), torch.float32, (1,), 0, "")
     lanes = Lanes(base)
-    adapter = trained(lanes, 3, size=0.05)
-    asked = [SampleRequest(0, tuple(range(2, 2 + n)), 3, 14, 1.0, ("window", n)) for n in (4, 11)]
-    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True):
+    adapters = [trained(lanes, seed, size=0.05) for seed in (3, 4)]
+    asked = [SampleRequest(lane, tuple(range(2, 2 + n)), 3, 14, 1.0, ("w", n)) for lane in (0, 1) for n in (4, 11)]
+    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, adapters), strict=True):
         for completion in group:
+            adapter = adapters[request.lane]
             expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
 
