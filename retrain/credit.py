@@ -5,21 +5,69 @@ The formulas are in ``retrain.maths``; this file lays groups out as padded tenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from retrain.maths.advantages import group_advantages, whiten
-from retrain.maths.credit import NEEDS_ENTROPY, ModeInputs, TokenCredit, placebo_mask, token_advantages
+from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
+from retrain.maths.credit import (
+    NEEDS_ENTROPY,
+    TRANSFORMS,
+    UNCERTAINTIES,
+    ModeInputs,
+    TokenCredit,
+    placebo_mask,
+    token_advantages,
+)
 from retrain.maths.planning import RegexDetector, text_and_offsets
+from retrain.plugins import load_function
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import TrainSequence
 from retrain.policy.update import Denominators
 from retrain.rng import uniforms
-from retrain.types import Completion, Group
+from retrain.types import Completion, Group, Problem, RewardResult
+
+Mode = str | Callable[..., Any]
+"""The name of one of the formulas in ``retrain.maths``, or a function of the user's."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The formulas of a run: from rewards to advantages, from advantages to tokens, and how uncertain a token is."""
+
+    advantage: Mode
+    transform: Mode
+    uncertainty: Mode
+
+
+def load_modes(algorithm: Any, base_dir: Path | None = None) -> Modes:
+    """The modes that ``[algorithm]`` names, plug-ins loaded from ``base_dir`` or the current directory.
+
+    Raises PluginError when one cannot be loaded.
+    """
+
+    def one(key: str, own: Sequence[str]) -> Mode:
+        name = getattr(algorithm, key)
+        return name if name in own else load_function(name, base_dir, f"[algorithm] {key} =")
+
+    return Modes(
+        one("advantage_mode", tuple(ADVANTAGES)),
+        one("transform_mode", TRANSFORMS),
+        one("uncertainty_kind", UNCERTAINTIES),
+    )
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What an advantage plug-in may look at besides the rewards: the group's problem and graded completions."""
+
+    problem: Problem
+    completions: Sequence[Completion]
+    rewards: Sequence[RewardResult]
 
 
 @dataclass(frozen=True)
@@ -32,7 +80,7 @@ class CreditResult:
     exec_variance: float | None
 
 
-def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "reward") -> None:
+def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "reward") -> None:
     """Set ``advantages_N`` and ``discarded`` of every group from its rewards.
 
     Completions without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
@@ -45,7 +93,8 @@ def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "rewa
         known = np.isfinite(rewards_N)
         group.advantages_N = np.full(len(rewards_N), np.nan)
         if known.any() and not (mode == "rloo" and known.sum() < 2):
-            values = group_advantages(mode, torch.from_numpy(rewards_N[known]), reward_name=reward_name)
+            rewards = torch.from_numpy(rewards_N[known])
+            values = group_advantages(mode, rewards, reward_name=reward_name, context=_context(group, known))
             group.advantages_N[known] = values.numpy()
             rated.append((group, known))
     if mode == "reinforce_pp" and rated:
@@ -61,6 +110,14 @@ def fill_advantages(groups: Sequence[Group], mode: str, reward_name: str = "rewa
             group.discarded = "no_reward"
         else:
             group.discarded = None if np.any(group.advantages_N[known] != 0) else "zero_advantage"
+
+
+def _context(group: Group, known: np.ndarray) -> GroupContext:
+    """The part of the group that has rewards, in their order."""
+    places = np.flatnonzero(known)
+    return GroupContext(
+        group.prompt.problem, [group.completions[i] for i in places], [group.rewards[i] for i in places]
+    )
 
 
 def completion_offsets(completion: Completion, base: BaseModel) -> tuple[str, Any]:
@@ -109,12 +166,22 @@ def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tens
 
 
 def assign_credit(
-    groups: Sequence[Group], config: Any, sepa_lambda: float, placebo_stream: tuple[int | str, ...]
+    groups: Sequence[Group],
+    config: Any,
+    sepa_lambda: float,
+    placebo_stream: tuple[int | str, ...],
+    modes: Modes | None = None,
 ) -> CreditResult:
-    """Token credit for every completion that has a reward; sequences only from groups with signal.
+    """Token credit for every completion that has a reward; sequences only from groups with signal, or from all of
+    them when the loss has a KL or entropy term (they are then no longer marked as discarded).
 
-    ``config`` is the run's configuration; ``placebo_stream`` names the random stream of the HICRA placebo.
+    ``config`` is the run's configuration; ``placebo_stream`` names the random stream of the HICRA placebo; ``modes``
+    are loaded from ``config`` by default. What a transform of the user's returns decides which groups have signal.
     """
+    modes = modes or load_modes(config.algorithm)
+    if config.algorithm.regularised:
+        for group in groups:
+            group.discarded = None if group.discarded == "zero_advantage" else group.discarded
     rows = [(g, i) for g in groups for i in range(len(g.completions)) if np.isfinite(g.advantages_N[i])]
     if not rows:
         return CreditResult([], Denominators(0, 0), {}, None)
@@ -127,19 +194,18 @@ def assign_credit(
         planning_BT = _padded([g.planning[i] for g, i in rows if g.planning is not None], width, np.bool_)
     if all(c.entropy_T is not None for c in completions):
         entropy_BT = _padded([c.entropy_T for c in completions if c.entropy_T is not None], width, np.float64)
-    mode = config.algorithm.transform_mode
-    if mode == "gtpo_hicra_placebo" and planning_BT is not None:
+    if modes.transform == "gtpo_hicra_placebo" and planning_BT is not None:
         draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
         placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
     order = {id(group): number for number, group in enumerate(groups)}
     credit: TokenCredit = token_advantages(
-        mode,
+        modes.transform,
         torch.tensor([g.advantages_N[i] for g, i in rows], dtype=torch.float64),
         logprobs_BT,
         entropy_BT,
         planning_BT,
         mask_BT,
-        uncertainty_kind=config.algorithm.uncertainty_kind,
+        uncertainty_kind=modes.uncertainty,
         beta=config.gtpo.beta,
         alpha=config.hicra.alpha,
         sepa_lambda=sepa_lambda,
@@ -155,6 +221,10 @@ def assign_credit(
         ),
     )
     advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
+    if callable(modes.transform) and not config.algorithm.regularised:
+        signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
+        for group, _ in rows:
+            group.discarded = None if id(group) in signal else "zero_advantage"
     counted = credit.denominator_mask_B_T
     sequences = []
     for row, (group, _) in enumerate(rows):

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from retrain.errors import CheckpointError, UsageError
+
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -48,6 +50,17 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def prepare_directory(directory: Path) -> None:
+    """Make ``directory`` with its parents. Raises UsageError when that, or writing into it, is not possible."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot write to {directory}: {reason}; give another directory") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write to {directory}: permission denied; give another directory")
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +95,20 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """All complete rows; a torn last line (killed while writing) is left out."""
+    """All complete rows; a torn last line (killed while writing) is left out.
+
+    Raises CheckpointError with file and line when another line is no JSON.
+    """
     if not path.exists():
         return []
     rows = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             if line.endswith("\n") and line.strip():
-                rows.append(json.loads(line))
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    raise CheckpointError(f"{path}:{number} is damaged ({error}): remove that line") from error
     return rows
 
 

@@ -17,10 +17,10 @@ from retrain.checkpoints import (
     prune,
     save_checkpoint,
 )
-from retrain.credit import needs_entropy
+from retrain.credit import Modes, needs_entropy
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
-from retrain.errors import CheckpointError, UsageError
+from retrain.errors import CheckpointError, RetrainError, UsageError
 from retrain.files import publish_directory, read_jsonl
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
@@ -71,6 +71,7 @@ class Run:
     lanes: Lanes
     recorder: RunRecorder
     cursor: DataCursor
+    modes: Modes
     step: int = 0
     error: str | None = None
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -120,10 +121,17 @@ class Run:
             ratio_cap=config.algorithm.cispo_cap,
             temperature=training.temperature,
             max_tokens=training.max_tokens,
-            micro_batch_tokens=default_token_budget(self.base) if budget == "auto" else budget,
+            micro_batch_tokens=(
+                default_token_budget(self.base, config.algorithm.entropy_coef > 0) if budget == "auto" else budget
+            ),
             grad_clip_norm=optimizer.grad_clip_norm,
             dropout=config.lora.dropout,
             log_kl=config.logging.log_kl,
+            dual_clip=config.algorithm.dual_clip,
+            tis_cap=config.algorithm.tis_cap,
+            icepop_band=tuple(config.algorithm.icepop_band) if config.algorithm.icepop_band else None,
+            kl_coef=config.algorithm.kl_coef,
+            entropy_coef=config.algorithm.entropy_coef,
         )
 
     # -- identity -----------------------------------------------------------------------------------------------
@@ -203,9 +211,9 @@ class Run:
         return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
 
     def save_due(self) -> bool:
-        """Whether a checkpoint belongs after the number of updates done now."""
+        """Whether a checkpoint belongs after the number of updates done now (after the last one always)."""
         every = self.config.training.save_every
-        return self.finished or (every > 0 and self.step % every == 0)
+        return every > 0 and self.step % every == 0
 
     # -- state out and in ---------------------------------------------------------------------------------------
 
@@ -322,7 +330,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
         self.recorder.log_error(error)
 
     def check_engine(self, gives_entropy: bool) -> None:

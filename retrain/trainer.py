@@ -92,10 +92,10 @@ class Cohort:
                     run, lambda run=run: self._record(run, len(active), graded[id(run)], numbers[id(run)])
                 )
         for run, _ in active:
-            if run.error is None and run.save_due():
-                self._guarded_and_told(run, lambda run=run: self._save(run))
             if run.error is None and run.finished:
-                self.observer.run_finished(run.spec, "done")
+                self._finish(run)
+            elif run.error is None and run.save_due():
+                self._guarded_and_told(run, lambda run=run: self._save(run))
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
 
@@ -135,10 +135,10 @@ class Cohort:
     def _learn(self, run: Run, groups: list[Group]) -> dict[str, Any]:
         """What one run does with its graded completions; returns the numbers of its policy and controllers."""
         with _span([run], "credit"):
-            fill_advantages(groups, run.config.algorithm.advantage_mode, run.config.reward.type)
+            fill_advantages(groups, run.modes.advantage, run.config.reward.type)
             mark_planning(groups, run.detector, self.base)
             sepa_lambda, gate_open = run.sepa_values()
-            credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step))
+            credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step), run.modes)
             state: dict[str, Any] = dict(credit.stats)
             if run.config.algorithm.transform_mode == "gtpo_sepa":
                 state |= {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open}
@@ -168,9 +168,11 @@ class Cohort:
                 run.told.add(error)
                 run.recorder.log(f"step {run.step}: {errors.count(error)} completion(s) not graded: {error}", "warning")
         run.ungraded_steps = run.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
-        if run.ungraded_steps >= UNGRADED_STEPS:
+        limit = min(UNGRADED_STEPS, run.config.training.max_steps)
+        if run.ungraded_steps >= limit:
             reasons = "; ".join(list(dict.fromkeys(errors))[:3])
-            raise RunFailed(f"no completion of {UNGRADED_STEPS} steps in a row could be graded: {reasons}")
+            steps = "the only step" if limit == 1 else f"{limit} steps in a row"
+            raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
 
     def _record(self, run: Run, cohort_size: int, groups: list[Group], numbers: dict[str, Any]) -> None:
         config, begin, end = run.config, run.last_end, time.time()
@@ -205,6 +207,12 @@ class Cohort:
         with _span([run], "checkpoint"):
             run.save()
 
+    def _finish(self, run: Run) -> None:
+        """Save the finished run, ``final/`` included, and say that it is done."""
+        self._guarded_and_told(run, lambda: self._save(run))
+        if run.error is None:
+            self.observer.run_finished(run.spec, "done")
+
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -216,6 +224,8 @@ class Cohort:
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
             for row in run.evaluations_so_far()[:1]:
                 self.observer.evaluated(run.spec, "heldout", row)
+            if run.finished:  # killed between its last checkpoint and the word that it was done
+                self._finish(run)
             evaluation = run.config.evaluation
             if run.step == 0 and evaluation.problems and evaluation.at_start:
                 waiting.append((run, grader))

@@ -83,6 +83,7 @@ def test_targets_that_match_nothing_are_told(base):
 def test_saved_and_read_back(base, lanes, tmp_path):
     adapter, other = trained(lanes, 0), lanes.new_adapter(4, 8.0)
     save_adapter(tmp_path / "a", adapter, base.name)
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1  # who reads one file reads all
     stored = read_adapter(tmp_path / "a")
     other.load(stored.tensors)
     assert torch.equal(adapter.flat, other.flat)

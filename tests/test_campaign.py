@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from retrain.campaign.launch import launch, resume
 from retrain.campaign.squeeze import squeeze
 from retrain.config import load
 from retrain.errors import UsageError
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
 
 REWARDS = '''
@@ -212,6 +213,25 @@ def test_a_crash_between_checkpoints_leaves_no_duplicate_rows(finished, model, t
     for run in (out / "runs").iterdir():
         mine = tmp_path / "out" / "runs" / run.name
         assert without_time(read_jsonl(mine / "metrics.jsonl")) == without_time(read_jsonl(run / "metrics.jsonl"))
+
+
+def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, model, tmp_path):
+    out, _ = finished
+    shutil.copytree(out, tmp_path / "out")
+    manifest = read_json(tmp_path / "out" / "manifest.json")
+    killed = manifest["runs"][1]
+    killed["state"] = "running"
+    write_json(tmp_path / "out" / "manifest.json", manifest)
+    folder = tmp_path / "out" / killed["path"]
+    shutil.rmtree(folder / "final")
+    lines = (folder / "checkpoints.jsonl").read_text().splitlines(keepends=True)
+    (folder / "checkpoints.jsonl").write_text("".join(lines[:-1]))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
+    assert read_json(tmp_path / "out" / "manifest.json")["runs"][1]["state"] == "done"
+    assert (folder / "final" / "adapter_model.safetensors").is_file()
+    assert (folder / "checkpoints.jsonl").read_text() == "".join(lines)
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):

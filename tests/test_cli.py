@@ -116,6 +116,19 @@ def test_dry_run_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_explain_tells_every_term_of_the_loss(tmp_path):
+    file = tmp_path / "terms.toml"
+    head = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "my:own"\n'
+    file.write_text(
+        f"[campaign]\nseeds = [1]\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
+        f"{head}entropy_coef = 0.01\ntis_cap = 2.0\n{head}icepop_band = [0.5, 5]\nloss_normalizer = 'constant'\n"
+    )
+    lines = [line for line in run("explain", file).output.splitlines() if line.startswith("loss ")]
+    assert "a negative advantage counts 3 times at most, plus 0.1 × KL to the base  (grpo+my-own~dual" in lines[0]
+    assert "π/π_sampler up to 2, divided by all tokens, minus 0.01 × entropy  (grpo+my-own~ent" in lines[1]
+    assert "where that is 0.5 to 5, divided by max_tokens and the number of completions  (grpo" in lines[2]
+
+
 def test_explain_tells_conditions_seeds_and_costs(tmp_path):
     file = tmp_path / "two.toml"
     file.write_text(

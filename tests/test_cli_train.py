@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,41 @@ def test_squeeze_prints_json_and_writes_an_adapter(trained, tmp_path):
     assert len(too_large.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["camp.toml", "camp.toml/below"])
+def test_a_directory_that_cannot_be_written_is_one_line(trained, home, name):
+    _, directory = trained
+    for command in (["train", home / "camp.toml"], ["squeeze", directory, "--to", "2"]):
+        result = run(*command, "--out", home / name)
+        assert result.exit_code == 2
+        assert str(home / "camp.toml") in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.output
+
+
+def test_resuming_a_run_of_a_campaign_names_the_campaign(trained):
+    _, directory = trained
+    result = run("resume", directory / "runs" / "grpo+none_s1")
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith(f"retrain resume {directory}")
+
+
+def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
+    _, directory = trained
+    shutil.copytree(directory, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for each in manifest["runs"]:
+        each["state"] = "running"
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    broken = tmp_path / "out" / "runs" / "maxrl+gtpo_s1"
+    with open(broken / "metrics.jsonl", "a") as file:
+        file.write("{torn\n")
+    assert run("resume", tmp_path / "out").exit_code == 1
+    runs = {each["run_id"]: each for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"]}
+    assert [name for name, each in runs.items() if each["state"] != "done"] == [broken.name]
+    assert f"{broken / 'metrics.jsonl'}:3 is damaged" in runs[broken.name]["reason"]
+    (broken / "metrics.jsonl").write_text((broken / "metrics.jsonl").read_text().replace("{torn\n", ""))
+    assert run("resume", tmp_path / "out", "--retry-failed").exit_code == 0
+
+
 def test_status_after_training(trained):
     _, directory = trained
     (report,) = json.loads(run("status", directory, "--json").stdout)
@@ -150,6 +186,10 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert f"retrain resume {out}" in output
+    (entry,) = json.loads((out / "manifest.json").read_text())["runs"]
+    (row,) = json.loads(run("status", out, "--json").stdout)[0]["runs"]
+    assert entry["state"] == "interrupted"
+    assert 1 <= entry["step"] == row["step"] < 30
     assert run("resume", out).exit_code == 0
     for path in out.rglob("metrics.jsonl"):
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(30))

@@ -327,13 +327,26 @@ SINGLE = [
     ("[[training]]\nlr = 1e-4", "there is one [training]"),
     ('[algorithm]\nadvantage_mode = "maxlr"', 'did you mean advantage_mode = "maxrl"'),
     ('[algorithm]\nadvantage_mode = "gae"', "needs a value head"),
-    ('[algorithm]\nadvantage_mode = "my_module:advantage"', "code of your own cannot be named here"),
-    ('[algorithm]\ntransform_mode = "my_module.transform"', 'transform_mode = "none"'),
+    ('[algorithm]\nloss = "my_module:loss"', "code of your own cannot be named here"),
+    ('[algorithm]\ntransform_mode = "my_module.transform"', 'transform_mode = "my_module:transform"'),
+    ('[algorithm]\nadvantage_mode = "code/mine.py:own"', 'must be a "module:function" of your own, or one of "grpo"'),
+    ('[algorithm]\nuncertainty_kind = "entropie"', 'did you mean uncertainty_kind = "shannon_entropy"'),
+    ("[gtpo]\nbeta = 0.2\n[algorithm]\ntransform_mode = 'my:own'", 'no effect with transform_mode = "my:own"'),
     ('[algorithm]\ntransform_mode = "gtpo_sepa_amp"', 'transform_mode = "gtpo_sepa"'),
     ('[algorithm]\ntransform_mode = "gtpo"\n[hicra]\nalpha = 0.2', 'no effect with transform_mode = "gtpo"'),
     ("[sepa]\nsteps = 10", 'no effect with transform_mode = "none"'),
     ("[sepa]\nema_decay = 0.9\n[algorithm]\ntransform_mode = 'gtpo_sepa'", 'no effect with schedule = "linear"'),
     ("[algorithm]\ncispo_cap = 4", 'no effect with loss = "ppo"'),
+    ("[algorithm]\ndual_clip = 0.9", "must be a number > 1"),
+    ("[algorithm]\ntis_cap = 0.5", "must be a number ≥ 1"),
+    ("[algorithm]\ndual_clip = 3.0\nloss = 'cispo'", 'no effect with loss = "cispo": remove the line, or loss = "ppo"'),
+    ("[algorithm]\ndual_clip = 3.0\ntis_cap = 2.0", "no effect with tis_cap = 2.0: remove one of the two"),
+    ("[training]\nclip_eps = 0.3\n[algorithm]\nicepop_band = [0.5, 5]", "no effect with icepop_band = [0.5, 5.0]"),
+    ("[algorithm]\ntis_cap = 2.0\nicepop_band = [0.5, 5.0]", "both weigh by the same ratio: keep one of the two"),
+    ("[algorithm]\nicepop_band = [2.0, 0.5]", "with 0 ≤ alpha ≤ 1 ≤ beta: icepop_band = [0.5, 5.0]"),
+    ("[algorithm]\nicepop_band = [0.5]", "must be [alpha, beta]"),
+    ("[algorithm]\nkl_coef = -0.1", "must be a number ≥ 0"),
+    ("[training]\nclip_ratio_c = 3.0", "[algorithm] dual_clip = 3.0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
     ('[inference]\nengine = "vllm"', 'engine = "local"'),
     ('[inference]\nurl = "http://x"', 'has no effect with engine = "local"'),
@@ -619,3 +632,21 @@ def test_any_value_is_kept_or_refused_in_the_file_as_in_data(tmp_path_factory, d
         assert [problem.where for problem in loaded.problems] == ["f.toml:3"] * len(loaded.problems)
     elif dotted != "logging.log_dir":
         assert value_at(loaded.config, dotted) == value_at(parse_dict(parsed), dotted)
+
+
+def test_a_section_that_only_set_names_is_reported_there(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nmax_steps = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["trainin.lr=1"])
+    assert str(caught.value) == "--set  trainin  is not a section: did you mean [training]"
+
+
+def test_a_judge_url_with_a_password_is_refused():
+    from retrain.config import parse_dict
+
+    reward = {"type": "judge", "judge_model": "m", "judge_url": "http://user:secret@host:1/v1"}
+    with pytest.raises(ConfigError, match="password") as error:
+        parse_dict({"reward": reward})
+    assert "secret" not in str(error.value)
+    parse_dict({"reward": reward | {"judge_url": "http://host:1/v1/a@b"}})

@@ -282,3 +282,29 @@ def test_a_console_and_a_recorder_agree(tmp_path):
         console.run_started(specs(1)[0], 0, 10)
         console.step(specs(1)[0], recorder.record_step(step([group([1.0, 0.0], [2, 2])])))
     assert "reward=0.500" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 75])
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number(width):
+    board = Board()
+    play(board, count=3)
+    board.run_finished(specs(3)[0], "interrupted")
+    text = draw(board, width=width)
+    headings = [line.split() for line in text.splitlines() if line.startswith(("run ", "last steps "))]
+    assert all(len(line) <= width for line in text.splitlines())
+    assert headings[0] == ["run", "step", "ETA", "correct"] if width < 50 else headings[0][-1] == "held-out"
+    assert headings[1][:5] == ["last", "steps", "step", "reward", "correct"]
+    assert "interrupted" in text
+    assert not any(word.endswith("…") for words in headings for word in words)
+
+
+def test_tables_in_a_narrow_terminal():
+    stream = io.StringIO()
+    console = Console(file=stream, width=60)
+    console.print(comparison_table(COMPARISON))
+    console.print(squeeze_table(SQUEEZE))
+    lines = stream.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert any(line.startswith("grpo+none ") and "50.0% → 70.0%" in line for line in lines)
+    assert [line.split()[-1] for line in lines if "97.0%" in line] == ["<-"]
+    assert "…" not in stream.getvalue()

@@ -110,6 +110,18 @@ def test_denominators_count_skipped_groups(base):
         assert len(set(sequence.advantages_T.tolist())) == 1
 
 
+@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
+def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
+    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
+    fill_advantages(groups, "grpo")
+    assert [g.discarded for g in groups] == [None, "zero_advantage", "zero_advantage", "no_reward"]
+    result = assign_credit(groups, parse_dict({"algorithm": {term: 0.1}}), 0.0, ("placebo",))
+    assert [g.discarded for g in groups] == [None, None, None, "no_reward"]
+    assert len(result.sequences) == 5
+    assert result.denominators.sequences == 5
+    assert not any(s.advantages_T.any() for s in result.sequences[2:])
+
+
 def test_no_reward_at_all_trains_nothing(base):
     groups = [group(base, [None, None])]
     fill_advantages(groups, "grpo")

@@ -47,6 +47,16 @@ def test_toml_snippets_load(text, tmp_path):
     load(file)
 
 
+def test_the_oracles_that_are_named_exist():
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", tests, re.MULTILINE))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"`(test_\w+)`", text)) <= defined, page.name
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / path).is_file(), path
+
+
 @pytest.mark.parametrize("text", list(blocks("python")))
 def test_python_snippets_parse(text):
     ast.parse(text)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import Field, create_model
 
+from retrain.campaign.manifest import fingerprint
 from retrain.campaign.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.errors import ConfigError
@@ -238,3 +241,19 @@ def test_a_configuration_built_in_python():
     specs = plan(Config(campaign=Campaign(seeds=[1, 2], conditions=[condition])))
     assert [spec.run_id for spec in specs] == ["maxrl+gtpo~gtpo.beta=0.5_s1", "maxrl+gtpo~gtpo.beta=0.5_s2"]
     assert specs[0].config.gtpo.beta == 0.5
+
+
+def test_keys_that_a_later_release_adds_do_not_change_what_a_run_is():
+    (spec,) = plan(parse_dict({"training": {"lr": 0.5}, "model": {"model": "tiny-reasoner"}}))
+    training = create_model(
+        "Later", __base__=type(spec.config.training), further=(int, 3), table=(dict, Field(default_factory=dict))
+    )
+    later = create_model(
+        "LaterConfig",
+        __base__=Config,
+        training=(training, Field(default_factory=training)),
+        added=(training, Field(default_factory=training)),
+    )
+    same = later.model_validate(spec.config.model_dump(mode="json", by_alias=True), strict=False)
+    assert fingerprint(replace(spec, config=same)) == fingerprint(spec)
+    assert fingerprint(replace(spec, config=parse_dict({"training": {"lr": 0.4}}))) != fingerprint(spec)

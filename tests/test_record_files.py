@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from record_cases import completion, config, context, evaluation, group, step
 
-from retrain.errors import RetrainError
+from retrain.errors import CheckpointError, RetrainError
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder
 from retrain.record.catalogue import METRICS, is_timing_key, metrics_markdown
@@ -103,6 +103,13 @@ def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
     recorder.truncate(0)
     for name in (*ROWS, "checkpoints.jsonl"):
         assert (tmp_path / name).read_text() == "", name
+
+
+def test_a_damaged_line_is_told_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step\xff\n{"step": 2}\n')
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 is damaged"):
+        read_jsonl(path)
 
 
 def test_every_completion_is_there_and_text_is_safe(tmp_path):

@@ -309,3 +309,13 @@ def test_timing_keys_are_the_only_ones_that_differ_between_equal_steps():
     assert all(is_timing_key(key) for key in differing)
     assert not is_timing_key("mean_reward")
     assert BY_KEY["step_time_s"].is_timing
+
+
+def test_an_evaluation_that_nobody_graded_has_no_accuracy():
+    tagged = group([None, None], [2, 2], tags=("easy",))
+    row = eval_row(evaluation([tagged, group([None], [2], tags=("hard",))]))
+    for key in ("correct_rate", "ci_low", "ci_high", "reward_mean", "easy/correct_rate"):
+        assert row[f"eval/heldout/{key}"] is None
+    assert row["eval/heldout/failed"] == 3
+    partly = eval_row(evaluation([group([None, 1.0], [2, 2])]))
+    assert (partly["eval/heldout/correct_rate"], partly["eval/heldout/failed"]) == (0.5, 1)

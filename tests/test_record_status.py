@@ -119,6 +119,30 @@ def test_no_repository_and_no_git_are_no_errors(tmp_path, monkeypatch):
     assert git_state(Path(__file__).parent) is None
 
 
+def test_code_diff_holds_no_secret_and_nothing_that_runs_wrote(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    for name in (".env", "code.py"):
+        (tmp_path / name).write_text("a = 1\n")
+    git(tmp_path, "add", "-A", "-f")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    monkeypatch.setenv("MY_API_KEY", "swordfish-9")
+    (tmp_path / ".env").write_text("PASSWORD=hunter-2\n")
+    (tmp_path / "code.py").write_text('a = 2\nkey = "swordfish-9"\n')
+    (tmp_path / "creds.json").write_text('{"user": "hunter-2"}\n')
+    (tmp_path / "new.py").write_text(f'key = "sk-{"x" * 20}"\n')
+    (tmp_path / "logs" / "run" / "emergence").mkdir(parents=True)
+    for name in ("plan.json", "manifest.json", "emergence/generations.jsonl"):
+        (tmp_path / "logs" / "run" / name).write_text("{}\n")
+    git(tmp_path, "add", "code.py")
+    text = code_diff(tmp_path)
+    for secret in ("hunter-2", "swordfish-9", "xxxx", "generations.jsonl"):
+        assert secret not in text
+    assert "+a = 2\n" in text
+    assert '+key = "[key left out]"\n' in text
+    assert "b/.env\n### content left out" in text
+    assert "b/creds.json\nnew file\n### content left out" in text
+
+
 def test_facts_hold_types_and_versions_and_no_environment_variables(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-very-secret")
     facts = run_facts({"training": {"lr": 1e-4, "seed": 1, "clip": None}, "data": {"levels": []}}, run_id="a_s1")

@@ -12,7 +12,7 @@ from toymodels import toy_base
 
 from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
-from retrain.policy.logprobs import TrainSequence, split_microbatches
+from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
@@ -97,6 +97,178 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(base, lanes):
     whole, _ = gradient(base, lanes, 0, sequences, settings)
     without, _ = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
     assert float((without - whole).norm() / whole.norm()) < 1e-5
+
+
+EVERYTHING = {
+    "dual_clip": {"dual_clip": 1.5, "clip_high": 0.1},
+    "tis": {"tis_cap": 1.05},
+    "icepop": {"icepop_band": (0.9, 1.2)},
+    "kl": {"kl_coef": 0.7},
+    "entropy": {"entropy_coef": 0.3},
+    "all": {"tis_cap": 1.05, "kl_coef": 0.7, "entropy_coef": 0.3},
+}
+
+
+def off_policy(base, lanes) -> list[TrainSequence]:
+    """The same, with sampler logprobs that differ from the trainer's by up to about half a nat."""
+    noise = generator("mismatch")
+    return [
+        replace(s, sampler_logprobs_T=s.sampler_logprobs_T + noise.normal(size=len(s.completion_ids)) / 4)
+        for s in rollout(base, lanes, trained(lanes, 0))
+    ]
+
+
+@pytest.mark.parametrize("options", EVERYTHING.values(), ids=EVERYTHING)
+@pytest.mark.parametrize("normalizer", ["tokens", "sequences", "constant"])
+def test_every_micro_batch_split_gives_the_same_gradient_with_every_term(base, lanes, options, normalizer):
+    sequences = off_policy(base, lanes)
+    settings = LossSettings(normalizer=normalizer, max_tokens=12, grad_clip_norm=0, **options)
+    whole, metrics = gradient(base, lanes, 0, sequences, settings)
+    plain, _ = gradient(base, lanes, 0, sequences, LossSettings(normalizer=normalizer, max_tokens=12, grad_clip_norm=0))
+    assert float((whole - plain).norm()) > 1e-3 * float(plain.norm())  # the term does something
+    for budget in (1, 60):
+        split, other = gradient(base, lanes, 0, sequences, replace(settings, micro_batch_tokens=budget))
+        assert float((split - whole).norm() / whole.norm()) < 1e-6 * (1 if base.dtype == torch.float64 else 10)
+        assert other["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
+        for key in ("kl", "objective/non_score_reward", "clip_ratio/low_mean", "clip_ratio/high_mean"):
+            assert other.get(key) == pytest.approx(metrics.get(key), abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"tis_cap": 2.0}, {"icepop_band": (0.5, 2.0)}], ids=["tis", "icepop"])
+@pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
+def test_a_mismatch_weight_of_one_is_an_exact_no_op(base, lanes, loss, options):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for s in sequences:  # the sampler's logprobs are those of the update, to the last bit
+        batch = collate([s], base)
+        with torch.no_grad(), lanes.single(trained(lanes, 0)):
+            s.sampler_logprobs_T = token_logprobs(base, batch, 1.0)[0][0].double().numpy()
+    settings = LossSettings(loss=loss, grad_clip_norm=0, micro_batch_tokens=1)
+    without, before = gradient(base, lanes, 0, sequences, settings)
+    corrected, after = gradient(base, lanes, 0, sequences, replace(settings, **options))
+    assert torch.equal(without, corrected)
+    assert before["val/ratio"] == after["val/ratio"] == 1.0
+    assert before["loss"] == after["loss"]
+
+
+def corrected_gradient(base, lanes, sequences, weight):
+    """Autograd, one sequence at a time, of −Σ weight(ρ)·A·log π / tokens with ρ = π/π_sampler held constant."""
+    adapter = trained(lanes, 0)
+    adapter.flat.grad.zero_()
+    for s in sequences:
+        with lanes.single(adapter):
+            logp = token_logprobs(base, collate([s], base), 1.0)[0][0]
+            ratio = (logp.detach() - torch.from_numpy(s.sampler_logprobs_T).to(logp)).exp()
+            terms = weight(ratio) * torch.from_numpy(s.advantages_T).to(logp) * logp
+            (-terms.sum() / totals(sequences).tokens).backward()
+    return adapter.flat.grad.clone()
+
+
+@pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
+def test_truncated_importance_sampling_and_icepop_by_their_formulas(base, lanes, loss):
+    """w·A·∇log π with w = min(ρ, C), or ρ inside the band and 0 outside: the ratio counts once, not twice."""
+    sequences = off_policy(base, lanes)
+    rules = {
+        "tis": ({"tis_cap": 1.05}, lambda ratio: ratio.clamp(max=1.05)),
+        "icepop": ({"icepop_band": (0.9, 1.2)}, lambda ratio: ratio * ((ratio >= 0.9) & (ratio <= 1.2))),
+    }
+    for options, weight in rules.values():
+        settings = LossSettings(loss=loss, grad_clip_norm=0, **options)
+        grad, metrics = gradient(base, lanes, 0, sequences, settings)
+        expected = corrected_gradient(base, lanes, sequences, weight)
+        assert float((grad - expected).norm() / expected.norm()) < 1e-4
+        assert 0.1 < metrics["clip_ratio/high_mean"] < 0.9  # the share that the cap or the band cuts
+        assert (metrics["clip_ratio/low_mean"] > 0.1) == ("icepop_band" in options)
+        assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token(base, lanes):
+    """A < 0 and ρ far above 1: plain ppo pushes with ρ·A, dual clip stops at c·A and lets the token rest."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for s in sequences:
+        s.sampler_logprobs_T = s.sampler_logprobs_T - np.log(4.0)
+        s.advantages_T = -np.ones(len(s.completion_ids))
+    settings = LossSettings(grad_clip_norm=0)
+    plain, metrics = gradient(base, lanes, 0, sequences, settings)
+    clipped, other = gradient(base, lanes, 0, sequences, replace(settings, dual_clip=3.0))
+    assert plain.norm() > 0
+    assert metrics["loss"] == pytest.approx(4.0, rel=1e-3)
+    assert clipped.norm() == 0
+    assert other["loss"] == pytest.approx(3.0, rel=1e-6)
+
+
+def without_advantages(base, lanes, adapter) -> list[TrainSequence]:
+    sequences = rollout(base, lanes, adapter)
+    return [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in sequences]
+
+
+def test_the_kl_of_a_fresh_adapter_is_zero_with_zero_gradient(base, lanes):
+    adapter = lanes.new_adapter(4, 8).initialise("fresh")
+    sequences = without_advantages(base, lanes, adapter)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    settings = LossSettings(kl_coef=0.5, grad_clip_norm=0)
+    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3)
+    assert metrics["kl"] == 0
+    assert metrics["loss"] == 0
+    assert metrics["objective/non_score_reward"] == 0
+    assert float(adapter.flat.grad.norm()) == 0
+
+
+def test_kl_terms_against_autograd_and_what_is_recorded(base, lanes):
+    """k2 = ½(log π − log ref)² in the loss, k3 in the records; the reference is the base with no adapter."""
+    sequences = without_advantages(base, lanes, trained(lanes, 0))
+    settings = LossSettings(kl_coef=0.5, grad_clip_norm=0)
+    grad, metrics = gradient(base, lanes, 0, sequences, settings)
+    adapter = trained(lanes, 0)
+    adapter.flat.grad.zero_()
+    tokens, k2, k3 = totals(sequences).tokens, 0.0, 0.0
+    for s in sequences:
+        batch = collate([s], base)
+        with torch.no_grad():
+            reference = token_logprobs(base, batch, 1.0)[0]
+        with lanes.single(adapter):
+            difference = token_logprobs(base, batch, 1.0)[0] - reference
+            (0.25 * difference.square().sum() / tokens).backward()
+        k2 += 0.25 * float(difference.detach().square().sum()) / tokens
+        k3 += float((torch.exp(-difference.detach()) - 1 + difference.detach()).sum())
+    assert float((adapter.flat.grad - grad).norm() / grad.norm()) < 1e-4
+    assert metrics["loss"] == pytest.approx(k2, rel=1e-4)
+    assert metrics["kl"] == pytest.approx(k3 / tokens, rel=1e-4)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.5 * k3 / len(sequences), rel=1e-4)
+    _, logged = gradient(base, lanes, 0, sequences, LossSettings(log_kl=True, grad_clip_norm=0))
+    assert logged["kl"] == metrics["kl"]
+    assert logged["loss"] == 0
+
+
+def test_the_kl_term_pulls_the_adapter_back_to_the_base(base, lanes):
+    adapter = trained(lanes, 0)
+    sequences = without_advantages(base, lanes, adapter)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    settings = LossSettings(kl_coef=1.0, grad_clip_norm=0)
+    seen = [
+        train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 5e-3)["kl"]
+        for _ in range(6)
+    ]
+    assert seen[-1] < 0.7 * seen[0]
+
+
+def test_the_entropy_bonus_raises_the_entropy(base, lanes):
+    adapter = trained(lanes, 0)
+    sequences = without_advantages(base, lanes, adapter)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    batch = collate(sequences, base)
+
+    def entropy() -> float:
+        with torch.no_grad(), lanes.single(adapter):
+            entropy_BT = token_logprobs(base, batch, 1.0, entropy=True)[1]
+        return float(entropy_BT[batch.loss_mask_BT].mean())
+
+    settings, before = LossSettings(entropy_coef=0.5, grad_clip_norm=0), entropy()
+    losses = [
+        train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 2e-3)["loss"]
+        for _ in range(5)
+    ]
+    assert losses[0] == pytest.approx(-0.5 * before, rel=1e-4)
+    assert entropy() > before + 0.01
 
 
 def test_gradient_is_that_of_the_plain_formula(base, lanes):

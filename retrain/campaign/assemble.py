@@ -12,8 +12,10 @@ import torch
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.checkpoints import checkpoint_directories
+from retrain.credit import Modes, load_modes
 from retrain.engines.local import LocalEngine
 from retrain.environments import Dataset, load_data
+from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
@@ -37,9 +39,10 @@ def assemble(
 
     ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
 
-    Raises RetrainError when the model, the data or a checkpoint cannot be used.
+    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used.
     """
     config = specs[0].config
+    modes = [load_modes(spec.config.algorithm, folder) for spec in specs]
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
     base = load_base(
@@ -64,11 +67,15 @@ def assemble(
         observer.message(note)
     graders: dict[str, Grader] = {}
     runs, used = [], []
-    for spec in specs:
+    for spec, mode in zip(specs, modes, strict=True):
         key = spec.config.reward.model_dump_json()
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
-        run = _build_run(directory, spec, base, lanes, data, graders[key], observer)
+        try:
+            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer)
+        except CheckpointError as error:  # this run's own files: the others can go on
+            observer.run_finished(spec, "failed", str(error))
+            continue
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(graders[key])
@@ -76,7 +83,14 @@ def assemble(
 
 
 def _build_run(
-    directory: Path, spec: RunSpec, base: BaseModel, lanes: Lanes, data: Dataset, grader: Grader, observer: Any
+    directory: Path,
+    spec: RunSpec,
+    modes: Modes,
+    base: BaseModel,
+    lanes: Lanes,
+    data: Dataset,
+    grader: Grader,
+    observer: Any,
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
@@ -93,7 +107,7 @@ def _build_run(
     recorder = RunRecorder(where, context)
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
-    run = Run(spec, where, base, lanes, recorder, cursor)
+    run = Run(spec, where, base, lanes, recorder, cursor, modes)
     resumed = (where / "metrics.jsonl").exists() or bool(checkpoint_directories(where))
     if resumed:
         for line in run.restore():

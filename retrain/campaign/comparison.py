@@ -58,6 +58,7 @@ def _condition(directory: Path, label: str, runs: Sequence[dict[str, Any]]) -> d
         if run["state"] != "done" or not rows:
             continue
         evaluations = [row for row in read_jsonl(directory / run["path"] / "evals.jsonl") if row["name"] == "heldout"]
+        evaluations = [row for row in evaluations if row[METRIC] is not None]  # None: nothing could be graded
         if evaluations:
             held_out = True
             after[run["seed"]] = evaluations[-1][METRIC]

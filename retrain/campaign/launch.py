@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,13 @@ CPU_LANES, GPU_LANES = 10, 8
 
 @dataclass
 class Outcome:
-    """How it ended. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``."""
+    """How it ended. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``; ``saved`` is false
+    when steps after the last checkpoints were given up."""
 
     exit_status: int
     directory: Path
     summary: dict[str, Any]
+    saved: bool = True
 
 
 class StopRequest:
@@ -48,7 +50,7 @@ class StopRequest:
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = True
-            observer.message("finishing the step and saving; once more to stop at once", "warning")
+            observer.message("finishing the step and saving; once more to stop without saving", "warning")
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -128,13 +130,13 @@ def _carry_out(
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
-    stop, interrupted = StopRequest(), False
+    stop, interrupted, saved = StopRequest(), False, True
     with stop.listening(observer):
         for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:
             try:
                 _train_cohort(manifest, group, folder, observer, lambda: stop.asked)
-            except (Interrupted, KeyboardInterrupt):
-                interrupted = True
+            except (Interrupted, KeyboardInterrupt) as end:
+                interrupted, saved = True, isinstance(end, Interrupted)
                 break
             _squeeze_once(manifest, specs, observer)
     if interrupted:
@@ -142,7 +144,7 @@ def _carry_out(
             if manifest.run(spec.run_id)["state"] == "running":
                 manifest.update(spec.run_id, state="interrupted", reason="stopped by the user")
                 observer.run_finished(spec, "interrupted", "")
-        return Outcome(130, directory, summary(manifest))
+        return Outcome(130, directory, summary(manifest), saved)
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare
 
@@ -212,12 +214,15 @@ class ManifestFollower:
         self.manifest.update(spec.run_id, state="running", reason=None, step=step)
         self.observer.run_started(spec, step, max_steps)
 
+    def step(self, spec: RunSpec, row: Mapping[str, Any]) -> None:
+        """Count the finished step; the next event writes it."""
+        self.manifest.run(spec.run_id)["step"] = int(row["step"]) + 1
+        self.observer.step(spec, row)
+
     def run_finished(self, spec: RunSpec, status: str, message: str = "") -> None:
         """The run is done or has failed, with the reason."""
         entry = self.manifest.run(spec.run_id)
         changes: dict[str, Any] = {"state": status, "reason": message or None}
-        if status == "done":
-            changes["step"] = entry["max_steps"]
         if status == "failed":
             changes["log"] = str(Path(entry["path"]) / "run.log")
         self.manifest.update(spec.run_id, **changes)

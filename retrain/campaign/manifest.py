@@ -16,15 +16,19 @@ from typing import Any
 from retrain.campaign.plan import RunSpec
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import dumps, read_json, write_json
+from retrain.files import dumps, prepare_directory, read_json, write_json
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
+LOCK_TRIES = 5
 STATES = ("pending", "running", "interrupted", "done", "failed")
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Hash of everything that defines a run: its resolved configuration, without what only names outputs."""
-    config = spec.config.model_dump(mode="json", by_alias=True)
+    """Hash of everything that defines a run: its resolved configuration, without what only names outputs.
+
+    Only what differs from the defaults counts, so that a later release with further keys still continues the run.
+    """
+    config = spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     config.pop("logging", None)
     config.pop("squeeze", None)
     for section, key in (
@@ -34,6 +38,9 @@ def fingerprint(spec: RunSpec) -> str:
         ("campaign", "name"),
     ):
         config.get(section, {}).pop(key, None)
+    # Values made by a factory (empty tables and lists) are dumped although they are the default.
+    config = {name: {k: v for k, v in table.items() if v not in ({}, [])} for name, table in config.items()}
+    config = {name: table for name, table in config.items() if table}
     return hashlib.sha256(dumps(config).encode()).hexdigest()[:16]
 
 
@@ -125,7 +132,9 @@ def read_plan(directory: Path) -> tuple[list[RunSpec], Path]:
     """The runs of ``plan.json`` and the folder of their file. Raises UsageError when the directory holds no plan."""
     path = directory / PLAN
     if not path.is_file():
-        raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}")
+        campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
+        hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
+        raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
     content = read_json(path)
     specs = [
         RunSpec(
@@ -150,16 +159,16 @@ class DirectoryLock:
         self._file: Any = None
 
     def __enter__(self) -> DirectoryLock:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        prepare_directory(self.path.parent)
         self._file = open(self.path, "a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            raise UsageError(
-                f"another retrain process is writing {self.path.parent}: wait for it, or use --out"
-            ) from error
-        return self
+        for _ in range(LOCK_TRIES):  # ``status`` looks at the lock for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return self
+            except OSError:
+                time.sleep(0.1)
+        self._file.close()
+        raise UsageError(f"another retrain process is writing {self.path.parent}: wait for it, or use --out")
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()

@@ -8,8 +8,9 @@ from typing import Any
 
 from retrain.campaign.manifest import MANIFEST, run_directory
 from retrain.campaign.plan import RunSpec
+from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
-from retrain.files import publish_directory, read_json, read_jsonl, write_json
+from retrain.files import prepare_directory, publish_directory, read_json, read_jsonl, write_json
 from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
@@ -104,6 +105,9 @@ def compress_adapter(adapter: Path, rank: int, out: Path) -> Path:
     config = stored.config | {
         "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
+    prepare_directory(out.parent)
+    if out.is_file():
+        raise UsageError(f"{out} is a file: give a directory with --out")
     if out.exists() and any(out.iterdir()) and not (out / "adapter_config.json").exists():
         raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
     aside = out.with_name(f".{out.name}.tmp")
@@ -129,13 +133,24 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None) -> 
     The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter.
     """
     adapter = find_adapter(Path(directory))
-    analysis = analyse_adapter(adapter)
+    analysis = analyse_adapter(adapter, **_retention(adapter))
     if to is not None:
         target = out or adapter.parent / "squeeze" / f"rank_{to}"
         analysis["compressed"] = str(compress_adapter(adapter, to, target))
     elif out is not None:
+        prepare_directory(out)
         write_json(out / "analysis.json", analysis)
     return analysis
+
+
+def _retention(adapter: Path) -> dict[str, Any]:
+    """What must be kept, as the run's own [squeeze] section says, else the defaults."""
+    wanted = Squeeze().model_dump(include={"min_variance_retention", "min_layer_retention"})
+    for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
+        if (folder / "config.json").is_file():
+            stored = read_json(folder / "config.json").get("squeeze") or {}
+            return {key: stored.get(key, default) for key, default in wanted.items()}
+    return wanted
 
 
 def squeeze_after_run(directory: Path, spec: RunSpec) -> dict[str, Any]:

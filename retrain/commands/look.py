@@ -36,6 +36,19 @@ CREDITS = {
     "entropy_mask": "only the most uncertain tokens",
 }
 
+LOSSES = {
+    "ppo": "ratio clipped",
+    "reinforce": "ratio as a constant weight",
+    "gspo": "ratio of the whole completion clipped",
+    "cispo": "ratio as a constant weight, capped",
+}
+
+DIVISORS = {
+    "tokens": "all tokens",
+    "sequences": "each completion's length and their number",
+    "constant": "max_tokens and the number of completions",
+}
+
 CONDITION_COLUMNS = (
     "condition",
     "credit for a completion with reward r",
@@ -99,7 +112,11 @@ def print_explanation(loaded: Any, out: Path | None) -> None:
         [condition_row(spec, conditions[0]) for spec in conditions],
         left=CONDITION_COLUMNS,
     )
-    print(f"\nseeds         {' '.join(map(str, seeds))}")
+    print()
+    for words in dict.fromkeys(loss_words(spec.config) for spec in conditions):
+        having = [spec.label for spec in conditions if loss_words(spec.config) == words]
+        print(f"loss          {words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+    print(f"seeds         {' '.join(map(str, seeds))}")
     print_costs(specs)
     print_files(specs, loaded, out)
 
@@ -120,6 +137,25 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
         CREDITS.get(transform, f"your own {transform}"),
         ", ".join(changed) or "-",
     )
+
+
+def loss_words(config: Any) -> str:
+    """The loss of a run: its name, what it is divided by, and every term that is switched on."""
+    algorithm = config.algorithm
+    words = [f"{algorithm.loss} ({LOSSES[algorithm.loss]})"]
+    if algorithm.tis_cap is not None:
+        words = [f"policy gradient weighted by π/π_sampler up to {algorithm.tis_cap:g}"]
+    elif algorithm.icepop_band is not None:
+        low, high = algorithm.icepop_band
+        words = [f"policy gradient weighted by π/π_sampler where that is {low:g} to {high:g}"]
+    words.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
+    if algorithm.dual_clip is not None:
+        words.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
+    if algorithm.kl_coef > 0:
+        words.append(f"plus {algorithm.kl_coef:g} × KL to the base")
+    if algorithm.entropy_coef > 0:
+        words.append(f"minus {algorithm.entropy_coef:g} × entropy")
+    return ", ".join(words)
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

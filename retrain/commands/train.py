@@ -29,9 +29,8 @@ def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
         observer.close()
     print_tables_of(outcome.summary, plain)
     if outcome.exit_status == 130:
-        print(
-            f"interrupted; everything up to the last finished step is saved. Type: retrain resume {outcome.directory}"
-        )
+        kept = "everything up to the last finished step is saved" if outcome.saved else "stopped at the last checkpoint"
+        print(f"interrupted; {kept}. Type: retrain resume {outcome.directory}")
     raise typer.Exit(outcome.exit_status)
 
 

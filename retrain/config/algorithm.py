@@ -1,9 +1,14 @@
-"""[algorithm], [gtpo], [hicra], [sepa], [planning]: from rewards to one number per token, and the loss."""
+"""[algorithm], [gtpo], [hicra], [sepa], [planning]: from rewards to one number per token, and the loss.
+
+Code of the user's own is named here as `module:function` and loaded by `retrain.credit.load_modes`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from pydantic import AfterValidator, Field
 
 from retrain.config.base import (
     Count,
@@ -11,23 +16,29 @@ from retrain.config.base import (
     Finding,
     Natural,
     NotNegative,
+    OptionalAboveOne,
+    Plugin,
     Positive,
     PositiveShare,
     Section,
     Share,
     Unavailable,
     UsedWhen,
+    fault,
 )
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
 
+_Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"]
+_Transform = Literal["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
+_Uncertainty = Literal["surprisal", "predictive_variance", "shannon_entropy"]
 AdvantageMode = Annotated[
-    Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"],
+    _Advantage | Plugin,
     Unavailable({"gae": ("it needs a value head, which is not available", 'advantage_mode = "rloo"')}),
 ]
 TransformMode = Annotated[
-    Literal["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"],
+    _Transform | Plugin,
     Unavailable(
         {
             name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
@@ -35,8 +46,8 @@ TransformMode = Annotated[
         }
     ),
 ]
-ADVANTAGE_MODES: tuple[str, ...] = get_args(get_args(AdvantageMode)[0])
-TRANSFORM_MODES: tuple[str, ...] = get_args(get_args(TransformMode)[0])
+ADVANTAGE_MODES: tuple[str, ...] = get_args(_Advantage)
+TRANSFORM_MODES: tuple[str, ...] = get_args(_Transform)
 
 _MODE = "algorithm.transform_mode"
 _WEIGHTED = UsedWhen(_MODE, ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"))
@@ -45,30 +56,59 @@ _HICRA = UsedWhen(_MODE, ("gtpo_hicra", "gtpo_hicra_placebo"))
 _SEPA = UsedWhen(_MODE, ("gtpo_sepa",))
 _MASKED = UsedWhen(_MODE, ("entropy_mask",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
+CLIPPED = (
+    UsedWhen("algorithm.loss", ("ppo", "gspo")),
+    UsedWhen("algorithm.tis_cap", (None,)),
+    UsedWhen("algorithm.icepop_band", (None,)),
+)
+"""Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1."""
+
+
+def _band(value: list[float] | None) -> list[float] | None:
+    if value is not None and not (len(value) == 2 and 0.0 <= value[0] <= 1.0 <= value[1] and value[0] < value[1]):
+        raise fault(f"is {value}, but must be [alpha, beta] with 0 ≤ alpha ≤ 1 ≤ beta", "icepop_band = [0.5, 5.0]")
+    return value
 
 
 class Algorithm(Section):
     """Which advantage, which token credit, which loss. Each name means its paper."""
 
     advantage_mode: AdvantageMode = "grpo"
-    """One number per completion from the rewards of its group."""
+    """One number per completion from the rewards of its group: a mode, or `module:function` of your own."""
     transform_mode: TransformMode = "none"
-    """How that number is spread over the completion's tokens; `none` gives every token the same."""
+    """How that number is spread over the completion's tokens; `none` gives every token the same. A mode, or
+    `module:function` of your own."""
     uncertainty_kind: Annotated[
-        Literal["surprisal", "predictive_variance", "shannon_entropy"],
-        UsedWhen(_MODE, (*_WEIGHTED.values, "gtpo_paper"), training_only=True),
+        _Uncertainty | Plugin,
+        UsedWhen(_MODE, (*_WEIGHTED.values, "gtpo_paper"), plugins=True, training_only=True),
     ] = "surprisal"
-    """Uncertainty of a token: −logprob of the sampled token, p(1−p), or the entropy of the whole distribution."""
+    """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
+    `module:function` of your own."""
     loss: Literal["ppo", "reinforce", "gspo", "cispo"] = "ppo"
     """Policy loss. On-policy with one update per batch all four have the same gradient."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
-    cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", ("cispo",))] = 5.0
+    cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", ("cispo",)), *CLIPPED[1:]] = 5.0
     """Absolute cap on the importance ratio."""
+    dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
+    """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
+    tis_cap: Annotated[float, Field(ge=1)] | None = None
+    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap)."""
+    icepop_band: Annotated[list[float] | None, AfterValidator(_band)] = None
+    """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the KL divergence to the frozen base in the loss. Groups without signal then train too."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy of the whole distribution, as a bonus. Groups without signal then train too."""
     entropy_mask_rho: Annotated[PositiveShare, _MASKED] = 0.2
     """Share of tokens, those of highest entropy in the batch, that are trained."""
     entropy_mask_denominator: Annotated[Literal["kept", "all"], _MASKED] = "kept"
     """Whether the loss is divided by the kept tokens or by all of them; the two differ by 1/rho."""
+
+    @property
+    def regularised(self) -> bool:
+        """Whether the loss has a term besides the advantages', so that every completion trains."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 class Gtpo(Section):
@@ -118,6 +158,17 @@ class Planning(Section):
     """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text."""
 
 
+def mismatch_rules(config: Config) -> Iterator[Finding]:
+    """One correction of the difference between sampler and trainer."""
+    algorithm = config.algorithm
+    if algorithm.tis_cap is not None and algorithm.icepop_band is not None:
+        yield Finding(
+            ("algorithm.icepop_band", "algorithm.tis_cap"),
+            f"is {algorithm.icepop_band} beside tis_cap = {algorithm.tis_cap:g}: both weigh by the same ratio",
+            "keep one of the two",
+        )
+
+
 def sepa_rules(config: Config) -> Iterator[Finding]:
     """SEPA with λ = 0 throughout would be plain GTPO under another name."""
     if config.algorithm.transform_mode != "gtpo_sepa":
@@ -146,4 +197,4 @@ def sepa_rules(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (sepa_rules,)
+RULES = (mismatch_rules, sepa_rules)

@@ -8,6 +8,7 @@ it. What else belongs to a key is a marker in the same annotation: `UsedWhen` (t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 INT_MAX = 2**31 - 1
+PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
@@ -49,11 +51,14 @@ class Finding(NamedTuple):
 class UsedWhen:
     """Marker: the key has an effect only while ``key`` has one of ``values``.
 
+    ``values`` of (None,) means: only while that key is unset.
     ``training_only``: elsewhere it still shapes what is recorded, so only a condition's override of it is an error.
     """
 
     key: str
-    values: tuple[str, ...]
+    values: tuple[str | None, ...]
+    plugins: bool = False
+    """Also while that key names code of the user's own."""
     training_only: bool = False
 
 
@@ -62,6 +67,11 @@ class Unavailable:
     """Marker: values that are known but cannot be used, each with (why, what to type instead)."""
 
     values: Mapping[str, tuple[str, str]]
+
+
+def is_plugin(value: Any) -> bool:
+    """Whether the value has the form `package.module:function`."""
+    return isinstance(value, str) and re.fullmatch(PLUGIN_PATTERN, value) is not None
 
 
 def fault(message: str, fix: str = "") -> PydanticCustomError:
@@ -103,9 +113,13 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Plugin = Annotated[str, Field(pattern=PLUGIN_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none, json_schema_input_type=str | None)]
 OptionalCount = Annotated[Count | None, BeforeValidator(_zero_is_none, json_schema_input_type=Natural | None)]
+OptionalAboveOne = Annotated[
+    Annotated[float, Field(gt=1)] | None, BeforeValidator(_zero_is_none, json_schema_input_type=NotNegative | None)
+]
 OptionalRanks = Annotated[list[Count] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[Count])]
 Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)]
 OptionalPhrases = Annotated[

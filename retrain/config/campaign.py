@@ -74,7 +74,7 @@ def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
         parts.append(f"{key if section in SHORT else dotted}={_safe(value)}")
-    text = "~".join([f"{advantage_mode}+{transform_mode}", *sorted(parts)])
+    text = "~".join([f"{_safe(advantage_mode)}+{_safe(transform_mode)}", *sorted(parts)])
     if len(text) > LABEL_MAX:
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"

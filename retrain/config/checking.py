@@ -49,6 +49,8 @@ class Places:
             if path[:length] in self.lines:
                 line = self.lines[path[:length]]
                 return line, f"{self.name}:{line}"
+        if any(given[: len(path)] == path for given in self.sets):
+            return LAST, "--set"  # a section that only --set speaks of
         return (1, f"{self.name}:1") if self.lines or self.sets else (0, self.name)
 
 

@@ -13,7 +13,7 @@ import annotated_types
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from retrain.config.base import INT_MAX, Device, Section, Unavailable
+from retrain.config.base import INT_MAX, PLUGIN_PATTERN, Device, Section, Unavailable
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
 _DEVICE_PATTERN = get_args(Device)[1].metadata[0].pattern
@@ -96,6 +96,8 @@ def expected(annotation: Any, metadata: list[Any] | tuple[Any, ...] = (), plural
     if annotation is str:
         if any(getattr(item, "pattern", None) == _DEVICE_PATTERN for item in metadata):
             return '"auto", "cpu" or a GPU such as "gpu:0"'
+        if any(getattr(item, "pattern", None) == PLUGIN_PATTERN for item in metadata):
+            return 'a "module:function" of your own'
         return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "tables" if plural else "a table"

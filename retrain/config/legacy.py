@@ -16,7 +16,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "campaign.summary_script": ("the comparison is part of the output", "remove the line and read manifest.json"),
     "campaign.summary_args": ("the comparison is part of the output", "remove the line and read manifest.json"),
     "model.base_url": ("the address of a server belongs to [inference]", "[inference] url"),
-    "training.clip_ratio_c": ("dual clipping is not available", "remove the line"),
+    "training.clip_ratio_c": ("dual clipping belongs to the loss", "[algorithm] dual_clip = 3.0"),
     "training.adv_clip_max": ("clipping advantages is not available", "remove the line"),
     "training.batch_advantage_norm": (
         "whitening over the batch is an advantage mode",
@@ -42,8 +42,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "algorithm.params": NO_PARAMS,
     "algorithm.advantage_params": NO_PARAMS,
     "algorithm.transform_params": NO_PARAMS,
-    "algorithm.kl_coef": ("a KL penalty is not available", "[logging] log_kl = true records the divergence"),
-    "algorithm.entropy_coef": ("an entropy bonus is not available", "remove the line"),
     "backend.options": ("options of remote backends are not available", 'remove the table, and set backend = "local"'),
     "backend.throttle_dir": ("nothing is called over a network", "remove the line"),
     "backend.max_concurrent": (
@@ -73,7 +71,7 @@ REPLACED: dict[str, tuple[str, str]] = {
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
         "is not a section: nothing is searched for",
-        'name your code where it is used: [reward] custom_module = "my_rewards"',
+        'name your code where it is used: [reward] custom_module = "my_rewards", [algorithm] advantage_mode = "my:own"',
     ),
     "tree": ("is not a section: one file is one campaign", "run each campaign file by itself"),
 }
@@ -106,6 +104,9 @@ SYNONYMS: dict[str, str] = {
     "lr_scheduler_type": "optimizer.schedule",
     "lr_schedule": "optimizer.schedule",
     "loss_fn": "algorithm.loss",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "vllm_importance_sampling_cap": "algorithm.tis_cap",
     "loss_type": "algorithm.loss",
     "dataset": "data.source",
     "dataset_name": "data.source",

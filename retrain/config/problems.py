@@ -121,6 +121,10 @@ def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
     if known is not None:
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
     if isinstance(value, str) and choices(field) and re.fullmatch(r"[A-Za-z_][\w.]*[.:]\w+", value):
+        if accepts(field, "module:function"):
+            module, _, function = value.rpartition(".")
+            message = f"is {show(value)}, but code of your own is named as module:function"
+            return Mistake(path, message, f"{name} = {show(f'{module}:{function}')}")
         message = f"is {show(value)}: code of your own cannot be named here"
         return Mistake(path, message, f"{name} = {show(_example(field))}")
     message = f"is {show(value)}"

@@ -118,8 +118,16 @@ def _default(field: FieldInfo) -> str:
 def _meaning(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     conditions = [
-        f"`{marker.key.partition('.')[2]}` = {' or '.join(f'`{value}`' for value in marker.values)}"
+        f"`{marker.key.partition('.')[2]}` {_one_of(marker)}"
         for marker in field.metadata
         if isinstance(marker, UsedWhen)
     ]
     return f"{text} Used with {' and '.join(conditions)}." if conditions else text
+
+
+def _one_of(marker: UsedWhen) -> str:
+    if marker.values == (None,):
+        return "unset"
+    return " or ".join(["= " + f"`{marker.values[0]}`", *(f"`{value}`" for value in marker.values[1:])]) + (
+        " or your own" if marker.plugins else ""
+    )

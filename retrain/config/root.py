@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 
 from retrain.config import algorithm, models, tasks, training, upkeep
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Section, UsedWhen, fault
+from retrain.config.base import Finding, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
+from retrain.config.describe import show
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.tasks import Data, Environment, Reward
 from retrain.config.training import Evaluation, Optimizer, Training
@@ -115,10 +116,10 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
     for marker in keys()[dotted].metadata:
         if isinstance(marker, UsedWhen) and (override or not marker.training_only):
             value = value_at(config, marker.key)
-            if value not in marker.values:
-                other = marker.key.partition(".")[2]
-                message = f'has no effect with {other} = "{value}"'
-                return Finding((dotted, marker.key), message, f'remove the line, or {other} = "{marker.values[0]}"')
+            if value not in marker.values and not (marker.plugins and is_plugin(value)):
+                other, wanted = marker.key.partition(".")[2], marker.values[0]
+                fix = "remove one of the two" if wanted is None else f'remove the line, or {other} = "{wanted}"'
+                return Finding((dotted, marker.key), f"has no effect with {other} = {show(value)}", fix)
     return None
 
 

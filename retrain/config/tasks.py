@@ -17,6 +17,7 @@ from retrain.config.base import (
     Text,
     UsedWhen,
     fault,
+    is_plugin,
 )
 
 if TYPE_CHECKING:
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 SOURCES = ("arithmetic", "gsm8k", "math")
 FILE_ENDINGS = (".jsonl", ".parquet")
 Level = Literal["easy", "medium", "hard"]
-
-
-def is_plugin(text: str) -> bool:
-    """Whether the text has the form `package.module:function`."""
-    module, colon, function = text.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def _source(value: str | None) -> str | None:
@@ -53,6 +48,15 @@ def _prompt_template(value: str) -> str:
 
 def _positive_turns(value: Any) -> Any:
     return 1 if type(value) is int and value == -1 else value
+
+
+def _without_secrets(value: str | None) -> str | None:
+    if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
+        raise fault(
+            "holds a user name or password, which would be written into every run directory",
+            'judge_api_key_env = "JUDGE_KEY", with the key in that environment variable',
+        )
+    return value
 
 
 class Data(Section):
@@ -94,7 +98,7 @@ class Grader(Section):
 
     judge_model: OptionalText = None
     """Model name sent to the judge."""
-    judge_url: OptionalText = None
+    judge_url: Annotated[OptionalText, AfterValidator(_without_secrets)] = None
     """Base address of an OpenAI-compatible endpoint, such as `http://localhost:8000/v1`; unset is OpenAI's own."""
     judge_api_key_env: OptionalText = None
     """Environment variable that holds the endpoint's key; unset sends none."""

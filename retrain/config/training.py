@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from retrain.config.algorithm import CLIPPED
 from retrain.config.base import (
     Count,
     Decay,
@@ -19,7 +20,7 @@ from retrain.config.base import (
     PositiveShare,
     Section,
     Seed,
-    UsedWhen,
+    is_plugin,
 )
 
 if TYPE_CHECKING:
@@ -61,13 +62,13 @@ class Training(Section):
     """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
     eval_every: Natural = 0
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
-    clip_eps: Annotated[Decay, UsedWhen("algorithm.loss", ("ppo", "gspo"))] = 0.2
+    clip_eps: Annotated[Decay, *CLIPPED] = 0.2
     """The importance ratio is clipped at 1 − clip_eps below, and above unless `clip_eps_high` is set. 0 switches
     clipping off."""
     clip_eps_high: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
         BeforeValidator(_zero_follows, json_schema_input_type=NotNegative | None),
-        UsedWhen("algorithm.loss", ("ppo", "gspo")),
+        *CLIPPED,
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
     micro_batch_tokens: Literal["auto"] | Count = "auto"
@@ -140,7 +141,7 @@ def sampling_rules(config: Config) -> Iterator[Finding]:
             warning=True,
         )
     mode = config.algorithm.advantage_mode
-    if training.group_size == 1:
+    if training.group_size == 1 and not is_plugin(mode):
         yield Finding(
             ("training.group_size", "algorithm.advantage_mode"),
             "is 1: advantages compare the completions of a group, and with one of them all are 0",

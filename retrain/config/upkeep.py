@@ -34,8 +34,7 @@ class Backpressure(Section):
     enabled: bool = False
     """Measure throughput and adapt."""
     target: Literal["concurrency", "batch_size"] = "concurrency"
-    """What is adapted. `concurrency`: sequences decoded at once and tokens in a micro-batch, which changes speed
-    only."""
+    """What is adapted. `concurrency`: how many prompts decode at once, which changes speed and memory only."""
     warmup_steps: Natural = 10
     """Steps of measuring before the first decision."""
     throttle_margin: PositiveShare = 0.85

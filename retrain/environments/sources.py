@@ -6,17 +6,16 @@ sources (``rewards.extract.reference_answer``); the full text stays in ``metadat
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.errors import DataError, MissingExtra, PluginError
+from retrain.plugins import load_function
 from retrain.rewards.extract import reference_answer
 from retrain.types import Problem
 
@@ -149,7 +148,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
     """Whether a ``module:function`` source can be asked for a split. Raises PluginError when there is no such one."""
-    return bool(inspect.signature(_function(source, base_dir)).parameters)
+    return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
 def function_problems(source: str, split: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
@@ -158,7 +157,7 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be found or
     returns something else; what it raises itself passes through.
     """
-    function = _function(source, base_dir)
+    function = load_function(source, base_dir, "data source")
     items = function(split) if takes_split(source, base_dir) else function()
     if not isinstance(items, Iterable) or isinstance(items, str | bytes | Mapping):
         raise PluginError(f"data source {source!r} returned {type(items).__name__}, not a list of problems")
@@ -245,16 +244,3 @@ def _encodable(where: str, column: str, text: str) -> str:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"
-
-
-def _function(source: str, base_dir: Path | None) -> Any:
-    module, _, name = source.partition(":")
-    folders = [str(folder.resolve()) for folder in (base_dir, Path.cwd()) if folder is not None]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise PluginError(f"data source {source!r}: no module {error.name!r} here or in {', '.join(folders)}") from None
-    if not callable(function):
-        raise PluginError(f"data source {source!r}: the module {module!r} has no function {name!r}")
-    return function

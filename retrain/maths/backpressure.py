@@ -169,7 +169,8 @@ def decide(
 ) -> Decision:
     """The next load from all (load, throughput) pairs so far, the latest last.
 
-    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. Otherwise it explores: toward the far side of
+    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. Before there are three different loads to fit,
+    it doubles the load, or halves it where that was measured already. Then it explores: toward the far side of
     a peak that the fit places outside the observed loads, else upward by doubling; once the maximum itself was
     measured without sign of a peak, it stays there. ``flops_per_byte`` is the arithmetic intensity of the work, for
     the roofline. Raises ValueError for impossible measurements.
@@ -179,7 +180,7 @@ def decide(
     if len(loads) <= limits.warmup_steps:
         return Decision("hold", "warmup", "warmup", load)
     if len(loads) <= PARAMETERS or len(set(loads)) < PARAMETERS:
-        return _move("warmup", "warmup", load, min(2 * load, limits.max_load))
+        return _move("warmup", "warmup", load, _unmeasured(loads, load, limits))
     fit = fit_usl(loads, throughputs)
     known = {"sigma": fit.sigma, "kappa": fit.kappa}
     if not fit.kappa_is_positive or fit.n_star is None:
@@ -211,6 +212,15 @@ def decide(
         utilization=float(throughputs[-1]) / peak,
         **known,
     )
+
+
+def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
+    """A load to measure next: twice this one, else the nearest half of it that is new; this one when none is."""
+    candidates = [min(2 * load, limits.max_load)]
+    while load // 2 >= limits.min_load and load > 1:
+        load //= 2
+        candidates.append(load)
+    return next((candidate for candidate in candidates if candidate not in loads), candidates[0])
 
 
 def _move(

@@ -5,6 +5,7 @@ Written without importing peft (its import costs seconds); the tests load every 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
         flat[f"{_PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
     save_file(flat, directory / WEIGHTS, metadata={"format": "pt"})
     write_json(directory / CONFIG, config)
+    shutil.copymode(directory / CONFIG, directory / WEIGHTS)  # safetensors leaves it to its owner alone
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

@@ -2,6 +2,9 @@
 
 Loss normalisers count every token and sequence of the optimizer step, also those of groups without signal, which
 cost no backward pass; so neither micro-batching nor skipping changes the update.
+
+Beside the policy loss, with the same weights per token: the KL divergence to the base (k2, whose gradient is the
+reverse KL's; the base is the model with no adapter active) and a bonus on the entropy of the whole distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +18,20 @@ from typing import Any
 import torch
 
 from retrain.errors import RunFailed
-from retrain.maths.losses import RATIO_METRICS, Sums, add_sums, kl_terms, loss_metrics, policy_loss, token_weights
+from retrain.maths.losses import (
+    RATIO_METRICS,
+    Sums,
+    add_sums,
+    entropy_loss,
+    importance_ratio,
+    kl_terms,
+    log_ratio,
+    loss_metrics,
+    mismatch_weights,
+    policy_loss,
+    ratio_sums,
+    token_weights,
+)
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
@@ -37,6 +53,11 @@ class LossSettings:
     grad_clip_norm: float = 1.0
     dropout: float = 0.0
     log_kl: bool = False
+    dual_clip: float | None = None
+    tis_cap: float | None = None
+    icepop_band: tuple[float, float] | None = None
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,12 +79,12 @@ def new_optimizer(
     return torch.optim.AdamW([adapter.flat], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
 
 
-def default_token_budget(base: BaseModel) -> int:
+def default_token_budget(base: BaseModel, entropy: bool = False) -> int:
     """Padded tokens of a micro-batch: bounded so that fp32 logits and their softmax stay within a few GiB on a GPU,
-    and in a size that the caches of a CPU like."""
+    and in a size that the caches of a CPU like. ``entropy``: of a loss that differentiates the entropy, too."""
     if base.device.type == "cpu":
         return 4096
-    logits_bytes = 4 * 4 * base.vocab_size
+    logits_bytes = (8 if entropy else 4) * 4 * base.vocab_size
     free, _ = torch.cuda.mem_get_info(base.device)
     hidden_bytes = (
         40 * base.model.config.get_text_config().hidden_size * base.model.config.get_text_config().num_hidden_layers
@@ -93,26 +114,25 @@ def train_step(
     assert adapter.flat.grad is not None
     adapter.flat.grad.zero_()
     sums: Sums | None = None
-    losses, kl = [], []
+    losses = []
     clock = _Clock(base.device)
     for number, indices in enumerate(split_microbatches(sequences, settings.micro_batch_tokens)):
         batch = collate([sequences[i] for i in indices], base)
         clock.lap("prepare_tensors")
         if settings.dropout > 0:
             torch.manual_seed(torch_seed(*dropout_stream, number))
+        reference_BT = _reference_logprobs(base, batch, settings)
         with lanes.single(adapter, settings.dropout):
-            logprobs_BT = token_logprobs(base, batch, settings.temperature)[0]
+            logprobs_BT, entropy_BT = token_logprobs(
+                base, batch, settings.temperature, entropy=settings.entropy_coef > 0
+            )
             clock.lap("forward")
-            loss, part = microbatch_loss(batch, logprobs_BT, settings, denominators)
+            loss, part = microbatch_loss(batch, logprobs_BT, settings, denominators, reference_BT, entropy_BT)
             clock.lap("loss_computation")
             loss.backward()
             clock.lap("backward")
         losses.append(loss.detach())
         sums = add_sums(sums, part)
-        if settings.log_kl:
-            with torch.no_grad():  # no lane active: the frozen base
-                reference_BT = token_logprobs(base, batch, settings.temperature)[0]
-            kl.append(kl_terms("k3", logprobs_BT.detach(), reference_BT, batch.loss_mask_BT).sum())
     loss_total = float(torch.stack(losses).sum())
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
@@ -125,8 +145,9 @@ def train_step(
     optimizer.step()
     metrics.update({"loss": loss_total, "reported_loss": loss_total})
     metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})
-    if kl and sums is not None:
-        metrics["kl"] = float(torch.stack(kl).sum() / sums["tokens"])
+    if sums is not None and "kl" in sums and sums["tokens"] > 0:
+        metrics["kl"] = float(sums["kl"] / sums["tokens"])
+        metrics["objective/non_score_reward"] = 0.0 - settings.kl_coef * float(sums["kl"]) / len(sequences)
     return metrics | loss_metrics(sums or {}) | clock.metrics()
 
 
@@ -154,26 +175,72 @@ class _Clock:
         }
 
 
+def _reference_logprobs(base: BaseModel, batch: MicroBatch, settings: LossSettings) -> torch.Tensor | None:
+    """Log-probabilities [B, T] of the frozen base where they are needed; call with no lane active."""
+    if not (settings.log_kl or settings.kl_coef > 0):
+        return None
+    with torch.no_grad():
+        return token_logprobs(base, batch, settings.temperature)[0]
+
+
 def microbatch_loss(
-    batch: MicroBatch, logprobs_BT: torch.Tensor, settings: LossSettings, denominators: Denominators
+    batch: MicroBatch,
+    logprobs_BT: torch.Tensor,
+    settings: LossSettings,
+    denominators: Denominators,
+    reference_BT: torch.Tensor | None = None,
+    entropy_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sums]:
-    """This micro-batch's share of the step's loss (0-dim), and its statistics."""
-    per_token_BT, sums = policy_loss(
-        settings.loss,
-        logprobs_BT,
-        batch.sampler_logprobs_BT,
-        batch.advantages_BT,
-        batch.loss_mask_BT,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        ratio_cap=settings.ratio_cap,
-    )
+    """This micro-batch's share of the step's loss (0-dim), and its statistics.
+
+    ``reference_BT`` (log-probabilities of the base) is needed for ``kl_coef`` and adds the sum ``kl`` (k3);
+    ``entropy_BT``, with its gradient, for ``entropy_coef``.
+    """
+    mask_BT = batch.loss_mask_BT
+    per_token_BT, sums = _policy_part(batch, logprobs_BT, settings)
+    if reference_BT is not None:
+        sums["kl"] = kl_terms("k3", logprobs_BT.detach(), reference_BT, mask_BT).double().sum()
+        if settings.kl_coef > 0:
+            per_token_BT = per_token_BT + settings.kl_coef * kl_terms("k2", logprobs_BT, reference_BT, mask_BT)
+    if entropy_BT is not None and settings.entropy_coef > 0:
+        per_token_BT = per_token_BT + entropy_loss(entropy_BT, mask_BT, settings.entropy_coef)
     weights_BT = token_weights(
         settings.normalizer,
-        batch.loss_mask_BT,
+        mask_BT,
         total_tokens=denominators.tokens,
         total_sequences=denominators.sequences,
         max_tokens=settings.max_tokens,
         denominator_mask_B_T=batch.completion_BT if denominators.all_tokens else None,
     )
     return (per_token_BT * weights_BT).sum(), sums
+
+
+def _policy_part(batch: MicroBatch, logprobs_BT: torch.Tensor, settings: LossSettings) -> tuple[torch.Tensor, Sums]:
+    """Policy loss [B, T] and ratio statistics, with the mismatch of sampler and trainer corrected if asked.
+
+    A correction splits π/π_sampler into the policy's own ratio π/π_old, which the loss clips, and the weight
+    π_old/π_sampler. A batch has one update, so π_old is π itself and the own ratio is 1; the statistics stay those
+    against the sampler, and what they count as clipped is what the cap or the band cuts.
+    """
+    mask_BT, sampler_BT = batch.loss_mask_BT, batch.sampler_logprobs_BT
+    cap, band = settings.tis_cap, settings.icepop_band
+    corrected = cap is not None or band is not None
+    old_BT = logprobs_BT.detach() if corrected else sampler_BT
+    weights_BT = mismatch_weights(old_BT, sampler_BT, mask_BT, cap=cap, band=band) if corrected else None
+    per_token_BT, sums = policy_loss(
+        settings.loss,
+        logprobs_BT,
+        old_BT,
+        batch.advantages_BT,
+        mask_BT,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        ratio_cap=settings.ratio_cap,
+        weights_B_T=weights_BT,
+    )
+    if corrected:
+        low, high = band or (0.0, cap or math.inf)
+        ratio_BT = importance_ratio(old_BT, sampler_BT, mask_BT)
+        sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, ratio_BT < low, ratio_BT > high)
+    return per_token_BT, sums

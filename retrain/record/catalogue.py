@@ -301,12 +301,14 @@ TIME = [
 EVALUATION = [
     _metric("eval/<name>/step", "optimizer steps done when the evaluation ran", "steps", requires="evaluation"),
     _metric("eval/<name>/correct_rate", "share of correct answers; null on steps without an "
-            "evaluation", "share", "rising", requires="evaluation"),
+            "evaluation, and where no answer could be graded", "share", "rising", requires="evaluation"),
     _metric("eval/<name>/ci_low", "lower end of the 95 % interval of correct_rate, clustered by problem", "share",
             requires="evaluation"),
     _metric("eval/<name>/ci_high", "upper end of that interval", "share", requires="evaluation"),
     _metric("eval/<name>/reward_mean", "mean total reward", "reward", requires="evaluation"),
     _metric("eval/<name>/problems", "problems evaluated", "problems", requires="evaluation"),
+    _metric("eval/<name>/failed", "answers that could not be graded; they count as not correct", "answers", "0",
+            requires="evaluation"),
     _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens", requires="evaluation"),
     _metric("eval/<name>/max_token_hit_rate", "share of answers that ended by length", "share", "below 0.1",
             requires="evaluation"),

@@ -9,6 +9,7 @@ import fnmatch
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,16 @@ PACKAGES = (
     "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
 )
 # fmt: on
-SECRET_NAMES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*token*.txt", ".netrc", "*id_rsa*")
-"""Untracked files whose content never goes into a run directory."""
+# fmt: off
+SECRET_NAMES = (
+    "*.env", ".env*", "*.pem", "*.key", "*.p12", "*secret*", "*credential*", "cred.*", "creds*", "*passw*",
+    "*token*.txt", ".netrc", "*id_rsa*", "*id_ed25519*",
+)
+# fmt: on
+"""Files whose content never goes into a run directory."""
+KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
+"""What the access keys of common services look like."""
+SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 MAX_FILE_BYTES = 200_000
 MAX_DIFF_BYTES = 2_000_000
 GIT_SECONDS = 20.0
@@ -79,7 +88,7 @@ def environment_facts() -> dict[str, Any]:
         "gpus": _gpus(),
         "python": sys.version,
         "executable": sys.executable,
-        "argv": sys.argv,
+        "argv": [without_keys(argument) for argument in sys.argv],
         "packages": {name: everything[name] for name in sorted(everything, key=lambda text: (text or "").lower())},
         "git": git_state(Path.cwd()),
     }
@@ -108,8 +117,8 @@ def git_state(path: Path) -> dict[str, Any] | None:
 def code_diff(path: Path) -> str:
     """``### repo: <root> @ <sha>``, then staged, unstaged and untracked changes; a reason where there is no repository.
 
-    Untracked files that are large, binary or named like a secret are listed without their content; no part is longer
-    than 2 MB.
+    Files named like a secret, and untracked ones that are large or binary, are listed without their content; what
+    runs have written is left out. No part is longer than 2 MB.
     """
     state = git_state(path)
     if state is None:
@@ -117,28 +126,50 @@ def code_diff(path: Path) -> str:
     root = Path(state["root"])
     parts = [f"### repo: {root} @ {state['revision'] or 'no commit yet'}\n"]
     for title, arguments in (("staged", ("diff", "--cached")), ("unstaged", ("diff",))):
-        changes = _git(root, *arguments) or ""
+        names = (_git(root, *arguments, "--name-only", "-z") or "").split("\0")
+        secret = [name for name in names if is_secret(name)]
+        hidden = "".join(f"diff --git a/{name} b/{name}\n### content left out\n" for name in secret)
+        changes = _git(root, *arguments, "--", ".", *(f":(exclude,literal){name}" for name in secret)) or ""
         cut = "\n### cut off here: too large\n" if len(changes) > MAX_DIFF_BYTES else ""
-        parts.append(f"### {title}\n{changes[:MAX_DIFF_BYTES]}{cut}")
+        parts.append(f"### {title}\n{changes[:MAX_DIFF_BYTES]}{cut}{hidden}")
     parts.append("### untracked\n")
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     size = 0
     for name in filter(None, listed.split("\0")):
+        if any(is_run_directory(folder) for folder in (root / name).parents if root in folder.parents):
+            continue
         part = _untracked(root, name)
         size += len(part)
         if size > MAX_DIFF_BYTES:
             parts.append("### cut off here: too large\n")
             break
         parts.append(part)
-    return "".join(parts)
+    return without_keys("".join(parts))
+
+
+def is_run_directory(folder: Path) -> bool:
+    """Whether a run or campaign wrote (or is about to write) into this directory."""
+    return (folder / "plan.json").is_file() and (folder / "manifest.json").is_file()
+
+
+def is_secret(name: str) -> bool:
+    """Whether a file's name says that it holds secrets."""
+    return any(fnmatch.fnmatch(Path(name).name.lower(), pattern) for pattern in SECRET_NAMES)
+
+
+def without_keys(text: str) -> str:
+    """``text`` without what looks like an access key, and without the values of variables named as secrets."""
+    values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "[key left out]")
+    return KEYS.sub("[key left out]", text)
 
 
 def _untracked(root: Path, name: str) -> str:
     """A new file as a diff against nothing, in the form of ``git diff``."""
     path = root / name
     heading = f"diff --git a/{name} b/{name}\nnew file\n"
-    secret = any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES)
-    if secret or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+    if is_secret(name) or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return heading + "### content left out\n"
     data = path.read_bytes()
     if b"\0" in data:

@@ -292,7 +292,9 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
     """The numbers of one held-out evaluation under ``eval/<name>/…``, its interval clustered by problem."""
     samples = collect(record.groups)
     prefix = f"eval/{record.name}"
-    accuracy = accuracy_interval(samples.correct_N, samples.group_N.tolist()) if len(samples) else _NO_INTERVAL
+    ungraded_N = np.isnan(samples.reward_N) & ~samples.correct_N
+    told = len(samples) > 0 and not ungraded_N.all()  # a judge that never answered says nothing about the model
+    accuracy = accuracy_interval(samples.correct_N, samples.group_N.tolist()) if told else _NO_INTERVAL
     numbers: Row = {
         "step": record.step,
         "correct_rate": accuracy.estimate,
@@ -300,13 +302,14 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
         "ci_high": accuracy.high,
         "reward_mean": mean(samples.reward_N),
         "problems": len(record.groups),
+        "failed": int(np.isnan(samples.reward_N).sum()),
         "mean_length": mean(samples.length_N),
         "max_token_hit_rate": float((~samples.stopped_N).mean()) if len(samples) else None,
     }
     row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
     for tag in sorted({*tags, *(tag for found in samples.tags for tag in found)}):
         chosen = samples.where(np.array([tag in found for found in samples.tags], dtype=bool))
-        row[f"{prefix}/{tag}/correct_rate"] = mean(chosen.correct_N * 1.0)
+        row[f"{prefix}/{tag}/correct_rate"] = mean(chosen.correct_N * 1.0) if told else None
     return jsonable(row)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,8 @@ Report = Mapping[str, Any]
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 WIDE = 110
 """Terminal columns from which a verdict fits beside the numbers."""
+NARROW = 76
+"""Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
 SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "best layer", "weight error", "")
 
 
@@ -42,14 +44,20 @@ class _Comparison:
         report, wide = self.report, options.max_width >= WIDE
         yield Text(comparison_title(report), style="bold")
         table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="bold")
-        for heading in COMPARISON_COLUMNS if wide else COMPARISON_COLUMNS[:-1]:
+        left_out = set() if wide else {"verdict"}
+        if options.max_width < NARROW:
+            left_out |= {"95 % interval", "p"}
+        columns: list[str] = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
+        for heading in columns:
             left = heading in ("condition", "verdict")
             table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
         verdicts = []
         for condition in report["conditions"]:
-            *cells, verdict = (Text(cell) for cell in comparison_cells(condition, report["baseline"]))
+            texts = map(Text, comparison_cells(condition, report["baseline"]))
+            cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
+            verdict = cells["verdict"]
             verdict.stylize("green" if verdict.plain.startswith("better") else "")
-            table.add_row(*cells, *([verdict] if wide else []))
+            table.add_row(*(cells[heading] for heading in columns))
             if verdict.plain not in ("", "baseline") and not wide:
                 verdicts.append(Text(f"{printable(condition['label'])}: ") + verdict)
         yield table
@@ -107,26 +115,41 @@ def squeeze_table(report: Report) -> RenderableType:
     ``report``: ``{"run": str, "source_rank": int, "recommended_rank": int | None, "rows": [{"rank", "mean_variance",
     "min_variance", "max_variance", "relative_error"}], "min_variance_retention": float, "message": str}``.
     """
-    table = Table(title=f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}", box=None,
-                  title_justify="left", title_style="bold", padding=(0, 2, 0, 0), pad_edge=False,
-                  header_style="bold")  # fmt: skip
-    for heading in SQUEEZE_COLUMNS:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for row in report["rows"]:
-        chosen = row["rank"] == report.get("recommended_rank")
-        table.add_row(*squeeze_cells(row, chosen), style="bold green" if chosen else "")
-    parts: list[RenderableType] = [table] if report["rows"] else []
-    if report.get("message"):
-        parts.append(Text(printable(report["message"])))
-    return Group(*parts)
+    return _Squeeze(report)
+
+
+class _Squeeze:
+    """Draws itself by the width it is given: the recommended row with the word, or with the arrow alone."""
+
+    def __init__(self, report: Report):
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, narrow = self.report, options.max_width < NARROW
+        if report["rows"]:
+            yield Text(squeeze_title(report), style="bold")
+            table = Table(box=None, padding=(0, 1 if narrow else 2, 0, 0), pad_edge=False, header_style="bold")
+            for heading in SQUEEZE_COLUMNS:
+                table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+            for row in report["rows"]:
+                chosen = row["rank"] == report.get("recommended_rank")
+                *cells, mark = squeeze_cells(row, chosen)
+                table.add_row(*cells, mark[:2] if narrow else mark, style="bold green" if chosen else "")
+            yield table
+        if report.get("message"):
+            yield Text(printable(report["message"]))
 
 
 def squeeze_text(report: Report) -> str:
     """The same as aligned plain text."""
     rows = [squeeze_cells(row, row["rank"] == report.get("recommended_rank")) for row in report["rows"]]
-    title = f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}"
-    lines = [title, *(aligned(SQUEEZE_COLUMNS, rows) if rows else [])]
+    lines = [squeeze_title(report), *(aligned(SQUEEZE_COLUMNS, rows) if rows else [])]
     return "\n".join([*lines, printable(report["message"])] if report.get("message") else lines)
+
+
+def squeeze_title(report: Report) -> str:
+    """Whose ranks the table shows."""
+    return f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}"
 
 
 def squeeze_cells(row: Report, chosen: bool) -> list[str]:

@@ -10,6 +10,30 @@ from retrain.record.board import Board, RunView, printable
 
 STATE_STYLES = {"done": "green", "failed": "bold red", "interrupted": "yellow", "running": "cyan", "waiting": "dim"}
 NOTHING = "-"
+RUN_COLUMNS = (
+    ("step", 7, 0),
+    ("ETA", 5, 0),
+    ("reward", 6, 56),
+    ("correct", 7, 0),
+    ("held-out", 9, 52),
+    ("tok/s", 5, 76),
+    ("λ", 4, 76),
+)
+"""Heading, least width, and the terminal width from which the column is shown."""
+
+STEP_COLUMNS = (
+    ("step", 0),
+    ("reward", 0),
+    ("correct", 0),
+    ("mixed", 70),
+    ("loss", 76),
+    ("length", 50),
+    ("entropy", 76),
+    ("|grad|", 90),
+    ("s", 0),
+)
+"""Heading, and the terminal width from which the column is shown."""
+
 FRAME_LINES = 10
 """Lines of the view that are not rows: two headings with their rules, the summary, and room for messages."""
 
@@ -39,35 +63,32 @@ def visible_runs(views: list[RunView], room: int) -> list[RunView]:
 def runs_table(views: list[RunView], width: int, now: float) -> Table:
     """One row per run; the bar takes what the width leaves."""
     bar = min(24, width - 80)
+    columns = [(heading, least) for heading, least, room in RUN_COLUMNS if width >= room]
+    longest = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
+    taken = sum(max(least, longest if heading == "ETA" else 0) + 1 for heading, least in columns)
+    name = max(8, width - taken - (bar + 1 if bar >= 6 else 0))
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("run", no_wrap=True, overflow="ellipsis", min_width=12)
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=name)
     if bar >= 6:
         table.add_column("", width=bar, no_wrap=True)
-    for heading, least in (
-        ("step", 7),
-        ("ETA", 5),
-        ("reward", 6),
-        ("correct", 7),
-        ("held-out", 9),
-        ("tok/s", 5),
-        ("λ", 4),
-    ):
+    for heading, least in columns:
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
     for view in views:
         row = view.row
         cells: list[RenderableType] = [Text(printable(view.run_id), style=STATE_STYLES[view.state])]
         if bar >= 6:
             cells.append(bar_text(view, bar))
-        cells += [
-            f"{view.steps_done}/{view.max_steps}",
-            duration(view.eta(now)) if view.state == "running" else Text(view.state, style=STATE_STYLES[view.state]),
-            number(row.get("mean_reward")),
-            percent(row.get("correct_rate")),
-            change(view.heldout_before, view.heldout_now),
-            short(row.get("perf/completion_tokens_per_s")),
-            number(row.get("sepa_lambda"), 2),
-        ]
-        table.add_row(*cells)
+        state: RenderableType = Text(view.state, style=STATE_STYLES[view.state])
+        values: dict[str, RenderableType] = {
+            "step": f"{view.steps_done}/{view.max_steps}",
+            "ETA": duration(view.eta(now)) if view.state == "running" else state,
+            "reward": number(row.get("mean_reward")),
+            "correct": percent(row.get("correct_rate")),
+            "held-out": change(view.heldout_before, view.heldout_now),
+            "tok/s": short(row.get("perf/completion_tokens_per_s")),
+            "λ": number(row.get("sepa_lambda"), 2),
+        }
+        table.add_row(*cells, *(values[heading] for heading, _ in columns))
     return table
 
 
@@ -75,23 +96,23 @@ def steps_table(rows: list[tuple[RunView, object]], width: int) -> Table:
     """The last steps of all runs, the newest at the bottom."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold dim", style="dim")
     table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
-    headings = ["step", "reward", "correct", "mixed", "loss", "length", "entropy"] + (["|grad|"] if width >= 90 else [])
-    for heading in [*headings, "s"]:
+    headings = [heading for heading, room in STEP_COLUMNS if width >= room]
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for view, row in rows:
         assert isinstance(row, dict)
-        cells = [
-            str(row["step"]),
-            number(row.get("mean_reward")),
-            percent(row.get("correct_rate")),
-            percent(row.get("env/all/by_group/frac_mixed")),
-            number(row.get("loss"), 4),
-            number(row.get("completions/mean_length"), 0),
-            number(row.get("entropy")),
-            *([number(row.get("optim/grad_norm"))] if width >= 90 else []),
-            number(row.get("step_time_s"), 1),
-        ]
-        table.add_row(Text(printable(view.run_id)), *cells)
+        values = {
+            "step": str(row["step"]),
+            "reward": number(row.get("mean_reward")),
+            "correct": percent(row.get("correct_rate")),
+            "mixed": percent(row.get("env/all/by_group/frac_mixed")),
+            "loss": number(row.get("loss"), 4),
+            "length": number(row.get("completions/mean_length"), 0),
+            "entropy": number(row.get("entropy")),
+            "|grad|": number(row.get("optim/grad_norm")),
+            "s": number(row.get("step_time_s"), 1),
+        }
+        table.add_row(Text(printable(view.run_id)), *(values[heading] for heading in headings))
     return table
 
 

@@ -13,16 +13,13 @@ parameters with other names get (completion, answer), as functions written for r
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from retrain.errors import PluginError
+from retrain.plugins import load_file, load_module, search_folders
 from retrain.rewards.base import Item, Reward, checked, failed, guarded
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem, RewardResult
@@ -57,7 +54,7 @@ class CustomReward(Reward):
             module = str(found_file(module, base_dir))
         self.pool = WorkerPool(
             "retrain.rewards.custom:scorer",
-            {"module": module, "function": function, "folders": [str(folder) for folder in _folders(base_dir)]},
+            {"module": module, "function": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
             workers=workers,
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,
@@ -89,15 +86,11 @@ def is_path(module: str) -> bool:
 
 def found_file(path: str, base_dir: Path | None) -> Path:
     """The absolute path of a file named relative to ``base_dir`` or the current directory; PluginError if neither."""
-    tried = [folder / Path(path).expanduser() for folder in _folders(base_dir)]
+    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
     for candidate in tried:
         if candidate.is_file():
             return candidate.resolve()
     raise PluginError(f"[reward] custom_module = {path!r}: no such file (looked for {' and '.join(map(str, tried))})")
-
-
-def _folders(base_dir: Path | None) -> list[Path]:
-    return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
 
 
 def prompt_text(problem: Problem) -> str:
@@ -109,7 +102,10 @@ def prompt_text(problem: Problem) -> str:
 
 def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[[tuple[Problem, str]], dict[str, Any]]:
     """The worker's entry: the user's function, loaded, as a function of a job. Raises PluginError."""
-    loaded = _module(module, folders)
+    if is_path(module):
+        loaded = load_file(Path(module), "custom_reward")
+    else:
+        loaded = load_module(module, [Path(folder) for folder in folders])
     score = getattr(loaded, function, None)
     if not callable(score):
         defined = sorted(
@@ -154,21 +150,6 @@ def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
         return lambda problem, completion: function(completion, problem.answer)
     found = f"parameter {unknown[0]!r} means nothing here" if unknown else "it takes no parameters"
     raise PluginError(f"{found}; a reward takes any of: {', '.join(ARGUMENTS)}")
-
-
-def _module(name: str, folders: Sequence[str]) -> ModuleType:
-    if not is_path(name):
-        sys.path[:0] = folders
-        return importlib.import_module(name)
-    path = Path(name)
-    sys.path.insert(0, str(path.parent))  # what lies beside the file can be imported, as from a script
-    spec = importlib.util.spec_from_file_location("custom_reward", path)  # no file can shadow another module so
-    if spec is None or spec.loader is None:
-        raise PluginError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _result(value: dict[str, Any]) -> RewardResult:

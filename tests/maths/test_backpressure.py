@@ -88,6 +88,19 @@ def test_warmup():
     assert decide([], [], 8, LIMITS).action == "hold"
 
 
+@pytest.mark.parametrize(("start", "kappa", "low", "high"), [(64, 0.004, 8, 16), (1, 0.004, 8, 16), (64, 0.0, 64, 64)])
+def test_a_controller_finds_the_peak_from_either_end(start, kappa, low, high):
+    """Also from the largest load, where there is nothing above to measure: it then measures below."""
+    loads, throughputs, load = [], [], start
+    for number in range(24):
+        loads.append(load)
+        throughputs.append(curve([load], kappa=kappa, noise=0.01, seed=number)[0])
+        load = decide(loads, throughputs, load, LIMITS).load
+    assert low <= load <= high
+    few = decide([2] * 9 + [1], [1.0] * 10, 1, Limits(1, 2, warmup_steps=3))
+    assert (few.basis, few.load) == ("warmup", 2)  # no third load to be had: as many as are allowed
+
+
 def test_without_a_peak_it_grows_to_the_maximum_and_stays():
     limits = Limits(1, 32, warmup_steps=3)
     loads = [1, 2, 4, 8]

@@ -1,0 +1,94 @@
+"""Code of the user's own, named as ``module:function`` or as a file.
+
+It is looked up in the TOML's folder, then in the current directory, then among the installed modules; nothing is
+loaded that the configuration does not name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from retrain.errors import PluginError
+
+
+def search_folders(base_dir: Path | None) -> list[Path]:
+    """``base_dir`` (the TOML's folder) and the current directory, absolute."""
+    return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """The module in a ``.py`` file under ``name``; what lies beside the file can be imported, as from a script.
+
+    Another module that already has this name keeps it. Raises PluginError for what is no Python file; what the
+    module itself raises passes through.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{path} is no Python file")
+    _look_in([path.parent])
+    module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        if before is not None:
+            sys.modules[name] = before
+    return module
+
+
+def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
+    """The module ``name``, as ``import`` takes it, first of all from a file in one of ``folders``.
+
+    A file there is found even when an installed module has the same name. Raises what importing it raises.
+    """
+    _look_in(folders)
+    importlib.invalidate_caches()
+    file = next((path for folder in folders if (path := folder / f"{name}.py").is_file()), None)
+    loaded = sys.modules.get(name)
+    if file is None or (loaded is not None and getattr(loaded, "__file__", None) == str(file)):
+        return importlib.import_module(name)
+    return load_file(file, name)
+
+
+def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names.
+
+    Raises PluginError, which begins with ``what`` and the name, when the module is missing or fails to import, or
+    there is no such function in it.
+    """
+    module, _, name = plugin.partition(":")
+    folders = search_folders(base_dir)
+    told = f"{what} {plugin!r}"
+    try:
+        loaded = load_module(module, folders)
+    except ModuleNotFoundError as error:
+        raise PluginError(f"{told}: no module {error.name!r} here or in {', '.join(map(str, folders))}") from None
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise PluginError(f"{told}: importing {module!r} failed: {_reason(error)}") from error
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        raise PluginError(f"{told}: the module {module!r} has no function {name!r}")
+    return function
+
+
+def _look_in(folders: Sequence[Path]) -> None:
+    """Let ``import`` search these folders first."""
+    sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line, with the place in the user's code where it arose."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"

@@ -1,0 +1,241 @@
+"""Code of the user's own for advantage, transform and uncertainty: where it is found, what it gets, how it fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_credit import base, group  # noqa: F401  (base is a fixture)
+from toymodels import qwen3_directory
+
+from retrain.campaign.launch import launch
+from retrain.campaign.plan import plan
+from retrain.config import load, parse_dict
+from retrain.credit import assign_credit, fill_advantages, load_modes, mark_planning
+from retrain.errors import PluginError
+from retrain.files import read_jsonl
+from retrain.maths.planning import RegexDetector
+from retrain.plugins import load_function
+from retrain.record.observer import NullObserver
+
+CODE = '''
+"""GRPO and GTPO written again by a user."""
+from dataclasses import dataclass
+
+import torch
+
+from toy_helpers import BETA
+
+
+@dataclass
+class Seen:
+    ids: list
+
+seen = Seen([])
+
+
+def grpo(rewards):
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std(correction=0) + 1e-6)
+
+
+def longer_is_better(rewards, context):
+    seen.ids.append(context.problem.id)
+    return torch.tensor([float(len(completion)) for completion in context.completions])
+
+
+def gtpo(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
+    assert planning_B_T.shape == mask_B_T.shape
+    mean = (h_B_T * mask_B_T).sum(1, keepdim=True) / mask_B_T.sum(1, keepdim=True)
+    return advantages_B_T * (1 + BETA * (h_B_T / mean - 1)).clamp(min=0)
+
+
+def bonus(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
+    return torch.ones_like(advantages_B_T)
+
+
+def surprisal(logprobs_B_T, entropy_B_T, mask_B_T):
+    return -logprobs_B_T
+
+
+def infinite(logprobs_B_T, entropy_B_T, mask_B_T):
+    return logprobs_B_T / 0
+
+
+def one_number(rewards):
+    return rewards[:1]
+'''
+HELPERS = "BETA = 0.5\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A TOML's folder with the code above; what it adds to the interpreter is taken back."""
+    (tmp_path / "toy_credit.py").write_text(CODE)
+    (tmp_path / "toy_helpers.py").write_text(HELPERS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("toy_"):
+            del sys.modules[name]
+
+
+def algorithm(**keys: str):
+    return parse_dict({"algorithm": keys})
+
+
+def test_the_folder_of_the_toml_comes_before_the_current_one(folder, tmp_path_factory, monkeypatch):
+    here = tmp_path_factory.mktemp("here")
+    (here / "toy_credit.py").write_text("def grpo(rewards):\n    return 'here'\n")
+    (here / "toy_only_here.py").write_text("def f():\n    return 'here'\n")
+    monkeypatch.chdir(here)
+    assert load_function("toy_only_here:f", folder, "x")() == "here"
+    rewards = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert load_function("toy_credit:grpo", folder, "x")(rewards).tolist() == pytest.approx([-1, 1], abs=1e-5)
+    assert load_function("toy_credit:grpo", None, "x")(rewards) == "here"
+
+
+def test_a_module_of_the_same_name_is_not_in_the_way(folder):
+    import statistics
+
+    (folder / "statistics.py").write_text("def mine(rewards):\n    return rewards\n")
+    assert load_function("statistics:mine", folder, "x")(3) == 3
+    assert sys.modules["statistics"] is statistics
+
+
+def test_functions_of_one_file_share_their_module(folder):
+    first, second = (load_function(f"toy_credit:{name}", folder, "x") for name in ("grpo", "longer_is_better"))
+    assert first.__globals__ is second.__globals__
+
+
+@pytest.mark.parametrize(
+    ("plugin", "code", "reason"),
+    [
+        ("toy_absent:f", None, "no module 'toy_absent' here or in "),
+        ("toy_wrong:f", "def g(): pass", "the module 'toy_wrong' has no function 'f'"),
+        ("toy_wrong:f", "f = 3", "has no function 'f'"),
+        ("toy_wrong:f", "\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
+        ("toy_wrong:f", "def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
+        ("toy_wrong:f", "import toy_absent", "no module 'toy_absent'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
+    if code is not None:
+        (folder / "toy_wrong.py").write_text(code)
+    with pytest.raises(PluginError) as caught:
+        load_modes(algorithm(advantage_mode=plugin).algorithm, folder)
+    assert str(caught.value).startswith(f"[algorithm] advantage_mode = '{plugin}': ")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_users_formulas_give_what_ours_give(base, folder):  # noqa: F811
+    """GRPO and GTPO written as plug-ins: the same sequences as by name."""
+    texts = ["so x = 4", "wait let me check so x", "notice that x = 4"]
+    own = {"advantage_mode": "toy_credit:grpo", "transform_mode": "toy_credit:gtpo"}
+    results = []
+    for config in (
+        algorithm(**own, uncertainty_kind="toy_credit:surprisal"),
+        parse_dict({"algorithm": {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}}),
+    ):
+        modes = load_modes(config.algorithm, folder)
+        groups = [group(base, [1.0, None, 0.0], texts), group(base, [0.0, 0.0, 0.0], texts)]
+        fill_advantages(groups, modes.advantage)
+        mark_planning(groups, RegexDetector(), base)
+        results.append(assign_credit(groups, config, 0.0, ("placebo",), modes))
+        assert [g.discarded for g in groups] == [None, "zero_advantage"]
+    mine, ours = results
+    assert len(mine.sequences) == len(ours.sequences) == 2
+    for a, b in zip(mine.sequences, ours.sequences, strict=True):
+        assert a.advantages_T == pytest.approx(b.advantages_T, rel=1e-5)
+    assert mine.stats == ours.stats
+    assert mine.denominators == ours.denominators
+
+
+def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):  # noqa: F811
+    modes = load_modes(algorithm(advantage_mode="toy_credit:longer_is_better").algorithm, folder)
+    one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
+    fill_advantages([one], modes.advantage)
+    lengths = [len(completion) for completion in one.completions]
+    assert one.advantages_N[[0, 2]].tolist() == [lengths[0], lengths[2]]
+    assert np.isnan(one.advantages_N[1])
+    assert modes.advantage.__globals__["seen"].ids == ["p"]
+
+
+def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):  # noqa: F811
+    config = algorithm(transform_mode="toy_credit:bonus")
+    groups = [group(base, [0.0, 0.0])]
+    fill_advantages(groups, "grpo")
+    assert groups[0].discarded == "zero_advantage"
+    result = assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+    assert groups[0].discarded is None
+    assert all((s.advantages_T == 1).all() for s in result.sequences)
+    assert len(result.sequences) == 2
+
+
+def test_wrong_results_name_the_plug_in(base, folder):  # noqa: F811
+    modes = load_modes(algorithm(advantage_mode="toy_credit:one_number").algorithm, folder)
+    with pytest.raises(PluginError, match=r"advantage plug-in toy_credit:one_number returned shape \(1,\)"):
+        fill_advantages([group(base, [1.0, 0.0])], modes.advantage)
+    config = algorithm(transform_mode="gtpo", uncertainty_kind="toy_credit:infinite")
+    groups = [group(base, [1.0, 0.0])]
+    fill_advantages(groups, "grpo")
+    with pytest.raises(PluginError, match="uncertainty plug-in toy_credit:infinite returned NaN or infinity"):
+        assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+
+
+def test_labels_of_plug_ins_are_file_names():
+    rows = [
+        {"advantage_mode": "pack.mine:own", "transform_mode": "none"},
+        {"advantage_mode": "grpo", "transform_mode": "gtpo", "uncertainty_kind": "mine:own"},
+    ]
+    specs = plan(parse_dict({"campaign": {"seeds": [1], "conditions": rows}}))
+    assert [spec.run_id for spec in specs] == ["pack.mine-own+none_s1", "grpo+gtpo~uncertainty_kind=mine-own_s1"]
+    assert specs[0].config.algorithm.advantage_mode == "pack.mine:own"
+
+
+def test_a_campaign_trains_with_plug_ins_as_without(folder):
+    """The same formulas by name and by plug-in, from a TOML: the same losses, step for step."""
+    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
+    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
+    (folder / "run.toml").write_text(
+        f"""
+        [campaign]
+        seeds = [1]
+        max_steps = 2
+        [[campaign.conditions]]
+        advantage_mode = "grpo"
+        transform_mode = "gtpo"
+        "gtpo.beta" = 0.5
+        [[campaign.conditions]]
+        advantage_mode = "toy_credit:grpo"
+        transform_mode = "toy_credit:gtpo"
+        [model]
+        model = "{model}"
+        lora_rank = 4
+        [training]
+        batch_size = 2
+        group_size = 3
+        max_tokens = 8
+        [evaluation]
+        problems = 0
+        [squeeze]
+        enabled = false
+        [reward]
+        type = "custom"
+        custom_module = "toy_rewards"
+        """
+    )
+    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    assert outcome.exit_status == 0, outcome.summary
+    ours, mine = (
+        [row["loss"] for row in read_jsonl(folder / "out" / "runs" / run / "metrics.jsonl")]
+        for run in ("grpo+gtpo~gtpo.beta=0.5_s1", "toy_credit-grpo+toy_credit-gtpo_s1")
+    )
+    assert len(ours) == 2
+    assert any(ours)
+    assert mine == pytest.approx(ours, rel=1e-4, abs=1e-9)
