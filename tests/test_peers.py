@@ -609,7 +609,7 @@ def test_no_token_costs_a_sort_of_the_vocabulary(base):
     assert watch.found == ["sort"]
 
 
-def test_credit_and_planning_of_a_large_step_take_no_loops_over_tokens(home, base):
+def test_credit_and_planning_of_a_large_step_are_quick(home, base):
     """Python loops per token: 0.7 s of credit and 0.35 s of planning per 128 × 2,048 tokens."""
     config = parse_dict({"algorithm": {"transform_mode": "gtpo_hicra"}})
     words = base.tokenizer("let me check 12+34=? the answer is 46 ")["input_ids"]

@@ -218,9 +218,9 @@ def test_recording_is_cheap(tmp_path):
     import time
 
     with RunRecorder(tmp_path, context()) as recorder:
-        begin = time.perf_counter()
+        begin = time.process_time()
         recorder.record_step(step(groups))
-        assert time.perf_counter() - begin < 2.0
+        assert time.process_time() - begin < 2.0
     assert len(read_jsonl(tmp_path / "emergence" / "generations.jsonl")) == 2048
 
 

@@ -26,7 +26,7 @@ def nothing_left():
     """After the test no process that it started is there, grandchildren and zombies included."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := set(psutil.Process().children(recursive=True)) - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -422,8 +422,8 @@ def test_replies_keep_the_order_of_jobs_and_run_side_by_side() -> None:
         assert [reply.value for reply in workers.map(jobs)] == list(range(30))
         workers.map([(0, 0.3)] * 3)
         start = time.monotonic()
-        workers.map([(0, 1.0)] * 3)
-        assert time.monotonic() - start < 2.5
+        workers.map([(0, 2.0)] * 3)
+        assert time.monotonic() - start < 5.5
     finally:
         workers.close()
 
