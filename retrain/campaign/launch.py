@@ -130,6 +130,8 @@ def _carry_out(
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
+    elif not left:
+        observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
     stop, interrupted, saved = StopRequest(), False, True
     with stop.listening(observer):
         for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:
