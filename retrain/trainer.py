@@ -266,8 +266,10 @@ class Cohort:
                 temperature, samples, _ = run.evaluation_sampling
                 record = EvalRecord("heldout", run.step, groups, temperature, samples, time.time() - begin)
                 for other, _ in pairs:
-                    row = other.recorder.record_eval(record)
-                    self.observer.evaluated(other.spec, "heldout", row)
+                    self._guarded_and_told(other, lambda other=other, record=record: self._record_eval(other, record))
+
+    def _record_eval(self, run: Run, record: EvalRecord) -> None:
+        self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record))
 
     def _new_pressure(self) -> Pressure | None:
         """The controller of the shared decode batch, when a run of the cohort asks for one."""

@@ -13,22 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from toymodels import qwen3_directory
+from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app
 
 ROOT = Path(__file__).parents[1]
 
-CAMPAIGN = """\
-[campaign]
-seeds = [1, 2]
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "gtpo"
+CAMPAIGN = (
+    TWO_CONDITIONS
+    + """\
 [model]
 model = "{model}"
 lora_rank = 4
@@ -44,6 +38,7 @@ custom_module = "length_reward.py"
 [evaluation]
 problems = 4
 """
+)
 
 
 def run(*arguments: str | Path):

@@ -16,7 +16,7 @@ import torch
 from test_engine import fresh_logprobs, requests, trained
 from test_update import rollout, totals
 from torch.utils._python_dispatch import TorchDispatchMode
-from toymodels import qwen3_directory
+from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.campaign.comparison import METRIC, compare
@@ -77,17 +77,7 @@ dtype = "float64"
 [squeeze]
 enabled = false
 """
-PAIR = """
-[campaign]
-seeds = [1, 2]
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "gtpo"
-{other}
-"""
+PAIR = TWO_CONDITIONS + "{other}\n"
 OTHER = """
 lr = 0.002
 temperature = 0.7

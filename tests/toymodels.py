@@ -8,6 +8,18 @@ import torch
 
 from retrain.policy.base import BaseModel, load_base
 
+TWO_CONDITIONS = """\
+[campaign]
+seeds = [1, 2]
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "gtpo"
+"""
+"""The head of a campaign file: two conditions, two seeds; what follows at once overrides keys of the second."""
+
 
 def word_tokenizer(texts: list[str], vocab_size: int = 300):
     """A byte-level BPE tokenizer trained on the given texts, with end and padding tokens and a chat template."""

@@ -120,8 +120,8 @@ def campaign_rules(config: Config) -> Iterator[Finding]:
         least = 2.0 ** -(len(campaign.seeds) - 1)
         yield Finding(
             ("campaign.seeds",),
-            f"has {len(campaign.seeds)}: the smallest p that so few pairs can reach is {min(least, 1.0):g}, so no "
-            "verdict is possible",
+            f"has {len(campaign.seeds)}: the smallest p that so few pairs can reach is {min(least, 1.0):g}, too "
+            "large for a verdict between the conditions; for one",
             "seeds = [1, 2, 3, 4, 5, 6]",
             warning=True,
         )
