@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -84,14 +85,23 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    """Append one strict-JSON line for each row and flush; all rows go out in one write."""
-    text = "".join(dumps(row) + "\n" for row in rows)
-    if not text:
+    """Append one strict-JSON line for each row, past all of Python's buffers.
+
+    An OSError (a full disk) leaves the file as it was: no part of a row stays.
+    """
+    data = memoryview("".join(dumps(row) + "\n" for row in rows).encode())
+    if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # what was wrong with the write is worth telling, not this
+                file.truncate(before)
+            raise
 
 
 def read_jsonl(path: Path) -> list[Any]:

@@ -235,6 +235,7 @@ class Run:
         model = self.config.model
         name = f"{self.step:06d}"
         directory = self.directory / "checkpoints" / f"step_{name}"
+        self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
         save_checkpoint(
             directory,
             self.adapter,

@@ -260,6 +260,19 @@ def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
     np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in theirs], atol=1e-5)
 
 
+def test_a_run_whose_records_cannot_be_written_fails_alone(model, tmp_path):
+    (tmp_path / "out/runs/grpo+none_s1").mkdir(parents=True)
+    (tmp_path / "out/runs/grpo+none_s1/emergence").write_text("a file where a folder must be")
+    outcome = train(campaign(tmp_path, model, steps=2), tmp_path / "out")
+    assert outcome.exit_status == 1
+    runs = {run["run_id"]: run for run in read_json(tmp_path / "out/manifest.json")["runs"]}
+    failed = runs.pop("grpo+none_s1")
+    assert failed["state"] == "failed"
+    assert "emergence/steps.jsonl cannot be written" in failed["reason"]
+    assert not (tmp_path / "out/runs/grpo+none_s1/final").exists()
+    assert [run["state"] for run in runs.values()] == ["done"] * 3
+
+
 def test_an_unusable_model_stops_before_anything_is_trained(model, tmp_path):
     path = campaign(tmp_path, model)
     with pytest.raises(Exception, match="cannot load model") as error:

@@ -72,7 +72,7 @@ def assemble(
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
         try:
-            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer)
+            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer, stack)
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
@@ -91,6 +91,7 @@ def _build_run(
     data: Dataset,
     grader: Grader,
     observer: Any,
+    stack: ExitStack,
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
@@ -104,11 +105,12 @@ def _build_run(
         tags=tags,
         reward_names=grader.names,
     )
-    recorder = RunRecorder(where, context)
+    recorder = RunRecorder(where, context, warn=lambda text: observer.message(f"{spec.run_id}: {text}", "warning"))
+    stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
     run = Run(spec, where, base, lanes, recorder, cursor, modes)
-    resumed = (where / "metrics.jsonl").exists() or bool(checkpoint_directories(where))
+    resumed = recorder.begun or bool(checkpoint_directories(where))
     if resumed:
         for line in run.restore():
             recorder.log(line)

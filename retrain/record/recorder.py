@@ -1,5 +1,6 @@
 """Everything a run leaves behind, written as it happens: one line per event, flushed, strict JSON.
 
+Rows are made where they are recorded and written by a thread, in order; ``flush`` waits until they are on the disk.
 A row depends on what happened and on the recorder's saved state only, so a resumed run continues its files exactly:
 ``truncate`` removes what came after the restored step and ``restore`` brings back the running sums.
 """
@@ -8,35 +9,50 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.files import append_jsonl, truncate_jsonl, write_json
+from retrain.files import truncate_jsonl, write_json
 from retrain.record.context import RunContext
 from retrain.record.measure import Row, Totals, eval_row, step_row, tags_to_show
 from retrain.record.samples import collect
 from retrain.record.trackers import Tracker, make_trackers
+from retrain.record.writer import RecordFiles, Reporter
 from retrain.types import EvalRecord, Group, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
 
 
+STEP_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
+
+
 class RunRecorder:
     """Writes one run's directory.
 
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
-    step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``close`` at the end. Trackers
-    start in ``start`` and stop the run there when they cannot (``RetrainError``).
+    step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
+    must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
+    (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``. Any call raises
+    RunFailed when an earlier record could not be written.
     """
 
-    def __init__(self, run_dir: Path, context: RunContext, trackers: Sequence[Tracker] | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        context: RunContext,
+        trackers: Sequence[Tracker] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         self.directory = Path(run_dir)
         self.context = context
-        self.trackers = list(make_trackers(context, self.directory) if trackers is None else trackers)
         self.totals = Totals()
+        self._tell = warn
+        self._files = RecordFiles(self.directory)
+        wanted = make_trackers(context, self.directory) if trackers is None else trackers
+        self._reporters = [Reporter(tracker, self._warn) for tracker in wanted]
         self._known_keys: dict[str, None] = {}
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
@@ -49,7 +65,8 @@ class RunRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             self.log_error(error)
-        self.close(failed=error is not None)
+        if not self.close(failed=error is not None) and error is None:
+            self._files.check()
 
     def start(self, facts: Mapping[str, Any] | None = None) -> None:
         """Write ``config.json`` (``facts`` as given) and start the trackers; a second call does nothing."""
@@ -60,11 +77,17 @@ class RunRecorder:
         if facts is not None:
             write_json(self.directory / "config.json", facts)
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
-        for tracker in self.trackers:
-            self._tracker_state[tracker.name] = tracker.start(self.context, self._tracker_state.get(tracker.name))
+        for reporter in self._reporters:
+            name = reporter.tracker.name
+            self._tracker_state[name] = reporter.start(self.context, self._tracker_state.get(name))
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier process has recorded anything here."""
+        return any((self.directory / name).exists() for name in (*STEP_FILES, "evals.jsonl", "checkpoints.jsonl"))
 
     def record_step(self, record: StepRecord) -> Row:
-        """Write the step's rows to every file and hand the row to the trackers; the row is returned."""
+        """Make the step's row, which is returned, and have everything about the step written."""
         self.start()
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
@@ -74,13 +97,17 @@ class RunRecorder:
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
         self._known_keys.update(dict.fromkeys(row))
-        append_jsonl(self.directory / "metrics.jsonl", [row])
-        append_jsonl(self.directory / "emergence" / "steps.jsonl", [emergence_step(record, row)])
-        append_jsonl(self.directory / "emergence" / "generations.jsonl", generations(record))
-        append_jsonl(self.directory / "timing_spans.jsonl", [timing_spans(record)])
-        for tracker in self.trackers:
-            self._track(tracker, record.step, row)
+        self._files.write(lambda: self._write_step(record, row))
+        for reporter in self._reporters:
+            reporter.log(record.step, row)
         return row
+
+    def _write_step(self, record: StepRecord, row: Row) -> None:
+        """All files of one step; runs on the files' thread."""
+        self._files.append("metrics.jsonl", [row])
+        self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
+        self._files.append("emergence/generations.jsonl", generations(record))
+        self._files.append("timing_spans.jsonl", [timing_spans(record)])
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -91,6 +118,11 @@ class RunRecorder:
         self.start()
         row = eval_row(record, self.context.tags)
         self._evaluations.update(row)
+        self._files.write(lambda: self._write_eval(record, row))
+        return row
+
+    def _write_eval(self, record: EvalRecord, row: Row) -> None:
+        """All files of one evaluation; runs on the files' thread."""
         facts = {
             "step": record.step,
             "name": record.name,
@@ -98,22 +130,30 @@ class RunRecorder:
             "samples": record.samples,
             "seconds": record.seconds,
         }
-        append_jsonl(self.directory / "evals.jsonl", [facts | row])
-        return row
+        self._files.append("evals.jsonl", [facts | row])
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
-        """Append one line to ``checkpoints.jsonl``; call it when the checkpoint's directory is complete.
+        """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
 
-        ``row`` has ``name``, ``batch`` (next step to run), ``state_path``, ``sampler_path`` and any loop state.
+        Call it when the checkpoint's directory is complete. ``row`` has ``name``, ``batch`` (next step to run),
+        ``state_path``, ``sampler_path`` and any loop state.
         """
-        append_jsonl(self.directory / "checkpoints.jsonl", [dict(row)])
+        line = dict(row)
+        self._files.write(lambda: self._files.append("checkpoints.jsonl", [line]))
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name.
+
+        Any thread may. Raises RunFailed when something could not be written.
+        """
+        self._files.flush()
 
     def log(self, text: str, level: str = "info") -> None:
-        """One time-stamped line (or several) in ``run.log``."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """One time-stamped line (or several) in ``run.log``; never raises."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with open(self.directory / "run.log", "a", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.writelines(f"{stamp} {level:<7} {line}\n" for line in text.splitlines() or [""])
+        lines = "".join(f"{stamp} {level:<7} {line}\n" for line in text.splitlines() or [""])
+        self._files.write(lambda: self._files.append_text("run.log", lines), always=True)
 
     def log_error(self, error: BaseException) -> None:
         """The error with its traceback in ``run.log``."""
@@ -121,7 +161,8 @@ class RunRecorder:
 
     def truncate(self, step: int) -> None:
         """Forget everything at and after ``step`` (the next step to run) and lines torn by a kill."""
-        for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl"):
+        self.flush()
+        for name in STEP_FILES:
             truncate_jsonl(self.directory / name, step)
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
@@ -147,27 +188,18 @@ class RunRecorder:
         self._evaluations = dict(state["evaluations"])
         self._tracker_state = dict(state["trackers"])
 
-    def close(self, failed: bool = False) -> None:
-        """Finish the trackers; the files need no closing."""
-        if not self._started:
-            return
-        self._started = False
-        for tracker in self.trackers:
-            self._guarded(tracker, "finish", lambda tracker=tracker: tracker.finish(failed))
-        self.log("failed" if failed else "closed")
+    def close(self, failed: bool = False) -> bool:
+        """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
+        if self._started:
+            self._started = False
+            for reporter in self._reporters:
+                reporter.finish(failed)
+            self.log("failed" if failed else "closed")
+        return self._files.close()
 
-    def _track(self, tracker: Tracker, step: int, row: Row) -> None:
-        self._guarded(tracker, "log", lambda: tracker.log(step, row))
-
-    def _guarded(self, tracker: Tracker, verb: str, call: Any) -> None:
-        """Telemetry must not end a training run: the first failure is told once, later ones are not tried again."""
-        if tracker.broken:
-            return
-        try:
-            call()
-        except Exception as error:  # any failure of a third party's client
-            tracker.broken = True
-            self.log(f"{tracker.name} failed in {verb} and gets no further rows: {error!r}", level="warning")
+    def _warn(self, text: str) -> None:
+        self.log(text, level="warning")
+        self._tell(text)
 
 
 def emergence_step(record: StepRecord, row: Row) -> Row:

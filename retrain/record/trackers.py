@@ -1,7 +1,8 @@
 """Telling other programs of a run: wandb, tensorboard, trackio, each behind ``start`` and ``log``.
 
 One call of ``log`` per optimizer step, with the step as the tracker's own step. The packages are imported only when
-asked for. A tracker that cannot start stops the run; the recorder keeps a later failure from ending it.
+asked for. All verbs of a tracker are called on one thread of its own (``writer.Reporter``): one that cannot start stops
+the run, a later failure does not reach the training.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class Tracker(Protocol):
     """What a tracker must be able to do."""
 
     name: str
-    broken: bool
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Begin, or continue what ``state`` (an earlier return value) names; RetrainError when that is impossible."""
@@ -114,7 +114,6 @@ class WandbTracker:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self.broken = False
         self.run: Any = None
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -196,7 +195,6 @@ class TensorboardTracker:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self.broken = False
         self.writer: Any = None
         self.event: Any = None
         self.summary: Any = None
@@ -234,7 +232,6 @@ class TrackioTracker:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self.broken = False
         self.run: Any = None
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Threads that do the writing: training hands its records over and goes on.
+
+``Thread`` does pieces of work in order. ``RecordFiles`` is the files of one run behind such a thread; ``Reporter`` is
+one tracker behind another, so that a slow service holds back neither the training nor the files.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import RunFailed
+from retrain.files import append_jsonl, fsync_directory
+from retrain.record.context import RunContext
+from retrain.record.trackers import Tracker
+
+WAITING_STEPS = 16
+"""Events of a run that may wait for the disk; training waits while there are more."""
+WAITING_ROWS = 1000
+"""Rows that may wait for a tracker before it is given up."""
+FINISH_SECONDS = 120.0
+"""How long the end of a run waits for a tracker to send what it has."""
+
+Work = Callable[[], None]
+
+
+class Thread:
+    """Does what it is given, one after another, on one thread that starts with the first piece of work.
+
+    At most ``limit`` pieces wait. The first exception is kept as ``error``; from then on only work put with
+    ``always`` is done.
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name = name
+        self.error: Exception | None = None
+        self._queue: queue.Queue[tuple[Work, bool] | None] = queue.Queue(limit)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    @property
+    def active(self) -> bool:
+        """Whether it has begun and not been closed."""
+        return self._thread is not None
+
+    def put(self, work: Work, always: bool = False) -> None:
+        """Have it done after everything put before; waits while the queue is full."""
+        self._start()
+        self._queue.put((work, always))
+
+    def offer(self, work: Work) -> bool:
+        """``put`` without waiting; False, and nothing is done, when the queue is full."""
+        self._start()
+        try:
+            self._queue.put_nowait((work, False))
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until everything put so far is done (at most ``timeout`` seconds); whether it is."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        done = threading.Event()
+        try:
+            self._queue.put((done.set, True), timeout=timeout)
+        except queue.Full:
+            return False
+        return done.wait(timeout)
+
+    def close(self) -> None:
+        """Finish what was put and end the thread; putting more starts another."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        with self._starting:
+            if self._thread is None:
+                # Daemonic: a tracker that hangs must not keep the process alive. Whoever needs the work done waits.
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, always = item
+            if self.error is not None and not always:
+                continue
+            try:
+                work()
+            except Exception as error:  # told by whoever owns the thread
+                self.error = self.error or error
+
+
+class RecordFiles:
+    """The growing files of one run directory, written in order by one thread.
+
+    ``write`` takes a function that calls ``append`` (and whatever else writes files); it runs on the thread. A failure
+    there is raised as RunFailed by the next ``write`` or ``flush``.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._thread = Thread(f"records of {directory.name}", WAITING_STEPS)
+        self._unsynced: set[Path] = set()
+
+    def write(self, work: Work, always: bool = False) -> None:
+        """Have ``work`` done on the thread; ``always``: also after a failure, which is then not raised here."""
+        if not always:
+            self.check()
+        self._thread.put(work, always)
+
+    def append(self, name: str, rows: Iterable[Any]) -> None:
+        """Add lines to ``name`` (on the thread). A line that cannot be written whole leaves nothing behind."""
+        path = self.directory / name
+        try:
+            append_jsonl(path, rows)
+        except OSError as error:
+            raise RunFailed(f"{path} cannot be written: {error.strerror or error}") from error
+        self._unsynced.add(path)
+
+    def append_text(self, name: str, text: str) -> None:
+        """Add text to ``name`` (on the thread)."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+        self._unsynced.add(path)
+
+    def flush(self) -> None:
+        """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
+        self._thread.put(self._sync)
+        self._thread.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunFailed when something could not be written."""
+        error = self._thread.error
+        if isinstance(error, RunFailed):
+            raise RunFailed(str(error)) from error
+        if error is not None:
+            raise RunFailed(f"the records could not be written: {type(error).__name__}: {error}") from error
+
+    def close(self) -> bool:
+        """Write and sync what is left and end the thread; whether all of it could be written."""
+        if self._thread.active:
+            self._thread.put(self._sync)
+            self._thread.close()
+        return self._thread.error is None
+
+    def _sync(self) -> None:
+        folders = set()
+        for path in self._unsynced:
+            if path.exists():  # a step's page may have been replaced or pruned since
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+                folders.add(path.parent)
+        for folder in folders:
+            fsync_directory(folder)
+        self._unsynced.clear()
+
+
+class Reporter:
+    """One tracker, whose verbs are all called on a thread of its own.
+
+    What it raises or how long it takes after its start never reaches the training: the first failure is told once
+    through ``warn``, and it gets nothing further.
+    """
+
+    def __init__(self, tracker: Tracker, warn: Callable[[str], None]):
+        self.tracker, self.warn = tracker, warn
+        self.broken = False
+        self._thread = Thread(f"tracker {tracker.name}", WAITING_ROWS)
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Start it and wait until it has; what it raises is raised here, because a run must not begin unheard."""
+        found: list[dict[str, Any]] = []
+        errors: list[BaseException] = []
+
+        def begin() -> None:
+            try:
+                found.append(dict(self.tracker.start(context, state) or {}))
+            except BaseException as error:  # also what ends a process when raised on the main thread
+                errors.append(error)
+
+        self._thread.put(begin)
+        self._thread.wait()
+        if errors:
+            self._thread.close()
+            raise errors[0]
+        return found[0]
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """Hand one row over; never waits."""
+        if self.broken:
+            return
+        if not self._thread.offer(lambda: self._guarded("log", lambda: self.tracker.log(step, row))):
+            self._give_up(f"is {WAITING_ROWS} rows behind")
+
+    def finish(self, failed: bool) -> None:
+        """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
+        finish = getattr(self.tracker, "finish", None)
+        if finish is not None and not self.broken:
+            self._thread.offer(lambda: self._guarded("finish", lambda: finish(failed)))
+        if self.broken:
+            return
+        if self._thread.wait(FINISH_SECONDS):
+            self._thread.close()
+        else:
+            self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
+
+    def _guarded(self, verb: str, call: Callable[[], Any]) -> None:
+        if self.broken:
+            return
+        try:
+            call()
+        except Exception as error:  # any failure of a third party's client
+            self._give_up(f"failed in {verb}: {error!r}")
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = True
+        self.warn(f"{self.tracker.name} {reason}; it gets no further rows, training goes on")
