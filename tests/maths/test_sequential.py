@@ -1,0 +1,88 @@
+"""The sequential sign-flip test: exact error by going through all sign patterns, and by simulation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from retrain.maths.sequential import MOST_PAIRS, SPENDING, fewest_pairs, sequential_looks
+from retrain.maths.statistics import sign_flip_p
+
+
+def stops(differences, planned=None, **settings) -> bool:
+    looks = sequential_looks(differences, planned or len(differences), **settings)
+    return looks[-1].stop
+
+
+@pytest.mark.parametrize("spending", SPENDING)
+@pytest.mark.parametrize("sizes", [[1.0] * 8, [0.3, 2.0, 0.0, 1.0, 1.0, 5.0, 0.1, 0.7]], ids=["equal", "mixed"])
+def test_over_all_sign_patterns_the_error_is_what_was_spent_and_at_most_alpha(spending, sizes):
+    patterns = [np.array(signs) * sizes for signs in itertools.product((-1.0, 1.0), repeat=len(sizes))]
+    ended = [sequential_looks(d, len(sizes), alpha=0.05, spending=spending)[-1] for d in patterns]
+    rejected = sum(look.stop for look in ended) / len(patterns)
+    assert rejected <= 0.05
+    whole = next(look for look in ended if not look.stop)
+    assert rejected == pytest.approx(whole.spent)
+    for bound in (0.01, 0.03, 0.05):  # a p-value: P(p <= u) <= u, at and below alpha
+        assert sum(look.p <= bound + 1e-12 for look in ended if look.stop) / len(patterns) <= bound + 1e-9
+
+
+def test_one_look_at_the_end_would_be_the_plain_sign_flip_test():
+    differences = np.random.default_rng(1).normal(0.4, 1.0, 9)
+    looks = sequential_looks(differences, 9, alpha=1e-3)  # too little to stop before the end
+    assert [look.pairs for look in looks] == list(range(1, 10))
+    assert looks[-1].spent == looks[-2].spent == 0.0
+    assert looks[-1].p == looks[-1].tail == sign_flip_p(differences)
+
+
+@pytest.mark.parametrize(("n", "spread"), [(8, "normal"), (12, "heavy"), (12, "few values")])
+def test_error_by_simulation_with_realistic_spreads(n, spread):
+    random = np.random.default_rng(n)
+    draw = {
+        "normal": lambda: random.normal(size=n),
+        "heavy": lambda: random.standard_t(2, n),
+        "few values": lambda: (random.binomial(16, 0.95, n) - random.binomial(16, 0.95, n)) / 16,
+    }[spread]
+    campaigns = 600
+    rate = sum(stops(draw()) for _ in range(campaigns)) / campaigns
+    assert rate <= 0.05 + 3 * (0.05 * 0.95 / campaigns) ** 0.5
+
+
+def test_a_clear_difference_stops_early_in_either_direction_and_a_faint_one_does_not():
+    up = sequential_looks([1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.0], 8)
+    down = sequential_looks([-1.0, -1.2, -0.9, -1.1, -1.0, -1.3, -0.8, -1.0], 8)
+    assert up[-1].stop
+    assert up[-1].pairs == down[-1].pairs == 6 == fewest_pairs(8)
+    assert (up[-1].mean, down[-1].mean) == pytest.approx((1.083333, -1.083333))
+    assert up[-1].p == 2 * 2**-6 <= up[-1].allowed
+    faint = sequential_looks([1.0, -1.2, 0.9, 1.1, -1.0, 1.3, -0.8, 1.0], 8)
+    assert len(faint) == 8
+    assert not faint[-1].stop
+
+
+def test_what_is_not_spent_stays_available():
+    looks = sequential_looks([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 10)
+    assert all(look.spent <= look.allowed for look in looks)
+    assert looks[4].spent == 0.0 < looks[4].allowed
+    assert fewest_pairs(4) is None
+
+
+@pytest.mark.parametrize("spending", SPENDING)
+def test_all_of_alpha_may_be_spent_at_the_end_and_more_as_pairs_come(spending):
+    spent = [SPENDING[spending](0.05, k / 10) for k in range(1, 11)]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(0.05)
+
+
+def test_values_that_have_no_answer():
+    assert sequential_looks([], 5) == []
+    assert not stops([0.0] * 6)
+    for wrong in ([np.nan], [[1.0]], [1.0] * 3):
+        with pytest.raises(ValueError, match=r"finite|planned"):
+            sequential_looks(wrong, 2)
+    with pytest.raises(ValueError, match="planned"):
+        sequential_looks([1.0], MOST_PAIRS + 1)
+    with pytest.raises(ValueError, match="spending"):
+        sequential_looks([1.0], 4, spending="all at once")
