@@ -1,142 +1,327 @@
-"""What a campaign found: held-out results per condition, paired by seed, with intervals and an honest verdict.
+"""What a campaign found: every condition against the baseline, with intervals and a verdict that a person can quote.
 
-The seed is the replicate: completions are never pooled over seeds, and failed runs are counted, not dropped.
+The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same
+seed has the same adapter, the same order of problems and the same random numbers. What decides is declared before
+(`[campaign] primary_metric`); everything else is shown without a verdict. Failed and missing runs are named.
+
+``compare_runs`` returns, and ``comparison.json`` holds:
+
+    format      2
+    metric      key of the primary metric; summary: "final" or "auc"; share: whether it lies in [0, 1]
+    baseline    label of the condition that the others are compared with
+    family      labels of the conditions that are tested against it: Holm's correction is over all of them
+    margin      differences below this do not matter ([campaign] equivalence_margin), in the metric's unit; or null
+    pairs_needed    pairs of seeds with which a member of this family can reach p = 0.05
+    conditions  one object for each, the baseline first:
+        label, seeds (planned), finished (seeds with a value, in order), after_values (theirs)
+        before            mean of the untrained model, or null
+        after_mean, interval            mean over seeds with its 95 % t interval [low, high] (shares cut at 0 and 1)
+        mean_bootstrap, iqm             {estimate, low, high}: bootstrap over seeds; ends null below 5 seeds
+        difference, difference_interval     mean paired difference to the baseline with its 95 % t interval
+        differences       by seed, in the order of paired_seeds
+        iqm_difference, probability_of_improvement      {estimate, low, high}: bootstrap over whole pairs
+        pairs, p_value (exact sign-flip, two-sided), p_holm, smallest_p (that so many pairs can reach)
+        equivalence_p, equivalence_p_holm   of two one-sided t tests against ±margin
+        verdict           "baseline", "better", "worse" ("higher", "lower" where that is no merit), "no difference
+                          shown", "no difference beyond …", or "cannot tell: …"
+        sentence          the whole finding in words
+        missing           [{run_id, seed, state, reason}]: runs without a value, whatever the cause
+        failed            how many of them have failed
+        tokens, seconds   cost of all its runs; tokens_per_run, seconds_per_run: mean over those that finished
+        cost_ratio        seconds_per_run over that of the baseline
+    secondary   further measures, each with metric, summary, share and conditions (label, finished, after_values,
+                before, after_mean, interval, difference, difference_interval, pairs, p_value): no verdicts, no
+                correction for their number
+    failed      run_ids of failed runs
+    warnings    what makes the comparison weaker than it looks
+    note        one text for people: warnings and what is missing
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.files import read_jsonl, write_json
-from retrain.maths.statistics import MIN_PAIRS_FOR_VERDICT, holm, paired_comparison, smallest_p
+import numpy as np
 
-METRIC = "eval/heldout/correct_rate"
-SIGNIFICANT = 0.05
+from retrain.campaign.results import METRIC, Measure, RunResult, read_run, require_measure
+from retrain.campaign.words import missing_words, sentence, verdict
+from retrain.errors import UsageError
+from retrain.files import write_json
+from retrain.maths.statistics import (
+    Interval,
+    bootstrap_ci,
+    holm,
+    iqm,
+    paired_bootstrap_ci,
+    paired_comparison,
+    pairs_for_verdict,
+    probability_of_improvement,
+    tost_p,
+)
+
+__all__ = ["METRIC", "compare", "compare_runs"]
+
+MIN_BOOTSTRAP_SEEDS = 5
+"""Fewer values have too few different resamples for the ends of an interval."""
+SECONDARY = ("final", "auc")
 
 
-def compare(directory: Path, runs: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
-    """The comparison of a campaign's runs from their files; written to ``comparison.json`` and returned.
+def compare(
+    directory: Path,
+    runs: Sequence[dict[str, Any]],
+    labels: Sequence[str],
+    *,
+    metric: str | None = None,
+    margin: float | None = None,
+) -> dict[str, Any]:
+    """The comparison of a campaign's runs (manifest entries) from their files; written to ``comparison.json``.
 
-    ``runs`` are manifest entries, the first of ``labels`` is the baseline. The primary number is held-out accuracy
-    after the last update; campaigns without evaluation are compared by the correct rate over the last tenth of
-    training instead, and the note says so.
+    The first of ``labels`` is the baseline. ``metric`` and ``margin`` are those that the campaign declared.
     """
-    order = list(dict.fromkeys(labels))
-    results = [_condition(directory, label, [run for run in runs if run["label"] == label]) for label in order]
-    held_out = any(result["before"] is not None or result["held_out"] for result in results)
-    baseline = results[0]
-    for result in results[1:]:
-        _against(result, baseline)
-    tested = [result for result in results if result["p_value"] is not None]
-    for result, adjusted in zip(tested, holm([result["p_value"] for result in tested]) if tested else [], strict=True):
-        result["p_holm"] = float(adjusted)
-    for result in results[1:]:
-        result["verdict"] = _verdict(result)
-    failed = [run["run_id"] for run in runs if run["state"] == "failed"]
-    comparison = {
-        "metric": METRIC if held_out else "correct_rate (training, last tenth)",
-        "baseline": baseline["label"],
-        "conditions": results,
-        "failed": failed,
-        "note": _note(results, failed, held_out),
-    }
+    results = [read_run(directory, run) for run in runs]
+    comparison = compare_runs(results, list(dict.fromkeys(labels)), metric=metric, margin=margin)
     write_json(directory / "comparison.json", comparison)
     return comparison
 
 
-def _condition(directory: Path, label: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The results of one condition's finished runs, by seed."""
-    after: dict[int, float] = {}
-    before, tokens, seconds, held_out = [], 0, 0.0, False
-    for run in runs:
-        rows = read_jsonl(directory / run["path"] / "metrics.jsonl")
-        if rows:
-            tokens += rows[-1].get("num_tokens") or 0
-            seconds += sum(_own_seconds(row) for row in rows)
-        if run["state"] != "done" or not rows:
-            continue
-        evaluations = [row for row in read_jsonl(directory / run["path"] / "evals.jsonl") if row["name"] == "heldout"]
-        evaluations = [row for row in evaluations if row[METRIC] is not None]  # None: nothing could be graded
-        if evaluations:
-            held_out = True
-            after[run["seed"]] = evaluations[-1][METRIC]
-            if evaluations[0]["step"] == 0:
-                before.append(evaluations[0][METRIC])
-        else:
-            last = rows[-max(1, len(rows) // 10) :]
-            after[run["seed"]] = sum(row["correct_rate"] for row in last) / len(last)
-    values = [after[seed] for seed in sorted(after)]
-    own = paired_comparison(values, [0.0] * len(values)) if values else None
+def compare_runs(
+    runs: Sequence[RunResult],
+    labels: Sequence[str],
+    *,
+    metric: str | None = None,
+    baseline: str | None = None,
+    margin: float | None = None,
+    warnings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Compare conditions over seeds; the shape is that in the head of this file.
+
+    ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
+    of training where nothing was held out. Raises UsageError for an unknown metric or baseline.
+    """
+    first = baseline or labels[0]
+    if first not in labels:
+        raise UsageError(f"no condition {first}: the conditions are {', '.join(labels)}")
+    order = [first, *(label for label in labels if label != first)]
+    measure = Measure.parse(metric) if metric else Measure()
+    held_out = any(run.evaluations for run in runs)
+    if metric is None and not held_out and any(run.rows for run in runs):
+        measure = Measure("final", "correct_rate")
+    require_measure(measure, runs)
+    conditions = [_condition(label, [run for run in runs if run.label == label], measure) for label in order]
+    _test(conditions, runs, measure, margin)
+    conditions[0]["verdict"] = "baseline"
+    for condition in conditions[1:]:
+        condition["verdict"] = verdict(condition, measure, len(conditions) - 1, margin)
+        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1)
+    failed = [run.run_id for run in runs if run.state == "failed"]
+    found = [*warnings, *_warnings(conditions, measure, held_out or metric is not None)]
     return {
-        "label": label,
-        "seeds": sorted(run["seed"] for run in runs),
-        "finished": sorted(after),
-        "before": sum(before) / len(before) if before else None,
-        "after_mean": own.mean if own else None,
-        "after_values": values,
-        "interval": [max(0.0, own.low), min(1.0, own.high)] if own and own.low is not None and own.high else None,
-        "difference": None,
-        "difference_interval": None,
-        "p_value": None,
-        "p_holm": None,
-        "smallest_p": None,
-        "pairs": 0,
-        "verdict": "baseline",
-        "failed": sum(run["state"] == "failed" for run in runs),
-        "tokens": tokens,
-        "seconds": seconds,
-        "held_out": held_out,
+        "format": 2,
+        "metric": measure.key,
+        "summary": measure.summary,
+        "share": measure.is_share,
+        "baseline": first,
+        "family": order[1:],
+        "margin": margin,
+        "pairs_needed": pairs_for_verdict(max(1, len(order) - 1)),
+        "conditions": conditions,
+        "secondary": [_secondary(runs, order, other) for other in _others(measure, runs)],
+        "failed": failed,
+        "warnings": found,
+        "note": " ".join([*found, *missing_words(conditions)]),
     }
 
 
-def _own_seconds(row: dict[str, Any]) -> float:
-    """What a step cost for this run: the wall clock of the cohort's shared parts is split among its runs."""
-    own = sum(row.get(f"time/{part}") or 0.0 for part in ("score", "credit", "update", "record", "checkpoint"))
-    shared = sum(row.get(f"time/{part}") or 0.0 for part in ("rollout", "eval"))
-    return own + shared / (row.get("cohort_size") or 1)
+def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
+    """The results of one condition's finished runs, by seed."""
+    runs = sorted(runs, key=lambda run: run.pair)
+    values = {run.pair: value for run in runs if run.done and (value := run.value(measure)) is not None}
+    finished = [run for run in runs if run.pair in values]
+    before = [value for run in finished if (value := run.before(measure)) is not None]
+    after = list(values.values())
+    missing = [
+        {"run_id": run.run_id, "seed": run.seed, "state": run.state, "reason": run.reason or _why(run, measure)}
+        for run in runs
+        if run.pair not in values
+    ]
+    return {
+        "label": label,
+        "seeds": [run.seed for run in runs],
+        "finished": [run.seed for run in finished],
+        "before": float(np.mean(before)) if before else None,
+        **_level(after, measure),
+        "after_values": after,
+        "mean_bootstrap": _bootstrap(after, np.mean),
+        "iqm": _bootstrap(after, iqm),
+        "difference": None,
+        "difference_interval": None,
+        "differences": [],
+        "paired_seeds": [],
+        "iqm_difference": None,
+        "probability_of_improvement": None,
+        "pairs": 0,
+        "p_value": None,
+        "p_holm": None,
+        "smallest_p": None,
+        "equivalence_p": None,
+        "equivalence_p_holm": None,
+        "verdict": "",
+        "sentence": "",
+        "missing": missing,
+        "failed": sum(run.state == "failed" for run in runs),
+        "tokens": sum(run.tokens for run in runs),
+        "seconds": sum(run.device_seconds for run in runs),
+        "tokens_per_run": _mean([run.tokens for run in finished]),
+        "seconds_per_run": _mean([run.device_seconds for run in finished]),
+        "cost_ratio": None,
+        "held_out": any(run.evaluations for run in runs),
+    }
 
 
-def _against(result: dict[str, Any], baseline: dict[str, Any]) -> None:
-    """Fill in the paired difference to the baseline over the seeds that both finished."""
-    mine = dict(zip(result["finished"], result["after_values"], strict=True))
-    base = dict(zip(baseline["finished"], baseline["after_values"], strict=True))
-    shared = sorted(set(mine) & set(base))
-    result["pairs"] = len(shared)
-    if not shared:
-        return
-    paired = paired_comparison([mine[s] for s in shared], [base[s] for s in shared])
-    result["difference"] = paired.mean
+def _why(run: RunResult, measure: Measure) -> str | None:
+    """Why a run that is done has no value."""
+    return f"its files have no {measure.name}" if run.done else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _level(values: Sequence[float], measure: Measure) -> dict[str, Any]:
+    """Mean of the seeds with its t interval; a share's interval stays within [0, 1]."""
+    if not values:
+        return {"after_mean": None, "interval": None}
+    own = paired_comparison(values, [0.0] * len(values))
+    interval = None
+    if own.low is not None and own.high is not None:
+        interval = [max(0.0, own.low), min(1.0, own.high)] if measure.is_share else [own.low, own.high]
+    return {"after_mean": own.mean, "interval": interval}
+
+
+def _ends(interval: Interval, pairs: int) -> dict[str, float | None]:
+    enough = pairs >= MIN_BOOTSTRAP_SEEDS
+    low, high = (interval.low, interval.high) if enough else (None, None)
+    return {"estimate": interval.estimate, "low": low, "high": high}
+
+
+def _bootstrap(values: Sequence[float], statistic: Any) -> dict[str, float | None] | None:
+    if not values:
+        return None
+    return _ends(bootstrap_ci(values, np.random.default_rng(0), statistic=statistic, expanded=True), len(values))
+
+
+def _paired(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
+    """(seed, value, baseline's value) of every pair of finished runs."""
+    by_label: dict[str, dict[tuple[int, int], tuple[int, float]]] = {label: {}, baseline: {}}
+    for run in sorted(runs, key=lambda run: run.pair):
+        if run.label in by_label and run.done and (value := run.value(measure)) is not None:
+            by_label[run.label][run.pair] = (run.seed, value)
+    mine, base = by_label[label], by_label[baseline]
+    return [(mine[pair][0], mine[pair][1], base[pair][1]) for pair in mine if pair in base]
+
+
+def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: Measure, margin: float | None) -> None:
+    """Fill in every paired difference to the first condition, then Holm over all of them, tested or not."""
+    baseline, others = conditions[0], conditions[1:]
+    for condition in others:
+        pairs = _paired(condition["label"], baseline["label"], runs, measure)
+        condition |= {"pairs": len(pairs), "paired_seeds": [seed for seed, _, _ in pairs]}
+        if condition["seconds_per_run"] is not None and baseline["seconds_per_run"]:
+            condition["cost_ratio"] = condition["seconds_per_run"] / baseline["seconds_per_run"]
+        if pairs:
+            condition |= _against([a for _, a, _ in pairs], [b for _, _, b in pairs], margin)
+    for key in ("p_value", "equivalence_p"):  # what could not be tested still belongs to the family
+        values = [1.0 if condition[key] is None else condition[key] for condition in others]
+        for condition, adjusted in zip(others, holm(values), strict=True):
+            if condition[key] is not None:
+                condition[key.replace("_value", "") + "_holm"] = float(adjusted)
+
+
+def _against(mine: Sequence[float], base: Sequence[float], margin: float | None) -> dict[str, Any]:
+    """The paired difference and everything that is said of it."""
+    a, b = np.asarray(mine), np.asarray(base)
+    paired = paired_comparison(a, b)
+    found: dict[str, Any] = {
+        "difference": paired.mean,
+        "differences": (a - b).tolist(),
+        "smallest_p": paired.smallest_p,
+        "iqm_difference": _ends(
+            paired_bootstrap_ci(a, b, np.random.default_rng(0), lambda x, y: np.asarray(iqm(x) - iqm(y))), len(a)
+        ),
+        "probability_of_improvement": _ends(
+            paired_bootstrap_ci(a, b, np.random.default_rng(0), _improvement, resamples=2_000), len(a)
+        ),
+    }
     if paired.low is not None:
-        result["difference_interval"] = [paired.low, paired.high]
-    result["smallest_p"] = paired.smallest_p
+        found["difference_interval"] = [paired.low, paired.high]
     if paired.verdict_possible:
-        result["p_value"] = paired.p
+        found["p_value"] = paired.p
+        if margin is not None:
+            found["equivalence_p"] = tost_p(a - b, margin)
+    return found
 
 
-def _verdict(result: dict[str, Any]) -> str:
-    pairs = result["pairs"]
-    if pairs == 0:
-        return "no pair of finished runs"
-    if result["p_holm"] is None:
-        return f"cannot tell: {pairs} pair{'s' * (pairs > 1)} of seeds, {MIN_PAIRS_FOR_VERDICT} needed"
-    if result["p_holm"] <= SIGNIFICANT:
-        return "better" if result["difference"] > 0 else "worse"
-    return "no difference shown"
+def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """P(X > Y) + ½P(X = Y) over all pairs of runs, for every leading index."""
+    if x.ndim == 1:
+        return np.asarray(probability_of_improvement(x, y))
+    above = (x[..., :, None] > y[..., None, :]).mean(axis=(-1, -2))
+    return above + 0.5 * (x[..., :, None] == y[..., None, :]).mean(axis=(-1, -2))
 
 
-def _note(results: Sequence[dict[str, Any]], failed: Sequence[str], held_out: bool) -> str:
-    """What a reader must know beside the table."""
+def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
+    """Measures shown beside the primary one: final value and area of accuracy, the best pass@k and maj@k, each tag."""
+    wanted = [Measure(summary) for summary in SECONDARY]
+    keys = list(dict.fromkeys(key for run in runs for row in run.evaluations[-1:] for key in row))
+    for kind in ("pass@", "maj@"):
+        ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"eval/heldout/{kind}(\d+)", key))]
+        if ks and max(ks) > 1:
+            wanted.append(Measure("final", f"eval/heldout/{kind}{max(ks)}"))
+    wanted += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
+    return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
+
+
+def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure) -> dict[str, Any]:
+    """One further measure: differences with intervals, no verdict."""
+    rows = []
+    for label in order:
+        own = [run for run in sorted(runs, key=lambda run: run.pair) if run.label == label and run.done]
+        told = [(run, value) for run in own if (value := run.value(measure)) is not None]
+        values, before = [value for _, value in told], [run.before(measure) for run, _ in told]
+        pairs = _paired(label, order[0], runs, measure) if label != order[0] else []
+        paired = paired_comparison([a for _, a, _ in pairs], [b for _, _, b in pairs]) if pairs else None
+        rows.append(
+            {
+                "label": label,
+                "finished": [run.seed for run, _ in told],
+                "after_values": values,
+                "before": _mean([value for value in before if value is not None]),
+                **_level(values, measure),
+                "difference": paired.mean if paired else None,
+                "difference_interval": [paired.low, paired.high] if paired and paired.low is not None else None,
+                "pairs": len(pairs),
+                "p_value": paired.p if paired and paired.verdict_possible else None,
+            }
+        )
+    return {"metric": measure.key, "summary": measure.summary, "share": measure.is_share, "conditions": rows}
+
+
+def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: bool) -> list[str]:
+    """What a reader must know before believing the table."""
     said = []
-    if not held_out:
+    if not held_out and not measure.is_held_out:
         said.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
-    pairs = max((result["pairs"] for result in results[1:]), default=0)
-    if 0 < pairs < MIN_PAIRS_FOR_VERDICT:
+    family = len(conditions) - 1
+    pairs = max((condition["pairs"] for condition in conditions[1:]), default=0)
+    needed = pairs_for_verdict(max(1, family))
+    if 0 < pairs < needed:
+        least = min(1.0, family * 2.0 ** -(pairs - 1))
+        over = f" after correction for {family} comparisons" if family > 1 else ""
         said.append(
             f"With {pairs} paired seed{'s' * (pairs > 1)} the smallest p-value any difference can reach is "
-            f"{smallest_p(pairs):.3g}: a verdict needs {MIN_PAIRS_FOR_VERDICT} or more."
+            f"{least:.3g}{over}: a verdict needs {needed} or more."
         )
-    if failed:
-        said.append(f"{len(failed)} failed run(s) are not in the means: {', '.join(failed)}.")
-    return " ".join(said)
+    return said

@@ -150,7 +150,10 @@ def _carry_out(
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare
 
-        manifest.note(comparison=compare(directory, manifest.content["runs"], [spec.label for spec in specs]))
+        runs, declared = manifest.content["runs"], specs[0].config.campaign
+        labels = [spec.label for spec in specs]
+        metric = None if declared.primary_metric == "final" else declared.primary_metric
+        manifest.note(comparison=compare(directory, runs, labels, metric=metric, margin=declared.equivalence_margin))
     failed = any(run["state"] == "failed" for run in manifest.content["runs"])
     return Outcome(1 if failed else 0, directory, summary(manifest))
 

@@ -36,6 +36,8 @@ def fingerprint(spec: RunSpec) -> str:
         ("campaign", "conditions"),
         ("campaign", "lanes"),
         ("campaign", "name"),
+        ("campaign", "primary_metric"),
+        ("campaign", "equivalence_margin"),
     ):
         config.get(section, {}).pop(key, None)
     # Values made by a factory (empty tables and lists) are dumped although they are the default.

@@ -30,6 +30,12 @@ def _distinct(seeds: list[int]) -> list[int]:
     return seeds
 
 
+def _measure(text: str) -> str:
+    if re.fullmatch(r"(final|auc)(:[^\s:]+)?", text) is None:
+        raise fault(f'is "{text}": not final or auc, alone or with a metric after a colon', 'primary_metric = "final"')
+    return text
+
+
 class Condition(Section):
     """One condition: its two modes, and any further key as an override of the base configuration.
 
@@ -107,6 +113,14 @@ class Campaign(Section):
     """Runs that train together over one copy of the frozen base; `auto` fits them to memory."""
     seed: Seed = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
+    primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
+    """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
+    update), `auc` (mean height of its curve over steps, which needs `eval_every`), or either with another metric, as
+    in `final:pass@4`, `auc:reward_mean`, `final:completions/mean_length`. Without held-out problems, `final` is the
+    correct rate of training."""
+    equivalence_margin: Annotated[float, Field(gt=0)] | None = None
+    """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
+    the comparison can conclude that there is no difference that matters; unset, it never does."""
     allow_confounded: bool = False
     """Permit settings that let conditions differ in more than what is compared."""
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
@@ -125,3 +139,34 @@ def campaign_rules(config: Config) -> Iterator[Finding]:
             "seeds = [1, 2, 3, 4, 5, 6]",
             warning=True,
         )
+
+
+def declared_rules(config: Config) -> Iterator[Finding]:
+    """What is declared as deciding can be measured with the evaluation that is asked for."""
+    if not config.is_campaign:
+        return
+    metric, evaluation = config.campaign.primary_metric, config.evaluation
+    summary, _, key = metric.partition(":")
+    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+    measured = metric == "auc" or key.startswith("eval/") or at_k is not None
+    if measured and evaluation.problems == 0:
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.problems"),
+            f'is "{metric}", which needs held-out problems',
+            "problems = 128",
+        )
+    elif summary == "auc" and (measured or "/" not in key) and config.training.eval_every == 0 and evaluation.problems:
+        yield Finding(
+            ("campaign.primary_metric", "training.eval_every"),
+            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
+            f"eval_every = {max(1, config.training.max_steps // 5)}",
+        )
+    if at_k is not None and int(at_k[1]) > evaluation.samples:
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.samples"),
+            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {evaluation.samples}',
+            f"samples = {at_k[1]}",
+        )
+
+
+RULES = (declared_rules,)

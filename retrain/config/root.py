@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config import algorithm, models, tasks, training, upkeep
+from retrain.config import algorithm, campaign, models, tasks, training, upkeep
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
@@ -25,6 +25,7 @@ RULES = (
     *algorithm.RULES,
     *tasks.RULES,
     *upkeep.RULES,
+    *campaign.RULES,
 )
 
 

@@ -8,7 +8,6 @@ numbers, so conditions are compared by paired differences). Completions are neve
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -47,41 +46,6 @@ class Interval:
 
 
 # Evaluations: the problem is the unit
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): probability that one of k out of n samples, c of them correct, is correct (Chen 2021)."""
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n: got n={n}, c={c}, k={k}")
-    if n - c < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
-
-
-def avg_at_k(correct_N: Sequence[bool], k: int) -> float:
-    """Share of correct ones among the first k samples of one problem."""
-    if not 1 <= k <= len(correct_N):
-        raise ValueError(f"avg@k needs 1 <= k <= {len(correct_N)} samples: got k={k}")
-    return sum(map(bool, correct_N[:k])) / k
-
-
-def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
-    """Whether the most frequent answer among the first k samples is correct: 1, 0, or the share of tied leaders.
-
-    None is "no answer" and has no vote; without any vote the result is 0.
-    """
-    if len(answers_N) != len(correct_N) or not 1 <= k <= len(answers_N):
-        raise ValueError(f"maj@k needs as many answers as marks and 1 <= k <= {len(answers_N)}: got k={k}")
-    right: dict[Hashable, bool] = {}
-    for answer, correct in zip(answers_N[:k], correct_N[:k], strict=True):
-        if answer is not None:
-            right.setdefault(answer, bool(correct))
-    votes = Counter(answer for answer in answers_N[:k] if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    leaders = [answer for answer, count in votes.items() if count == most]
-    return sum(right[answer] for answer in leaders) / len(leaders)
 
 
 def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[float, float, int]:
@@ -170,11 +134,13 @@ def bootstrap_ci(
     strata: Sequence[Hashable] | None = None,
     level: float = 0.95,
     resamples: int = 10_000,
+    expanded: bool = False,
 ) -> Interval:
     """``statistic`` with a percentile bootstrap interval; with ``strata`` each task is resampled within itself.
 
-    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). The estimate is that of the values as given; ends are
-    None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
+    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). ``expanded`` takes wider percentiles that undo the
+    narrowness of a bootstrap from few values (Hesterberg 2015, section 3.1). The estimate is that of the values as
+    given; ends are None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
     """
     x = _vector(values, "values")
     if not len(x) or not 0.0 < level < 1.0 or resamples < 1:
@@ -187,13 +153,60 @@ def bootstrap_ci(
         raise ValueError(f"one stratum per value: got {len(names)} for {len(x)}")
     members = [np.flatnonzero([name == stratum for name in names]) for stratum in dict.fromkeys(names)]
     drawn = np.concatenate([m[generator.integers(0, len(m), (resamples, len(m)))] for m in members], axis=1)
-    low, high = np.quantile(np.asarray(statistic(x[drawn], axis=-1)), [0.5 - level / 2.0, 0.5 + level / 2.0])
+    low, high = np.quantile(np.asarray(statistic(x[drawn], axis=-1)), _percentiles(level, len(x), expanded))
     return Interval(estimate, float(low), float(high))
+
+
+def _percentiles(level: float, n: int, expanded: bool) -> tuple[float, float]:
+    """Where a bootstrap distribution of n values is cut: Φ(∓√(n/(n−1))·t) when expanded, as normal data would need."""
+    if not expanded:
+        return 0.5 - level / 2.0, 0.5 + level / 2.0
+    from scipy.special import ndtr
+
+    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
+    return tail, 1.0 - tail
+
+
+def paired_bootstrap_ci(
+    a: Sequence[float] | np.ndarray,
+    b: Sequence[float] | np.ndarray,
+    generator: np.random.Generator,
+    statistic: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    *,
+    level: float = 0.95,
+    resamples: int = 10_000,
+) -> Interval:
+    """``statistic(a, b)`` of paired results with an expanded percentile interval; whole pairs are resampled.
+
+    ``statistic`` takes two arrays [..., pairs] and returns one number for each leading index. Ends are None with one
+    pair. Raises ValueError for lists that do not pair.
+    """
+    x, y = _pairs(a, b)
+    estimate = float(statistic(x, y))
+    if len(x) < 2:
+        return Interval(estimate, None, None)
+    drawn = generator.integers(0, len(x), (resamples, len(x)))
+    low, high = np.quantile(statistic(x[drawn], y[drawn]), _percentiles(level, len(x), expanded=True))
+    return Interval(estimate, float(low), float(high))
+
+
+def _pairs(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    x, y = _vector(a, "results"), _vector(b, "results")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"paired results need the same seeds on both sides: got {len(x)} and {len(y)}")
+    return x, y
 
 
 def smallest_p(pairs: int) -> float:
     """The smallest two-sided p that the exact sign-flip test can reach with that many pairs: 2^−(n−1), at most 1."""
     return min(2.0 ** -(pairs - 1), 1.0)
+
+
+def pairs_for_verdict(family: int = 1, alpha: float = 0.05) -> int:
+    """Fewest pairs with which a member of a family of that size can reach ``alpha`` after Holm's correction."""
+    if family < 1 or not 0.0 < alpha < 1.0:
+        raise ValueError(f"a family has at least one test and alpha lies between 0 and 1: got {family} and {alpha}")
+    return 1 + math.ceil(math.log2(family / alpha))
 
 
 def _half_sums(differences: np.ndarray) -> np.ndarray:
@@ -225,12 +238,27 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
     return min(2.0 * float(at_least.sum()) / 2.0**n, 1.0)
 
 
+def sampled_sign_flip_p(differences: Sequence[float] | np.ndarray, patterns: int = 100_000) -> float:
+    """The same for any number of pairs, from random sign patterns (always the same ones): (hits + 1)/(patterns + 1).
+
+    Counting the observed pattern keeps the test valid (Phipson and Smyth 2010).
+    """
+    d = _vector(differences, "differences")
+    observed = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())
+    draw, hits, block = np.random.default_rng(0), 0, 10_000
+    for start in range(0, patterns, block):
+        signs = draw.integers(0, 2, (min(block, patterns - start), len(d)), dtype=np.int8) * 2 - 1
+        hits += int((np.abs(signs @ d) >= observed).sum())
+    return (hits + 1) / (patterns + 1)
+
+
 @dataclass(frozen=True)
 class PairedComparison:
     """Differences a − b over paired seeds.
 
-    ``low``/``high`` are the t interval of the mean difference (None with one pair), ``p`` the exact sign-flip value,
-    ``smallest_p`` the least it could have been, ``verdict_possible`` whether that is at most 0.05.
+    ``low``/``high`` are the t interval of the mean difference (None with one pair), ``p`` the exact sign-flip value
+    (sampled beyond 40 pairs), ``smallest_p`` the least it could have been, ``verdict_possible`` whether that is at
+    most 0.05.
     """
 
     pairs: int
@@ -246,16 +274,15 @@ def paired_comparison(
     a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95
 ) -> PairedComparison:
     """Compare two conditions over the same seeds, in the same order. Raises ValueError for lists that do not pair."""
-    a, b = _vector(a, "results"), _vector(b, "results")
-    if len(a) != len(b) or not len(a):
-        raise ValueError(f"paired results need the same seeds on both sides: got {len(a)} and {len(b)}")
-    d = a - b
+    x, y = _pairs(a, b)
+    d = x - y
     n, mean = len(d), float(d.mean())
     low = high = None
     if n > 1:
         reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
         low, high = mean - reach, mean + reach
-    return PairedComparison(n, mean, low, high, sign_flip_p(d), smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
+    p = sign_flip_p(d) if n <= EXACT_SIGN_FLIP_PAIRS else sampled_sign_flip_p(d)
+    return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
 
 
 def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:

@@ -13,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from retrain.maths.evaluation import avg_at_k, maj_at_k, pass_at_k
 from retrain.maths.statistics import (
     accuracy_interval,
-    avg_at_k,
     bootstrap_ci,
     cluster_interval,
     gini,
     holm,
     iqm,
-    maj_at_k,
     paired_comparison,
-    pass_at_k,
     probability_of_improvement,
     sign_flip_p,
     smallest_p,

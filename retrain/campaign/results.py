@@ -1,0 +1,198 @@
+"""What runs measured, read from their files: one number per run for any metric, with what it cost.
+
+A measure is a metric and how a run's curve becomes one number: ``final`` is the value after the last update, ``auc``
+the area under the curve over steps, divided by their number (the mean height of the curve). Nothing here compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import UsageError
+from retrain.files import read_jsonl
+from retrain.record.catalogue import BY_KEY
+
+METRIC = "eval/heldout/correct_rate"
+HELD_OUT = "eval/heldout/"
+HELD_OUT_SHORT = ("correct_rate", "reward_mean", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
+"""Metrics of the held-out evaluation that may be named without its prefix."""
+MERITS = r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
+"""Metrics of which more is better."""
+LAST_SHARE = 10
+"""The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
+
+SHARED_SPANS = ("rollout", "eval")
+OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric's key and ``final`` or ``auc``."""
+
+    summary: str = "final"
+    key: str = METRIC
+
+    @classmethod
+    def parse(cls, text: str) -> Measure:
+        """``final``, ``auc``, a key, or ``auc:key``; keys of the held-out evaluation may be short, as in ``pass@4``."""
+        summary, colon, key = text.partition(":")
+        if summary not in ("final", "auc"):
+            summary, key = "final", text
+        elif not colon or not key:
+            key = "correct_rate"
+        of_tag = key.count("/") == 1 and key.endswith("/correct_rate")
+        short = "/" not in key and re.sub(r"@\d+$", "@<k>", key) in HELD_OUT_SHORT
+        return cls(summary, f"{HELD_OUT}{key}" if short or of_tag else key)
+
+    @property
+    def name(self) -> str:
+        """As ``parse`` reads it, in full."""
+        return f"{self.summary}:{self.key}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is measured on held-out problems rather than while training."""
+        return self.key.startswith("eval/")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether values lie in [0, 1], so that differences are told in percentage points."""
+        metric = BY_KEY.get(self._pattern())
+        return metric is not None and metric.unit == "share"
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of it is an improvement; of other metrics it is only said that they are higher or lower."""
+        return (
+            re.search(r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$", self.key) is not None
+        )
+
+    def _pattern(self) -> str:
+        """The key as the catalogue has it, placeholders for names and numbers."""
+        key = re.sub(r"@\d+", "@<k>", self.key)
+        if key in BY_KEY or not self.is_held_out:
+            return key
+        parts = key.split("/")
+        return "/".join(["eval", "<name>", *(["<tag>"] if len(parts) > 3 else []), parts[-1]])
+
+
+@dataclass
+class RunResult:
+    """One run: who it is, how it stands, and its rows (all that were written, also by a run that failed).
+
+    ``pair`` is what runs of different conditions must share to be a pair: their random streams.
+    """
+
+    run_id: str
+    label: str
+    seed: int
+    state: str
+    reason: str | None
+    path: Path
+    pair: tuple[int, int] = (0, 0)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has finished; only then are its numbers compared."""
+        return self.state == "done"
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """(optimizer steps done, value) wherever the metric has a value."""
+        if key.startswith("eval/"):
+            name = key.split("/")[1]
+            found = [(row["step"], row.get(key)) for row in self.evaluations if row.get("name") == name]
+        else:
+            found = [(row["step"] + 1, row.get(key)) for row in self.rows]
+        return [(int(step), float(value)) for step, value in found if value is not None and _is_number(value)]
+
+    def value(self, measure: Measure) -> float | None:
+        """The run's number, None where its files have none: an evaluation that could not be graded has no value."""
+        curve = self.curve(measure.key)
+        if measure.is_held_out:
+            taken = [row for row in self.evaluations if row.get("name") == measure.key.split("/")[1]]
+            if not curve or curve[-1][0] != taken[-1]["step"]:
+                return None
+        if not curve:
+            return None
+        if measure.summary == "auc":
+            return area_under(curve) if measure.is_held_out else sum(value for _, value in curve) / len(curve)
+        last = curve[-1:] if measure.is_held_out else curve[-max(1, len(curve) // LAST_SHARE) :]
+        return sum(value for _, value in last) / len(last)
+
+    def before(self, measure: Measure) -> float | None:
+        """The untrained model's value."""
+        curve = self.curve(measure.key) if measure.is_held_out else []
+        return curve[0][1] if curve and curve[0][0] == 0 else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and completions in training, evaluations not counted."""
+        return int(self.rows[-1].get("num_tokens") or 0) if self.rows else 0
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of the device that this run cost: what a cohort does together is split among its runs."""
+        return sum(_own_seconds(row) for row in self.rows)
+
+
+def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
+    """Trapezoid area under (step, value) points over the steps they span, i.e. the mean height; None for one point."""
+    if len(curve) < 2 or curve[-1][0] == curve[0][0]:
+        return None
+    area = sum((s1 - s0) * (v0 + v1) / 2 for (s0, v0), (s1, v1) in pairwise(curve))
+    return area / (curve[-1][0] - curve[0][0])
+
+
+def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
+    """A manifest's run from its files; rows that are not there yet are simply missing."""
+    path = directory / entry["path"]
+    return RunResult(
+        run_id=entry["run_id"],
+        label=entry["label"],
+        seed=entry["seed"],
+        state=entry["state"],
+        reason=entry.get("reason"),
+        path=path,
+        pair=(0, entry["seed"]),
+        rows=read_jsonl(path / "metrics.jsonl"),
+        evaluations=read_jsonl(path / "evals.jsonl"),
+    )
+
+
+def known_measures(runs: Sequence[RunResult]) -> set[str]:
+    """Keys of all numbers that these runs have."""
+    keys = {key for run in runs for row in run.evaluations[-1:] for key in row if key.startswith("eval/")}
+    return keys | {key for run in runs for row in run.rows[-1:] for key, value in row.items() if _is_number(value)}
+
+
+def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
+    """Raise UsageError, with the nearest keys, when no run has this metric at all."""
+    known = known_measures(runs)
+    if measure.key in known or not any(run.rows or run.evaluations for run in runs):
+        return
+    import difflib
+
+    short = {key.removeprefix(HELD_OUT): key for key in known}
+    near = difflib.get_close_matches(measure.key.removeprefix(HELD_OUT), list(short), n=3, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}" if near else ""
+    raise UsageError(f"no run has the metric {measure.key}{hint}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _own_seconds(row: Mapping[str, Any]) -> float:
+    """What a step cost for this run: the wall clock of the cohort's shared parts is split among its runs."""
+    own = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
+    shared = sum(row.get(f"time/{part}") or 0.0 for part in SHARED_SPANS)
+    return own + shared / (row.get("cohort_size") or 1)

@@ -1,0 +1,108 @@
+"""A comparison in words: the verdict, and the sentence that a person can quote without the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retrain.campaign.results import Measure
+from retrain.maths.statistics import pairs_for_verdict
+
+SIGNIFICANT = 0.05
+TOLD_RUNS = 6
+"""Missing runs that are named one by one; further ones are counted."""
+
+
+def verdict(condition: Mapping[str, Any], measure: Measure, family: int, margin: float | None) -> str:
+    """The finding about one condition, compared with the baseline, in a few words.
+
+    ``family`` is the number of conditions compared with the baseline, this one included.
+    """
+    pairs, needed = condition["pairs"], pairs_for_verdict(family)
+    if pairs == 0:
+        return "cannot tell: no pair of finished runs"
+    if pairs < needed:
+        return f"cannot tell: {pairs} pair{'s' * (pairs > 1)} of seeds, {needed} needed"
+    different = condition["p_holm"] <= SIGNIFICANT
+    small = condition["equivalence_p_holm"] is not None and condition["equivalence_p_holm"] <= SIGNIFICANT
+    within = f"beyond {amount(margin or 0.0, measure)}"
+    if different:
+        return direction(condition["difference"], measure) + (f", though not {within}" if small else "")
+    return f"no difference {within}" if small else "no difference shown"
+
+
+def direction(difference: float, measure: Measure) -> str:
+    """Whether a difference is for the better; of a metric that is no merit, only that it is higher or lower."""
+    if measure.higher_is_better:
+        return "better" if difference > 0 else "worse"
+    return "higher" if difference > 0 else "lower"
+
+
+def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int) -> str:
+    """Difference, interval, p, pairs, verdict, what is excluded, and the cost, in one sentence."""
+    start, pairs = f"{condition['label']} − {baseline}: ", condition["pairs"]
+    if not pairs:
+        return f"{start}{condition['verdict']}."
+    said = amount(condition["difference"], measure, sign=True)
+    if condition["difference_interval"]:
+        low, high = (number(end, measure) for end in condition["difference_interval"])
+        said += f" [{low}, {high}]"
+    if condition["p_holm"] is not None:
+        said += f", p = {probability(condition['p_holm'])}"
+        said += f" (corrected for {family} comparisons)" if family > 1 else ""
+    found = condition["verdict"]
+    if found.startswith("cannot tell"):
+        found = f"cannot tell, {pairs_for_verdict(family)} are needed"
+    said += f", {pairs} pair{'s' * (pairs > 1)}: {found}"
+    excluded = exclusion(condition, measure)
+    cost = condition["cost_ratio"]
+    said += f"; {excluded}" if excluded else ""
+    said += f"; {cost:.2f} times the device time per run" if cost is not None else ""
+    return f"{start}{said}."
+
+
+def exclusion(condition: Mapping[str, Any], measure: Measure) -> str:
+    """What the 95 % interval rules out, where there are enough pairs for a verdict; "" when it rules out nothing."""
+    ends = condition["difference_interval"]
+    if condition["p_holm"] is None or not ends or condition["verdict"].startswith("cannot tell"):
+        return ""
+    low, high = ends
+    if condition["verdict"].startswith("no difference"):
+        return f"differences above {amount(max(abs(low), abs(high)), measure)} are excluded"
+    nearest = low if low > 0 else -high if high < 0 else 0.0
+    return f"less than {amount(nearest, measure)} is excluded" if nearest > 0 else ""
+
+
+def number(value: float, measure: Measure, *, sign: bool = False) -> str:
+    """A difference: points of a share with one decimal, three digits of anything else; a real minus sign."""
+    text = f"{100 * value:{'+' if sign else ''}.1f}" if measure.is_share else f"{value:{'+' if sign else ''}.3g}"
+    return text.replace("-", "−")
+
+
+def amount(value: float, measure: Measure, *, sign: bool = False) -> str:
+    """A difference with its unit."""
+    return number(value, measure, sign=sign) + (" points" if measure.is_share else "")
+
+
+def probability(p: float) -> str:
+    """A p-value with two digits."""
+    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+
+
+def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which runs are in no mean, and why: failed ones and those that have not finished are told apart."""
+    missing = [run for condition in conditions for run in condition["missing"]]
+    said = []
+    for kind, runs in (
+        ("failed", [run for run in missing if run["state"] == "failed"]),
+        ("unfinished", [run for run in missing if run["state"] not in ("failed", "done")]),
+        ("finished without a value", [run for run in missing if run["state"] == "done"]),
+    ):
+        if runs:
+            names = ", ".join(run["run_id"] for run in runs[:TOLD_RUNS])
+            more = f" and {len(runs) - TOLD_RUNS} more" if len(runs) > TOLD_RUNS else ""
+            verb = "run is" if len(runs) == 1 else "runs are"
+            said.append(f"{len(runs)} {kind} {verb} not in the means: {names}{more}.")
+    if any(run["state"] == "failed" for run in missing):
+        said.append("If runs fail because of what is compared, the means of the others flatter their condition.")
+    return said
