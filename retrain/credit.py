@@ -23,7 +23,8 @@ from retrain.maths.credit import (
     placebo_mask,
     token_advantages,
 )
-from retrain.maths.planning import RegexDetector, text_and_offsets
+from retrain.maths.losses import POLICY_LOSSES
+from retrain.maths.planning import Detector, text_and_offsets
 from retrain.plugins import load_function
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import TrainSequence
@@ -37,11 +38,13 @@ Mode = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Modes:
-    """The formulas of a run: from rewards to advantages, from advantages to tokens, and how uncertain a token is."""
+    """The formulas of a run: from rewards to advantages, from advantages to tokens, how uncertain a token is, and
+    the loss of a token."""
 
     advantage: Mode
     transform: Mode
     uncertainty: Mode
+    loss: Mode = "ppo"
 
 
 def load_modes(algorithm: Any, base_dir: Path | None = None) -> Modes:
@@ -58,6 +61,7 @@ def load_modes(algorithm: Any, base_dir: Path | None = None) -> Modes:
         one("advantage_mode", tuple(ADVANTAGES)),
         one("transform_mode", TRANSFORMS),
         one("uncertainty_kind", UNCERTAINTIES),
+        one("loss", tuple(POLICY_LOSSES)),
     )
 
 
@@ -150,7 +154,7 @@ def completion_offsets(completion: Completion, base: BaseModel) -> tuple[str, An
     return "".join(pieces), offsets
 
 
-def mark_planning(groups: Sequence[Group], detector: RegexDetector, base: BaseModel) -> None:
+def mark_planning(groups: Sequence[Group], detector: Detector, base: BaseModel) -> None:
     """Set ``planning`` of every group: per completion a bool array [T]."""
     decoded = [completion_offsets(completion, base) for group in groups for completion in group.completions]
     masks = iter(detector.token_masks([text for text, _ in decoded], [offsets for _, offsets in decoded]))

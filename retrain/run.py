@@ -22,7 +22,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
 from retrain.errors import CheckpointError, RetrainError, UsageError
 from retrain.files import publish_directory, read_jsonl
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
+from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.base import BaseModel
@@ -72,6 +72,7 @@ class Run:
     recorder: RunRecorder
     cursor: DataCursor
     modes: Modes
+    detector: Detector
     step: int = 0
     error: str | None = None
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -109,12 +110,10 @@ class Run:
             warmup_steps=sepa.warmup_steps,
         )
         self.sepa_state = sepa_start(self.sepa)
-        grams = config.logging.strategic_grams
-        self.detector = RegexDetector(tuple(grams) if grams else STRATEGIC_GRAMS)
         budget = config.training.micro_batch_tokens
         training = config.training
         self.loss_settings = LossSettings(
-            loss=config.algorithm.loss,
+            loss=self.modes.loss,
             normalizer=config.algorithm.loss_normalizer,
             clip_low=training.clip_range[0],
             clip_high=training.clip_range[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from retrain.campaign.launch import launch
 from retrain.campaign.plan import plan
 from retrain.config import load, parse_dict
 from retrain.credit import assign_credit, fill_advantages, load_modes, mark_planning
+from retrain.detectors import load_detector
 from retrain.errors import PluginError
 from retrain.files import read_jsonl
+from retrain.maths.losses import policy_loss
 from retrain.maths.planning import RegexDetector
 from retrain.plugins import load_function
 from retrain.record.observer import NullObserver
@@ -59,6 +62,44 @@ def bonus(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
 
 def surprisal(logprobs_B_T, entropy_B_T, mask_B_T):
     return -logprobs_B_T
+
+
+def reinforce(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
+    ratio = (logprobs_B_T - sampler_logprobs_B_T).exp().detach()
+    return -ratio * advantages_B_T * logprobs_B_T
+
+
+def summed(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
+    return (logprobs_B_T * advantages_B_T).sum()
+
+
+def constant(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
+    return advantages_B_T * 1.0
+
+
+def undefined_loss(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
+    return logprobs_B_T * float("nan")
+
+
+def checking(texts, offsets):
+    assert all(pairs.shape == (len(pairs), 2) for pairs in offsets)
+    return [["check" in text[a:b] for a, b in pairs] for text, pairs in zip(texts, offsets)]
+
+
+def first_only(texts, offsets):
+    return [[True] * len(offsets[0])]
+
+
+def too_short(texts, offsets):
+    return [[True] for _ in texts]
+
+
+def probabilities(texts, offsets):
+    return [[0.5] * len(pairs) for pairs in offsets]
+
+
+def not_numbers(texts, offsets):
+    return [[float("nan")] * len(pairs) for pairs in offsets]
 
 
 def infinite(logprobs_B_T, entropy_B_T, mask_B_T):
@@ -186,6 +227,109 @@ def test_wrong_results_name_the_plug_in(base, folder):  # noqa: F811
     fill_advantages(groups, "grpo")
     with pytest.raises(PluginError, match="uncertainty plug-in toy_credit:infinite returned NaN or infinity"):
         assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+
+
+def loss_inputs():
+    generator = torch.Generator().manual_seed(3)
+    sampler = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    logprobs = (sampler + 0.1 * torch.randn(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    return logprobs, torch.where(mask, sampler, torch.nan), torch.where(mask, advantages, torch.nan), mask
+
+
+def test_a_loss_of_the_users_gives_the_gradient_of_ours(folder):
+    plugin = load_modes(algorithm(loss="toy_credit:reinforce").algorithm, folder).loss
+    gradients, losses = [], []
+    for loss in (plugin, "reinforce"):
+        logprobs, *rest = loss_inputs()
+        per_token, sums = policy_loss(loss, logprobs, *rest)
+        per_token.sum().backward()
+        losses.append(per_token.detach())
+        gradients.append(logprobs.grad)
+        assert float(sums["clip_low"] + sums["clip_high"]) == 0
+    assert torch.equal(*losses)
+    assert torch.equal(*gradients)
+    assert not gradients[0][2].any()  # nothing flows into the padding, whatever it holds
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("summed", r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
+        ("undefined_loss", "returned NaN or infinity for a trained token"),
+        ("constant", "has no gradient"),
+    ],
+)
+def test_wrong_losses_name_the_plug_in(folder, name, reason):
+    plugin = load_modes(algorithm(loss=f"toy_credit:{name}").algorithm, folder).loss
+    with pytest.raises(PluginError, match=f"loss plug-in toy_credit:{name} {reason}"):
+        policy_loss(plugin, *loss_inputs())
+
+
+def detector(name: str, folder: Path):
+    return load_detector(parse_dict({"planning": {"detector": f"toy_credit:{name}"}}), folder)
+
+
+def test_a_detector_of_the_users_marks_tokens(base, folder):  # noqa: F811
+    one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
+    mark_planning([one], detector("checking", folder), base)
+    ids = one.completions[0].token_ids
+    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(ids, one.planning[0], strict=True) if on)
+    assert marked.strip() == "check"
+    assert one.planning[0].dtype == bool
+    assert not one.planning[1].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("first_only", "returned 1 masks for 2 completions"),
+        ("too_short", r"returned shape \(1,\) for a completion of \d+ tokens: return one entry per token"),
+        ("probabilities", "returned something else than true and false"),
+        ("not_numbers", "returned something else than true and false"),
+    ],
+)
+def test_wrong_masks_name_the_detector(base, folder, name, reason):  # noqa: F811
+    one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
+    with pytest.raises(PluginError, match=f"planning detector toy_credit:{name} {reason}"):
+        mark_planning([one], detector(name, folder), base)
+
+
+def test_the_example_of_the_documents_trains(folder):
+    """The TOML and the code under "Code of your own", as they stand there."""
+    page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    part = page[page.index("## Code of your own") :]
+    toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
+    (folder / "my_credit.py").write_text(code)
+    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
+    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
+    (folder / "run.toml").write_text(
+        toml
+        + f"""
+        [model]
+        model = "{model}"
+        [training]
+        max_steps = 1
+        batch_size = 1
+        group_size = 3
+        max_tokens = 8
+        [evaluation]
+        problems = 0
+        [squeeze]
+        enabled = false
+        [reward]
+        type = "custom"
+        custom_module = "toy_rewards"
+        """
+    )
+    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    sys.modules.pop("my_credit", None)
+    assert outcome.exit_status == 0, outcome.summary
+    (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
+    assert row["optim/grad_norm"] > 0
+    assert row["planning_fraction"] is not None
 
 
 def test_labels_of_plug_ins_are_file_names():

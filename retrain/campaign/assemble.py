@@ -13,9 +13,11 @@ from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.checkpoints import checkpoint_directories
 from retrain.credit import Modes, load_modes
+from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.environments import Dataset, load_data
 from retrain.errors import CheckpointError
+from retrain.maths.planning import Detector
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
@@ -42,7 +44,7 @@ def assemble(
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used.
     """
     config = specs[0].config
-    modes = [load_modes(spec.config.algorithm, folder) for spec in specs]
+    modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
     base = load_base(
@@ -85,7 +87,7 @@ def assemble(
 def _build_run(
     directory: Path,
     spec: RunSpec,
-    modes: Modes,
+    modes: tuple[Modes, Detector],
     base: BaseModel,
     lanes: Lanes,
     data: Dataset,
@@ -109,7 +111,7 @@ def _build_run(
     stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
-    run = Run(spec, where, base, lanes, recorder, cursor, modes)
+    run = Run(spec, where, base, lanes, recorder, cursor, *modes)
     resumed = recorder.begun or bool(checkpoint_directories(where))
     if resumed:
         for line in run.restore():

@@ -142,7 +142,7 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
 def loss_words(config: Any) -> str:
     """The loss of a run: its name, what it is divided by, and every term that is switched on."""
     algorithm = config.algorithm
-    words = [f"{algorithm.loss} ({LOSSES[algorithm.loss]})"]
+    words = [f"{algorithm.loss} ({LOSSES.get(algorithm.loss, 'your own')})"]
     if algorithm.tis_cap is not None:
         words = [f"policy gradient weighted by π/π_sampler up to {algorithm.tis_cap:g}"]
     elif algorithm.icepop_band is not None:

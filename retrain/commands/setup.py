@@ -26,6 +26,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "TensorBoard files"),
     "trackio": ("trackio", "Trackio tracking"),
     "gym": ("reasoning-gym", "generated reasoning tasks"),
+    "semantic": ("sentence-transformers", 'planning detector "semantic"'),
 }
 """Extra → (the package that shows it is installed, what it is for)."""
 

@@ -17,11 +17,13 @@ from retrain.config.base import (
     Natural,
     NotNegative,
     OptionalAboveOne,
+    OptionalSentences,
     Plugin,
     Positive,
     PositiveShare,
     Section,
     Share,
+    Text,
     Unavailable,
     UsedWhen,
     fault,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"]
 _Transform = Literal["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
 _Uncertainty = Literal["surprisal", "predictive_variance", "shannon_entropy"]
+_Loss = Literal["ppo", "reinforce", "gspo", "cispo"]
 AdvantageMode = Annotated[
     _Advantage | Plugin,
     Unavailable({"gae": ("it needs a value head, which is not available", 'advantage_mode = "rloo"')}),
@@ -55,6 +58,7 @@ _PAPER = UsedWhen(_MODE, ("gtpo_paper",))
 _HICRA = UsedWhen(_MODE, ("gtpo_hicra", "gtpo_hicra_placebo"))
 _SEPA = UsedWhen(_MODE, ("gtpo_sepa",))
 _MASKED = UsedWhen(_MODE, ("entropy_mask",))
+_SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
 CLIPPED = (
     UsedWhen("algorithm.loss", ("ppo", "gspo")),
@@ -84,8 +88,9 @@ class Algorithm(Section):
     ] = "surprisal"
     """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
     `module:function` of your own."""
-    loss: Literal["ppo", "reinforce", "gspo", "cispo"] = "ppo"
-    """Policy loss. On-policy with one update per batch all four have the same gradient."""
+    loss: _Loss | Plugin = "ppo"
+    """Policy loss. On-policy with one update per batch all four have the same gradient. A name, or a
+    `module:function` of your own."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
     cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", ("cispo",)), *CLIPPED[1:]] = 5.0
@@ -151,11 +156,17 @@ class Sepa(Section):
 class Planning(Section):
     """How planning tokens are found: for HICRA and SEPA, and in every run for the metrics."""
 
-    detector: Annotated[
-        Literal["regex"],
-        Unavailable({"semantic": ("it needs sentence embeddings, which are not available", 'detector = "regex"')}),
-    ] = "regex"
-    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text."""
+    detector: Literal["regex", "semantic"] | Plugin = "regex"
+    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. `semantic`: sentences that are
+    nearer to examples of planning than to examples of execution. Or a `module:function` of your own."""
+    model: Annotated[Text, _SEMANTIC] = "all-MiniLM-L6-v2"
+    """Embedding model: a directory or hub name that sentence-transformers loads."""
+    threshold: Annotated[float, Field(ge=-2, le=2), _SEMANTIC] = 0.02
+    """A sentence plans when its cosine to the planning centroid exceeds that to the execution centroid by more."""
+    planning_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
+    """Examples of planning, in place of the built-in ones: a list of sentences."""
+    execution_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
+    """Examples of execution, in place of the built-in ones: a list of sentences."""
 
 
 def mismatch_rules(config: Config) -> Iterator[Finding]:

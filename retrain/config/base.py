@@ -125,4 +125,7 @@ Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_ty
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
 ]
+OptionalSentences = Annotated[
+    list[Text] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[str] | None)
+]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|gpu:\d{1,3})$")]

@@ -7,7 +7,6 @@ NO_TURNS = ("turn-level branching is not available", "remove the line")
 NO_TRAINER = ("there is one training loop", "remove the line")
 NO_PARAMS = ("plug-in parameters are not available", "remove the table")
 NO_PRIME = ("the prime_rl backend is not available", 'remove the line, and set backend = "local"')
-NO_SENTENCES = ('belongs to detector = "semantic", which is not available', "remove the line")
 
 REPLACED: dict[str, tuple[str, str]] = {
     "campaign.parallel": ("runs of a campaign always train together", 'lanes = "auto"'),
@@ -58,8 +57,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "inference.attention_kernel": ("torch chooses the attention kernel", "remove the line"),
     "inference.kv_cache_dtype": ("the cache has the model's number format", 'dtype = "auto"'),
     "inference.prefix_caching": ("prompts are shared within a group by construction", "remove the line"),
-    "planning.model": NO_SENTENCES,
-    "planning.threshold": NO_SENTENCES,
     "backpressure.ema_decay": ("throughput is never averaged over different loads", "remove the line"),
     "squeeze.adapter_path": ("the adapter is that of the first run", "remove the line, or run: retrain squeeze DIR"),
     "squeeze.source_rank": ("the rank is read from the adapter", "remove the line"),

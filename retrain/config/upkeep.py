@@ -20,6 +20,7 @@ from retrain.config.base import (
     PositiveShare,
     Section,
     Tags,
+    UsedWhen,
 )
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Logging(Section):
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """wandb mode; unset leaves it to wandb."""
-    strategic_grams: OptionalPhrases = None
+    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",))] = None
     """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
     """Whose names for metrics are written besides ours, so that scripts made for those tools work."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrain.errors import PluginError
+
 MAX_LOG_RATIO = 20.0
 """|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
 
@@ -39,6 +41,8 @@ RATIO_METRICS = (
 """The catalogue keys that ``loss_metrics`` fills."""
 
 Sums = dict[str, Tensor]
+Loss = str | Callable[..., Any]
+"""A name among ``POLICY_LOSSES``, or a function of the user's (see ``plugin_loss``)."""
 
 
 def _require_finite(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> None:
@@ -130,8 +134,31 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, dict[str, Any
 }
 
 
+def plugin_loss(
+    function: Callable[..., Any], logp_B_T: Tensor, sampler_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor
+) -> LossParts:
+    """A user's ``function(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T)``: the loss of every token.
+
+    It gets 0 in the padding, and only the first argument carries a gradient. Raises PluginError naming the plug-in
+    when the result has another shape, is not finite for a trained token, or does not depend on the policy.
+    """
+    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+    loss_B_T = torch.as_tensor(function(logp_B_T, sampler_B_T, adv_B_T, mask_B_T))
+    if loss_B_T.shape != mask_B_T.shape:
+        raise PluginError(
+            f"loss plug-in {name} returned shape {tuple(loss_B_T.shape)} for tokens of shape "
+            f"{tuple(mask_B_T.shape)}: return the loss of every token, not their sum"
+        )
+    if not bool((torch.isfinite(loss_B_T.detach()) | ~mask_B_T).all()):
+        raise PluginError(f"loss plug-in {name} returned NaN or infinity for a trained token")
+    if logp_B_T.requires_grad and not loss_B_T.requires_grad:
+        raise PluginError(f"loss plug-in {name} has no gradient: compute it from logprobs_B_T without detaching it")
+    nowhere_B_T = torch.zeros_like(mask_B_T)
+    return loss_B_T.to(logp_B_T), nowhere_B_T, nowhere_B_T
+
+
 def policy_loss(
-    name: str,
+    name: Loss,
     logprobs_B_T: Tensor,
     sampler_logprobs_B_T: Tensor,
     advantages_B_T: Tensor,
@@ -145,11 +172,12 @@ def policy_loss(
 ) -> tuple[Tensor, Sums]:
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
 
-    ``clip_high = None`` takes ``clip_low``; ``weights_B_T`` are TIS or IcePop weights (``mismatch_weights``). Gradient
-    flows through ``logprobs_B_T`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and
-    non-finite values of trained tokens (one device synchronisation).
+    ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no clipping applies. ``clip_high =
+    None`` takes ``clip_low``; ``weights_B_T`` are TIS or IcePop weights (``mismatch_weights``). Gradient flows through
+    ``logprobs_B_T`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and non-finite
+    values of trained tokens (one device synchronisation), PluginError for a plug-in's bad result.
     """
-    if name not in POLICY_LOSSES:
+    if not callable(name) and name not in POLICY_LOSSES:
         raise ValueError(f"unknown loss {name!r}: one of {', '.join(POLICY_LOSSES)}")
     clip_high = clip_low if clip_high is None else clip_high
     if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0 and ratio_cap > 0.0 and (dual_clip is None or dual_clip > 1.0)):
@@ -166,7 +194,11 @@ def policy_loss(
     adv_B_T = torch.where(mask_B_T, advantages_B_T.detach(), 0.0).to(logprobs_B_T.dtype)
     ratio_B_T = log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T)
     logp_B_T = torch.where(mask_B_T, logprobs_B_T, 0.0)
-    loss_B_T, low_B_T, high_B_T = POLICY_LOSSES[name](logp_B_T, ratio_B_T, adv_B_T, mask_B_T, options)
+    if callable(name):
+        sampler_B_T = torch.where(mask_B_T, sampler_logprobs_B_T.detach(), 0.0).to(logp_B_T.dtype)
+        loss_B_T, low_B_T, high_B_T = plugin_loss(name, logp_B_T, sampler_B_T, adv_B_T, mask_B_T)
+    else:
+        loss_B_T, low_B_T, high_B_T = POLICY_LOSSES[name](logp_B_T, ratio_B_T, adv_B_T, mask_B_T, options)
     if weights_B_T is not None:
         loss_B_T = loss_B_T * weights_B_T.detach()
     loss_B_T = torch.where(mask_B_T, loss_B_T, 0.0)

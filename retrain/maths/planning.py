@@ -8,10 +8,13 @@ Overlapping phrases both count. Each text is decoded and searched once; no Pytho
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any, Protocol
 
 import numpy as np
+
+from retrain.errors import PluginError
 
 STRATEGIC_GRAMS: tuple[str, ...] = (
     "wait let me",
@@ -67,6 +70,64 @@ def _lower(text: str) -> str:
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
 
 
+def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: Offsets) -> np.ndarray:
+    """Which tokens overlap one of the character ranges ``spans`` of a text of ``length`` characters, bool [T].
+
+    Raises ValueError when ``offsets`` are not pairs.
+    """
+    if not spans or not len(offsets):
+        return np.zeros(len(offsets), dtype=bool)
+    starts_T, ends_T = _columns(offsets)
+    # covered[i] = how many of the first i characters lie in a range; a token overlaps when it gains any.
+    marked = np.zeros(length + 1, dtype=bool)
+    for start, end in spans:
+        marked[start + 1 : end + 1] = True
+    covered = np.cumsum(marked, dtype=np.int32)
+    return covered[np.clip(ends_T, 0, length)] > covered[np.clip(starts_T, 0, length)]
+
+
+class Detector(Protocol):
+    """Finds planning tokens."""
+
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+        """Which tokens of each completion plan, bool [T] each."""
+        ...
+
+
+class PluginDetector:
+    """A user's ``function(texts, offsets)``: one entry per token for every completion, true where it plans.
+
+    ``texts`` are the completions of a batch, ``offsets`` their tokens' character ranges, int64 [T, 2] each.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+        """The function's masks, bool [T] each. Raises PluginError naming the plug-in when their number or a length is
+        wrong, or an entry is neither true nor false (0 and 1 count as such)."""
+        pairs = [np.asarray(one, dtype=np.int64).reshape(-1, 2) for one in offsets]
+        given = list(self.function(list(texts), pairs))
+        if len(given) != len(pairs):
+            raise PluginError(
+                f"planning detector {self.name} returned {len(given)} masks for {len(pairs)} completions: return one "
+                "for each"
+            )
+        return [self._checked(mask, len(own)) for mask, own in zip(given, pairs, strict=True)]
+
+    def _checked(self, mask: Any, length: int) -> np.ndarray:
+        values_T = np.asarray(mask)
+        if values_T.shape != (length,):
+            raise PluginError(
+                f"planning detector {self.name} returned shape {values_T.shape} for a completion of {length} tokens: "
+                "return one entry per token"
+            )
+        if values_T.size and (values_T.dtype.kind not in "biuf" or not np.isin(values_T, (0, 1)).all()):
+            raise PluginError(f"planning detector {self.name} returned something else than true and false")
+        return values_T.astype(bool)
+
+
 class RegexDetector:
     """Marks the tokens that overlap a planning phrase. Raises ValueError for an empty phrase or none at all."""
 
@@ -86,18 +147,7 @@ class RegexDetector:
 
         Raises ValueError when ``offsets`` are not pairs.
         """
-        spans = self.char_spans(text)
-        mask_T = np.zeros(len(offsets), dtype=bool)
-        if not spans or not len(offsets):
-            return mask_T
-        starts_T, ends_T = _columns(offsets)
-        # covered[i] = how many of the first i characters lie in a phrase; a token overlaps when it gains any.
-        marked = np.zeros(len(text) + 1, dtype=bool)
-        for start, end in spans:
-            marked[start + 1 : end + 1] = True
-        covered = np.cumsum(marked, dtype=np.int32)
-        limit = len(text)
-        return covered[np.clip(ends_T, 0, limit)] > covered[np.clip(starts_T, 0, limit)]
+        return overlapping_tokens(self.char_spans(text), len(text), offsets)
 
     def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
         """``token_mask`` of every completion of a batch. Raises ValueError when the lists differ in length."""

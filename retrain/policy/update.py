@@ -20,6 +20,7 @@ import torch
 from retrain.errors import RunFailed
 from retrain.maths.losses import (
     RATIO_METRICS,
+    Loss,
     Sums,
     add_sums,
     entropy_loss,
@@ -42,7 +43,7 @@ from retrain.rng import torch_seed
 class LossSettings:
     """What the update needs to know of the configuration."""
 
-    loss: str = "ppo"
+    loss: Loss = "ppo"
     normalizer: str = "tokens"
     clip_low: float = 0.2
     clip_high: float = 0.2
