@@ -17,7 +17,14 @@ from retrain.record import RunRecorder
 from retrain.record.catalogue import METRICS, is_timing_key, metrics_markdown
 from retrain.types import RewardResult
 
-ROWS = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "evals.jsonl")
+ROWS = (
+    "metrics.jsonl",
+    "emergence/steps.jsonl",
+    "emergence/generations.jsonl",
+    "timing_spans.jsonl",
+    "evals.jsonl",
+    "emergence/evaluations.jsonl",
+)
 
 
 def strict(path: Path) -> list[dict[str, Any]]:
@@ -65,6 +72,9 @@ def test_one_row_per_step_in_every_file(tmp_path):
     span = strict(tmp_path / "timing_spans.jsonl")[0]["spans"][0]
     assert span == {"name": "rollout", "duration": 2.0, "wall_start": 1000.0, "wall_end": 1002.0}
     assert [row["step"] for row in strict(tmp_path / "evals.jsonl")] == [0, 2, 4]
+    evaluated = strict(tmp_path / "emergence" / "evaluations.jsonl")
+    assert list(dict.fromkeys(row["step"] for row in evaluated)) == [0, 2, 4]
+    assert {"name", "problem_id", "prompt", "completion", "correct", "sample", "tags"} <= set(evaluated[0])
     assert strict(tmp_path / "checkpoints.jsonl")[0]["batch"] == 4
     assert json.loads((tmp_path / "config.json").read_text()) == {"training": {"seed": 1}}
     frame = pd.read_json(tmp_path / "metrics.jsonl", lines=True)

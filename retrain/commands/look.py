@@ -77,6 +77,7 @@ RUN_FILES = (
     ("evals.jsonl", "one row per held-out evaluation"),
     ("emergence/steps.jsonl", "reward and correct count per step"),
     ("emergence/generations.jsonl", "every completion"),
+    ("emergence/evaluations.jsonl", "every completion of the held-out evaluations"),
     ("timing_spans.jsonl", "what each step spent its time on"),
     ("run.log", "what happened when, tracebacks included"),
     ("checkpoints.jsonl", "one line per saved checkpoint"),

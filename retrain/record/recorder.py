@@ -131,6 +131,7 @@ class RunRecorder:
             "seconds": record.seconds,
         }
         self._files.append("evals.jsonl", [facts | row])
+        self._files.append("emergence/evaluations.jsonl", evaluated(record))
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
@@ -167,6 +168,7 @@ class RunRecorder:
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
         truncate_jsonl(self.directory / "evals.jsonl", done)
+        truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
         self.log(f"records truncated to the {step} finished steps")
 
@@ -219,23 +221,37 @@ def emergence_step(record: StepRecord, row: Row) -> Row:
 def generations(record: StepRecord) -> list[Row]:
     """Every completion of the step, for ``emergence/generations.jsonl``."""
     return [
-        {
-            "step": record.step,
-            "prompt": prompt_text(group)[:PROMPT_CHARACTERS],
-            "completion": completion.text[:COMPLETION_CHARACTERS],
-            "reward": reward.total_reward,
-            "num_tokens": len(completion),
-            "group": index,
-            "sample": sample,
-            "advantage": float(group.advantages_N[sample]),
-            "stop_reason": completion.stop_reason,
-            "correct": reward.is_correct,
-            "problem_id": group.prompt.problem.id,
-            **({"error": reward.error} if reward.error else {}),
-        }
+        completion_facts(record.step, group, sample)
+        | {"group": index, "sample": sample, "advantage": float(group.advantages_N[sample])}
         for index, group in enumerate(record.groups)
-        for sample, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True))
+        for sample in range(len(group.completions))
     ]
+
+
+def evaluated(record: EvalRecord) -> list[Row]:
+    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
+    return [
+        completion_facts(record.step, group, sample)
+        | {"name": record.name, "sample": sample, "tags": list(group.prompt.problem.tags)}
+        for group in record.groups
+        for sample in range(len(group.completions))
+    ]
+
+
+def completion_facts(step: int, group: Group, sample: int) -> Row:
+    """What there is to tell of one completion, its text shortened."""
+    completion, reward = group.completions[sample], group.rewards[sample]
+    return {
+        "step": step,
+        "prompt": prompt_text(group)[:PROMPT_CHARACTERS],
+        "completion": completion.text[:COMPLETION_CHARACTERS],
+        "reward": reward.total_reward,
+        "num_tokens": len(completion),
+        "stop_reason": completion.stop_reason,
+        "correct": reward.is_correct,
+        "problem_id": group.prompt.problem.id,
+        **({"error": reward.error} if reward.error else {}),
+    }
 
 
 def prompt_text(group: Group) -> str:
