@@ -1,0 +1,137 @@
+"""retrain as one side of the speed benchmarks: the cohort that ``retrain train`` builds, stepped by hand.
+
+Everything that a step of ``retrain train`` does is in it (credit, records, metrics files). Only the grader is replaced:
+rewards alternate within each group, as on every side. Sampling is the time inside the engine's ``sample``; all the
+rest of the step counts as update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import workload
+from workload import ALPHA, LR, RANK, Measured, Setting
+
+from retrain.campaign.assemble import assemble
+from retrain.campaign.plan import plan
+from retrain.config import load
+from retrain.record.observer import NullObserver
+from retrain.types import RewardResult
+
+FIVE = (("grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_hicra"), ("maxrl", "gtpo_sepa"))
+"""The five standard conditions."""
+
+
+class Alternating:
+    """A grader by position: 0, 1, 0, 1, … within every group."""
+
+    names = ("fixed",)
+
+    def grade(self, items: Sequence[Any]) -> list[RewardResult]:
+        return [RewardResult(reward, components={"fixed": reward}) for reward in workload.rewards(len(items))]
+
+
+class TimedEngine:
+    """The cohort's engine with a stopwatch; counts the tokens that it returned."""
+
+    def __init__(self, engine: Any):
+        self.__dict__.update(engine=engine, wall=0.0, cpu=0.0, tokens=0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.engine, name, value)
+
+    def sample(self, *arguments: Any, **options: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        groups = self.engine.sample(*arguments, **options)
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+        self.tokens += sum(len(completion) for group in groups for completion in group)
+        return groups
+
+
+def toml(setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[str, str]], device: str) -> str:
+    """The campaign (or, with one condition, the single run) of this setting."""
+    lines = []
+    if len(conditions) > 1:
+        lines += ["[campaign]", "seeds = [1]", f"lanes = {len(conditions)}"]
+        for advantage, transform in conditions:
+            lines += ["[[campaign.conditions]]", f'advantage_mode = "{advantage}"', f'transform_mode = "{transform}"']
+    else:
+        lines += ["[algorithm]", f'advantage_mode = "{conditions[0][0]}"', f'transform_mode = "{conditions[0][1]}"']
+    lines += [
+        f"[model]\nmodel = {json.dumps(str(model))}\nlora_rank = {RANK}\n[lora]\nalpha = {ALPHA}",
+        f"[data]\nsource = {json.dumps(str(data))}\n[evaluation]\nproblems = 0",
+        f"[backend]\ndevices = {json.dumps(device)}",
+        f"[training]\nbatch_size = {setting.prompts}\ngroup_size = {setting.samples}\nlr = {LR}\nsave_every = 0",
+        f"max_tokens = {setting.new_tokens}\nmax_steps = 1000000",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def cohort(
+    setting: Setting, models: Path, conditions: Sequence[tuple[str, str]] = FIVE[:1], device: str = "cpu"
+) -> Iterator[Any]:
+    """A cohort of one run per condition, ready to step; its run directories go with it."""
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        rows = [{"prompt": text, "answer": "1"} for text in workload.prompt_texts(setting, 8 * setting.prompts)]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = workload.model_directory(models, setting.shape)
+        (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device))
+        specs = plan(load(folder / "bench.toml"))
+        made = assemble(folder / "out", specs, folder, NullObserver(), lambda: False, stack)
+        made.graders = [Alternating() for _ in made.runs]  # pyright: ignore[reportAttributeAccessIssue]
+        made.engine = TimedEngine(made.engine)  # pyright: ignore[reportAttributeAccessIssue]
+        yield made
+        for run in made.runs:
+            run.recorder.close(failed=False)
+
+
+def step(made: Any) -> Measured:
+    """One step of every run of the cohort. Raises RuntimeError when a run fails or a completion ends early."""
+    engine = made.engine
+    engine.wall, engine.cpu, engine.tokens = 0.0, 0.0, 0
+    laps = workload.Laps()
+    made.step(list(zip(made.runs, made.graders, strict=True)))
+    wall, cpu = laps.lap()
+    for run in made.runs:
+        if run.error is not None:
+            raise RuntimeError(run.error)
+    return Measured(
+        engine.wall, wall - engine.wall, engine.cpu, cpu - engine.cpu, engine.tokens, workload.peak_rss_mib()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", metavar="SETTING", required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    import torch
+
+    sys.stdout = sys.stderr
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    with cohort(Setting.parse(options.serve), options.models, device=options.device) as made:
+        workload.serve(lambda: step(made))
+
+
+if __name__ == "__main__":
+    main()
