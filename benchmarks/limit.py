@@ -183,10 +183,8 @@ class Limit:
             stream = torch.Generator().manual_seed(seed)
             draws = torch.rand(setting.rows, setting.new_tokens, generator=stream).to(self.device)
             shares = len(self._split(prompts))
-            parts = self._map(
-                lambda part: self._decode(*part, setting.samples),
-                zip(prompts.chunk(shares), draws.chunk(shares), strict=True),
-            )
+            pairs = zip(prompts.chunk(shares), draws.chunk(shares), strict=True)
+            parts = self._map(lambda pair: self._decode(pair[0], pair[1], setting.samples), pairs)
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
     def _decode(self, prompts: torch.Tensor, draws: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,19 +236,13 @@ class Limit:
 
     def update(self, setting: Setting, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """One policy-gradient step on all rows: mean over all tokens of −ratio·advantage."""
-        assert self.flat.grad is not None
-        self.flat.grad.zero_()
         advantage = torch.tensor(workload.advantages(setting), device=self.device) / (setting.rows * setting.new_tokens)
         rows = self.micro or max(1, MICRO_TOKENS // tokens.shape[1])
         pieces = zip(tokens.split(rows), logprobs.split(rows), advantage.split(rows), strict=True)
         grads = self._map(lambda share: self._gradient(share), self._split(list(pieces)))
         self.worst_ratio = max(ratio for _, ratio in grads)
-        for flat, _ in grads:
-            if flat is not self.flat.grad:
-                self.flat.grad += flat
-        norm = self.flat.grad.norm()
-        if norm > 1:
-            self.flat.grad /= norm
+        torch.sum(torch.stack([flat for flat, _ in grads]), 0, out=self.flat.grad)
+        torch.nn.utils.clip_grad_norm_([self.flat], 1.0)
         self.optimizer.step()
 
     def _gradient(self, pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, float]:

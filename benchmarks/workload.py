@@ -130,9 +130,9 @@ def model_directory(root: Path, shape_name: str) -> Path:
         pad_token_id=PAD,
         tie_word_embeddings=False,
     )
-    config.dtype = torch.float32 if shape.hidden < 2048 else torch.bfloat16
-    with torch.device("cpu"):
-        model = Qwen3ForCausalLM(config).to(config.dtype)
+    model: Any = Qwen3ForCausalLM(config)
+    if shape.hidden >= 2048:
+        model.to(torch.bfloat16)
     model.save_pretrained(directory)
     fast.save_pretrained(directory)
     return directory
