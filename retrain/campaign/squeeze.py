@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ def analyse_adapter(
     and the recommended one.
     """
     from retrain.maths.squeeze import analyse, recommend
-    from retrain.policy.adapter_io import read_adapter
+    from retrain.policy.adapter_stream import AdapterFile
 
-    stored = read_adapter(adapter)
-    spectra = {name: analyse(a, b, stored.scales[name]) for name, (a, b) in stored.tensors.items()}
+    with AdapterFile(adapter) as file:  # one module in memory at a time
+        spectra = {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
     result = recommend(
         spectra,
         min_variance_retention=min_variance_retention,
@@ -87,31 +88,38 @@ def analyse_adapter(
 
 
 def compress_adapter(adapter: Path, rank: int, out: Path) -> Path:
-    """Write the adapter truncated to ``rank`` as a PEFT directory. Raises UsageError above the source rank."""
-    from retrain.policy.adapter_io import read_adapter, write_peft
+    """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    stored = read_adapter(adapter)
-    highest = max(a.shape[0] for a, _ in stored.tensors.values())
-    if not 1 <= rank <= highest:
-        raise UsageError(f"cannot compress {adapter} to rank {rank}: its rank is {highest}; use --to 1 … {highest}")
-    alpha = stored.config["lora_alpha"] if not stored.config.get("use_rslora") else None
-    if alpha is None or stored.config.get("rank_pattern") or stored.config.get("alpha_pattern"):
-        # One plain rule for the result, alpha = r: a scale of 1 that every loader computes alike.
-        alpha = float(rank)
-    scale = alpha / rank
-    tensors = {}
-    for name, (a, b) in stored.tensors.items():
-        tensors[name] = _truncated(a, b, stored.scales[name], rank, scale)
-    config = stored.config | {
-        "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
-    }  # fmt: skip
-    prepare_directory(out.parent)
-    if out.is_file():
-        raise UsageError(f"{out} is a file: give a directory with --out")
-    if out.exists() and any(out.iterdir()) and not (out / "adapter_config.json").exists():
-        raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
-    aside = out.with_name(f".{out.name}.tmp")
-    write_peft(aside, tensors, config)
+    Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter.
+    """
+    from retrain.policy.adapter_stream import AdapterFile, write_streamed
+
+    with AdapterFile(adapter) as file:
+        if not 1 <= rank <= file.rank:
+            raise UsageError(
+                f"cannot compress {adapter} to rank {rank}: its rank is {file.rank}; use --to 1 … {file.rank}"
+            )
+        file.require_plain()
+        alpha = file.config["lora_alpha"] if not file.config.get("use_rslora") else None
+        if alpha is None or file.config.get("rank_pattern") or file.config.get("alpha_pattern"):
+            # One plain rule for the result, alpha = r: a scale of 1 that every loader computes alike.
+            alpha = float(rank)
+        layout = {
+            name: replace(where, a_shape=(rank, where.a_shape[1]), b_shape=(where.b_shape[0], rank))
+            for name, where in file.modules.items()
+        }
+        config = file.config | {
+            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
+        }  # fmt: skip
+        prepare_directory(out.parent)
+        if out.is_file():
+            raise UsageError(f"{out} is a file: give a directory with --out")
+        if out.exists() and any(out.iterdir()) and not (out / "adapter_config.json").exists():
+            raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
+        aside = out.with_name(f".{out.name}.tmp")
+        scale = alpha / rank
+        pairs = ((name, _truncated(*file.factors(name), file.scales[name], rank, scale)) for name in file.modules)
+        write_streamed(aside, layout, pairs, config)
     publish_directory(aside, out)
     return out
 

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import torch
 
-from retrain.errors import ModelError
-from retrain.files import read_json, write_json
+from retrain.files import write_json
+from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile
 from retrain.policy.lora import Adapter, LayerShape
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
 
 
 @dataclass
@@ -72,40 +69,19 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
     directory.mkdir(parents=True, exist_ok=True)
     flat = {}
     for name, (a, b) in tensors.items():
-        flat[f"{_PREFIX}{name}.lora_A.weight"] = a.contiguous().clone()
-        flat[f"{_PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
+        flat[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous().clone()
+        flat[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
     save_file(flat, directory / WEIGHTS, metadata={"format": "pt"})
     write_json(directory / CONFIG, config)
     shutil.copymode(directory / CONFIG, directory / WEIGHTS)  # safetensors leaves it to its owner alone
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read a PEFT LoRA directory; scales respect rsLoRA, rank_pattern and alpha_pattern.
+    """Read a PEFT LoRA directory as a whole; scales respect rsLoRA, rank_pattern and alpha_pattern.
 
     Raises ModelError when the directory holds no LoRA adapter in safetensors.
     """
-    from safetensors.torch import load_file
-
-    weights, config_path = directory / WEIGHTS, directory / CONFIG
-    if not weights.is_file() or not config_path.is_file():
-        raise ModelError(f"{directory} holds no PEFT adapter: {WEIGHTS} and {CONFIG} must be there")
-    config = read_json(config_path)
-    halves: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_file(weights).items():
-        name, _, half = key.removeprefix(_PREFIX).rpartition(".lora_")
-        if name and half[:1] in "AB":
-            halves.setdefault(name, {})[half[0]] = tensor
-    tensors = {name: (parts["A"], parts["B"]) for name, parts in halves.items() if len(parts) == 2}
-    if not tensors:
-        raise ModelError(f"{weights} holds no lora_A/lora_B pairs")
-    scales = {name: _scale(name, a.shape[0], config) for name, (a, _) in tensors.items()}
-    return StoredAdapter(tensors, scales, config)
-
-
-def _scale(name: str, rank: int, config: dict) -> float:
-    """alpha/r, or alpha/√r with rsLoRA; ``alpha_pattern`` keys match the end of a module path, as in peft."""
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if name == pattern or name.endswith("." + pattern):
-            alpha = value
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    with AdapterFile(directory) as file:
+        # Copies: a mapped file would keep changing under whoever trains on.
+        tensors = {name: (a.clone(), b.clone()) for name in file.modules for a, b in [file.factors(name)]}
+        return StoredAdapter(tensors, file.scales, file.config)

@@ -1,0 +1,166 @@
+"""PEFT adapters read and written one module at a time, so that one larger than memory can be squeezed.
+
+A safetensors file is a header (names, shapes, places) and the bytes of the tensors. It is mapped for reading; for
+writing the header comes first, because all shapes are known, and the tensors follow in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.errors import ModelError
+from retrain.files import read_json, write_json
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+_HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Where the two factors of one module stand, and their shapes."""
+
+    a_key: str
+    b_key: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a_shape[0]
+
+
+class AdapterFile:
+    """A PEFT LoRA directory open for reading (``with``): ``modules`` and ``scales`` by module path, tensors on demand.
+
+    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. Raises ModelError when the directory holds no LoRA
+    adapter in safetensors, or tensors besides LoRA's factors (DoRA, biases, whole modules), which nobody may drop.
+    """
+
+    def __init__(self, directory: Path):
+        from safetensors import SafetensorError, safe_open
+
+        weights, config_path = directory / WEIGHTS, directory / CONFIG
+        if not weights.is_file() or not config_path.is_file():
+            raise ModelError(f"{directory} holds no PEFT adapter: {WEIGHTS} and {CONFIG} must be there")
+        self.directory, self.config = directory, read_json(config_path)
+        try:
+            self._file = safe_open(weights, "pt").__enter__()
+        except SafetensorError as error:
+            raise ModelError(f"{weights} is no safetensors file: {error}") from error
+        self.modules, self.others = self._find()
+        if not self.modules:
+            raise ModelError(f"{weights} holds no lora_A/lora_B pairs")
+        self.scales = {name: _scale(name, where.rank, self.config) for name, where in self.modules.items()}
+
+    def __enter__(self) -> AdapterFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def factors(self, name: str) -> Pair:
+        """A and B of one module, views of the mapped file: what is read stays in the page cache, not in a copy."""
+        where = self.modules[name]
+        return self._file.get_tensor(where.a_key), self._file.get_tensor(where.b_key)
+
+    @property
+    def rank(self) -> int:
+        """Highest rank of a module."""
+        return max(where.rank for where in self.modules.values())
+
+    def require_plain(self) -> None:
+        """Raise ModelError when there are tensors besides LoRA's factors."""
+        if self.others or self.config.get("use_dora"):
+            found = self.others[0] if self.others else "use_dora"
+            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one cannot be compressed")
+
+    def _find(self) -> tuple[dict[str, Factors], list[str]]:
+        halves: dict[str, dict[str, str]] = {}
+        others = []
+        for key in self._file.keys():  # noqa: SIM118 (no mapping)
+            match = _HALF.match(key.removeprefix(PREFIX))
+            if match:
+                halves.setdefault(match["name"], {})[match["half"]] = key
+            else:
+                others.append(key)
+        found = {}
+        for name, keys in sorted(halves.items()):
+            if len(keys) == 2:
+                a, b = self._file.get_slice(keys["A"]), self._file.get_slice(keys["B"])
+                dtype = next((own for own, code in _DTYPES.items() if code == a.get_dtype()), torch.float32)
+                found[name] = Factors(keys["A"], keys["B"], tuple(a.get_shape()), tuple(b.get_shape()), dtype)
+            else:
+                others.extend(keys.values())
+        return found, others
+
+
+def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
+    """alpha/r, or alpha/√r with rsLoRA. As in peft the first key of ``alpha_pattern`` counts that is, as a regular
+    expression, the end of the module path."""
+    patterns = config.get("alpha_pattern") or {}
+    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+    alpha = config["lora_alpha"] if key is None else patterns[key]
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def write_streamed(
+    directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Mapping[str, Any]
+) -> None:
+    """Write a PEFT directory whose modules come one after the other; ``layout`` says what will come.
+
+    Raises ModelError when a module is missing or of another shape than announced.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    entries = [
+        (key, shape, where.dtype)
+        for where in layout.values()
+        for key, shape in ((where.a_key, where.a_shape), (where.b_key, where.b_shape))
+    ]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for key, shape, dtype in sorted(entries, key=lambda entry: (-entry[2].itemsize, entry[0])):  # keeps all aligned
+        size = dtype.itemsize * _product(shape)
+        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+        places[key], end = end, end + size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    missing = dict(layout)
+    with open(directory / WEIGHTS, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        for name, pair in pairs:
+            where = missing.pop(name)
+            for key, shape, tensor in zip(
+                (where.a_key, where.b_key), (where.a_shape, where.b_shape), pair, strict=True
+            ):
+                if tuple(tensor.shape) != tuple(shape) or tensor.dtype != where.dtype:
+                    raise ModelError(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, announced as {shape}")
+                file.seek(start + places[key])
+                file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        if missing:
+            raise ModelError(f"{next(iter(missing))} was announced and never came")
+        file.flush()
+        os.fsync(file.fileno())
+    write_json(directory / CONFIG, dict(config))
+
+
+def _product(shape: Iterable[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,116 @@
+"""Adapters streamed from and to disk: what safetensors and peft read of them, and what may not be dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from retrain.campaign.squeeze import analyse_adapter, compress_adapter
+from retrain.errors import ModelError, UsageError
+from retrain.files import read_json, write_json
+from retrain.maths.squeeze import truncate
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.adapter_stream import AdapterFile, Factors, write_streamed
+
+PREFIX = "base_model.model."
+
+
+def adapter(directory, tensors, **config):
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({f"{PREFIX}{key}": value for key, value in tensors.items()}, directory / "adapter_model.safetensors")
+    write_json(directory / "adapter_config.json", {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0} | config)
+    return directory
+
+
+def pair(name, rank, inputs, outputs, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rank, inputs), (outputs, rank)))
+    return {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+
+
+def test_streamed_files_are_what_safetensors_reads(tmp_path):
+    """Three number formats in one file, modules that come in any order."""
+    formats = {"one": torch.bfloat16, "two": torch.float32, "three": torch.float64}
+    tensors, layout = {}, {}
+    for name, dtype in formats.items():
+        own = pair(name, 3, 5, 7, dtype)
+        tensors |= own
+        layout[name] = Factors(*own, (3, 5), (7, 3), dtype)
+    order = ("two", "three", "one")
+    pairs = ((name, tuple(pair(name, 3, 5, 7, formats[name]).values())) for name in order)
+    write_streamed(tmp_path, layout, pairs, {"r": 3, "lora_alpha": 3})
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[key], tensors[key]) and stored[key].dtype == tensors[key].dtype for key in tensors)
+
+
+def test_what_was_announced_must_come(tmp_path):
+    layout = {"one": Factors("a", "b", (2, 3), (4, 2), torch.float32)}
+    with pytest.raises(ModelError, match="never came"):
+        write_streamed(tmp_path, layout, [], {})
+    with pytest.raises(ModelError, match="announced as"):
+        write_streamed(tmp_path, layout, [("one", (torch.zeros(2, 3), torch.zeros(4, 3)))], {})
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_compression_is_the_truncation_of_every_module(tmp_path, rslora):
+    """Ranks and alphas by pattern (regular expressions, as in peft), an embedding, two number formats."""
+    tensors = (
+        pair("model.layers.0.q_proj", 4, 6, 8)
+        | pair("model.layers.1.q_proj", 4, 6, 8, torch.bfloat16, seed=1)
+        | pair("model.layers.1.v_proj", 2, 6, 5, seed=2)
+    )
+    generator = torch.Generator().manual_seed(5)
+    tensors["model.embed.lora_embedding_A"] = torch.randn(4, 11, generator=generator)
+    tensors["model.embed.lora_embedding_B"] = torch.randn(6, 4, generator=generator)
+    source = adapter(
+        tmp_path / "source",
+        tensors,
+        use_rslora=rslora,
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={r"0\.[qv]_proj": 2.0},
+    )
+    compress_adapter(source, 3, tmp_path / "small")
+    with AdapterFile(source) as before, AdapterFile(tmp_path / "small") as after:
+        assert before.scales["model.layers.0.q_proj"] == pytest.approx(2.0 / (2 if rslora else 4))
+        assert before.scales["model.layers.1.v_proj"] == pytest.approx(8.0 / (2**0.5 if rslora else 2))
+        assert before.modules.keys() == after.modules.keys()
+        for name in before.modules:
+            a, b = before.factors(name)
+            small_a, small_b = after.factors(name)
+            assert small_a.shape[0] == small_b.shape[1] == 3
+            assert small_a.dtype == a.dtype
+            want_a, want_b = truncate(a, b, before.scales[name], min(3, a.shape[0]), after.scales[name])
+            torch.testing.assert_close(small_b @ small_a, want_b @ want_a, atol=1e-5, rtol=1e-5)
+        embedding = after.modules["model.embed"]
+        assert embedding.a_key.endswith("embed.lora_embedding_A")  # the names that peft gives embeddings
+    config = read_json(tmp_path / "small" / "adapter_config.json")
+    assert (config["r"], config["rank_pattern"], config["use_rslora"]) == (3, {}, False)
+
+
+def test_a_whole_read_is_a_copy(tmp_path):
+    source = adapter(tmp_path, pair("q_proj", 4, 6, 8))
+    stored = read_adapter(source)
+    (a, _) = stored.tensors["q_proj"]
+    a.zero_()
+    assert read_adapter(source).tensors["q_proj"][0].any()
+
+
+@pytest.mark.parametrize("extra", ["q_proj.lora_magnitude_vector", "lm_head.weight", "k_proj.lora_A.weight"])
+def test_what_is_more_than_lora_is_not_dropped(tmp_path, extra):
+    source = adapter(tmp_path / "source", pair("q_proj", 4, 6, 8) | {extra: torch.ones(8, 4)})
+    with pytest.raises(ModelError, match="more than a LoRA adapter"):
+        compress_adapter(source, 2, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    assert analyse_adapter(source)["num_layers"] == 1
+
+
+def test_wrong_ranks_and_files_are_told(tmp_path):
+    source = adapter(tmp_path / "source", pair("q_proj", 4, 6, 8))
+    for rank in (0, 5):
+        with pytest.raises(UsageError, match="its rank is 4; use --to 1 … 4"):
+            compress_adapter(source, rank, tmp_path / "small")
+    (source / "adapter_model.safetensors").write_bytes(b"not a header")
+    with pytest.raises(ModelError, match="no safetensors file"):
+        analyse_adapter(source)
