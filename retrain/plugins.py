@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,20 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
     if not callable(function):
         raise PluginError(f"{told}: the module {module!r} has no function {name!r}")
     return function
+
+
+def why_no_range(limits: Any) -> str:
+    """What is wrong with a chart's range (``min``, ``max``, ``invert``), in words; "" when nothing is."""
+    if not isinstance(limits, Mapping):
+        return f"{type(limits).__name__}, not a table with min, max or invert"
+    if unknown := [key for key in limits if key not in ("min", "max", "invert")]:
+        return f"the key {unknown[0]}, which is none of min, max and invert"
+    ends = [limits[key] for key in ("min", "max") if limits.get(key) is not None]
+    if any(type(end) not in (int, float) or not math.isfinite(end) for end in ends):
+        return "an end that is no number"
+    if type(limits.get("invert", False)) is not bool:
+        return "an invert that is neither true nor false"
+    return "a min that is not below its max" if len(ends) == 2 and ends[0] >= ends[1] else ""
 
 
 def _look_in(folders: Sequence[Path]) -> None:

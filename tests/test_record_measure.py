@@ -10,6 +10,7 @@ import pytest
 from record_cases import config, context, evaluation, group, step
 
 from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
+from retrain.record.context import chart_ranges
 from retrain.record.measure import Totals, eval_row, step_row
 from retrain.record.samples import gini, group_shares
 from retrain.types import RewardResult
@@ -319,3 +320,46 @@ def test_an_evaluation_that_nobody_graded_has_no_accuracy():
     assert row["eval/heldout/failed"] == 3
     partly = eval_row(evaluation([group([None, 1.0], [2, 2])]))
     assert (partly["eval/heldout/correct_rate"], partly["eval/heldout/failed"]) == (0.5, 1)
+
+
+def test_a_step_that_trained_nothing_has_no_loss():
+    groups = [group([0.0, 0.0], [4, 4], discarded="zero_advantage")]
+    row = step_row(step(groups, update={"loss": 0.0, "reported_loss": 0.0, "num_datums": 0}), context())
+    assert (row["num_datums"], row["loss"], row["reported_loss"], row["loss/policy_avg"]) == (0, None, None, None)
+    assert row["discarded_length_sum_mean"] == 7.0
+    assert (row["discarded_group_length_gini_mean"], row["discarded_max_token_hit_rate"]) == (0.0, 0.0)
+
+
+def test_planning_fraction_counts_what_was_sampled_not_what_was_graded():
+    marked = group([1.0, None], [4, 6])
+    marked.planning = [np.array([True, False, False, False]), np.zeros(6, dtype=bool)]
+    assert step_row(step([marked], planning_fraction=0.25), context())["planning_fraction"] == 0.1
+
+
+def test_waiting_in_a_cohort_has_its_own_time():
+    record = step([group([1.0], [4])])
+    record.spans.append(("cohort", record.step_end - 0.75, record.step_end))
+    row = step_row(record, context())
+    assert (row["time/cohort"], row["time/other"]) == (0.75, 0.25)
+    assert step_row(step([]), context())["time/cohort"] == 0.0
+
+
+def test_numbers_of_all_kinds_flow_through_under_their_names():
+    """Of a reward, a plug-in's state and the update; and a declared range gives the first row its key."""
+    result = RewardResult(1.0, sample_metrics={"tool calls/search": 2.0})
+    record = step([group([result], [2])], update={"mine/spread": np.float32(0.5)}, my_gate=True)
+    row = step_row(record, context(ranges={"reward": {"max": 1.0}, "depth": {"min": 0.0, "max": 9.0}}))
+    assert row["rewards/tool calls/search/mean"] == row["env/all/tool calls/search"] == 2.0
+    assert (row["mine/spread"], row["my_gate"]) == (0.5, True)
+    assert row["rewards/depth/mean"] is None
+    assert "rewards/reward/mean" not in row
+
+
+def test_ranges_are_the_rewards_own_with_the_files_instead():
+    declared = {"reward": {"min": 0.0, "max": 1.0}, "steps": {"max": 9, "invert": True}}
+    section = config(reward={"metrics_ranges": {"steps": {"max": 20.0}}, "reward_min": -1.0}).reward
+    assert chart_ranges(declared, section) == {
+        "reward": {"min": -1.0, "max": 1.0},
+        "steps": {"max": 20.0, "invert": True},
+    }
+    assert chart_ranges({}, config().reward) == {}

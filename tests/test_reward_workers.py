@@ -481,6 +481,27 @@ def test_a_pool_works_again_after_it_was_closed_or_interrupted() -> None:
         workers.close()
 
 
+def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "ranged.py"
+    path.write_text(
+        "reward_max = 2.0\n"
+        "metrics_ranges = {'steps': {'min': 0, 'max': 20, 'invert': True}}\n"
+        "def score(completion, answer):\n    return 1.0\n"
+        "score.reward_min = -1.0\n"
+        "def odd(completion, answer):\n    return 1.0\n"
+        "odd.metrics_ranges = {'steps': {'min': 3, 'max': 1}}\n",
+        encoding="utf-8",
+    )
+    part = {"type": "custom", "custom_module": str(path), "name": "mine"}
+    steps = {"min": 0, "max": 20, "invert": True}
+    with custom(path, "score") as grader:
+        assert grader.ranges == {"reward": {"min": -1.0, "max": 2.0}, "steps": steps}
+    with build_grader({"type": "weighted", "components": [{"type": "match"}, part], "workers": 1}) as grader:
+        assert grader.ranges == {"mine": {"min": -1.0, "max": 2.0}, "steps": steps}
+    with pytest.raises(PluginError, match="'steps' a min that is not below its max"):
+        custom(path, "odd")
+
+
 def test_workers_import_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "look.py"
     path.write_text(

@@ -21,7 +21,7 @@ from retrain.maths.planning import Detector
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
-from retrain.record.context import RunContext
+from retrain.record.context import RunContext, chart_ranges
 from retrain.record.environment import run_facts, write_environment
 from retrain.record.recorder import RunRecorder
 from retrain.rewards import Grader, build_grader
@@ -74,7 +74,7 @@ def assemble(
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
         try:
-            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer, stack)
+            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder)
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
@@ -94,6 +94,7 @@ def _build_run(
     grader: Grader,
     observer: Any,
     stack: ExitStack,
+    folder: Path,
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
@@ -106,6 +107,8 @@ def _build_run(
         is_campaign=spec.is_campaign,
         tags=tags,
         reward_names=grader.names,
+        ranges=chart_ranges(grader.ranges, spec.config.reward),
+        folder=folder,
     )
     recorder = RunRecorder(where, context, warn=lambda text: observer.message(f"{spec.run_id}: {text}", "warning"))
     stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
@@ -137,6 +140,7 @@ def _build_run(
         seeds={"campaign": spec.config.campaign.seed, "run": spec.config.training.seed},
         base={"name": base.name, "fingerprint": base.fingerprint},
         data_hash=data.content_hash,
+        ranges=dict(context.ranges),
         data_sizes={"train": len(data.train), "heldout": len(data.heldout)},
     )
     write_environment(where)

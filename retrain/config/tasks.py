@@ -19,6 +19,7 @@ from retrain.config.base import (
     fault,
     is_plugin,
 )
+from retrain.plugins import why_no_range
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -93,6 +94,13 @@ class Data(Section):
     """Shuffle the problems anew in every pass, by the run's seed."""
 
 
+def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, float | bool]]:
+    for name, limits in value.items():
+        if wrong := why_no_range(limits):
+            raise fault(f'has for "{name}" {wrong}', f'metrics_ranges = {{ "{name}" = {{ min = 0.0, max = 1.0 }} }}')
+    return value
+
+
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
@@ -134,6 +142,9 @@ class Reward(Grader):
     """Processes (`math`) or connections (`judge`) that grade side by side."""
     components: list[RewardComponent] = Field(default_factory=list)
     """The parts of a weighted reward, each logged by its name."""
+    metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges)] = Field(default_factory=dict)
+    """Ranges of components and sample metrics, for scaling charts only: `{ steps = { min = 0, max = 20 } }`, with
+    `invert = true` where less is better. A custom reward may declare them itself."""
     reward_min: float | None = None
     """Lower end of the reward, for scaling charts only."""
     reward_max: float | None = None

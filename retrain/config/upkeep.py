@@ -17,6 +17,7 @@ from retrain.config.base import (
     OptionalPhrases,
     OptionalRanks,
     OptionalText,
+    Plugin,
     PositiveShare,
     Section,
     Tags,
@@ -83,8 +84,9 @@ class Logging(Section):
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` and the name of the TOML file."""
-    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = Field(default_factory=list)
-    """Trackers besides the files. Setting `wandb_project` is enough for wandb."""
+    report_to: list[Literal["wandb", "tensorboard", "trackio"] | Plugin] = Field(default_factory=list)
+    """Trackers besides the files: known ones, or `module:function` that returns one of your own. Setting
+    `wandb_project` is enough for wandb."""
     wandb_project: OptionalText = None
     """wandb project."""
     wandb_run_name: OptionalText = None

@@ -86,6 +86,7 @@ GENERAL = [
     _metric("num_datums", "completions that trained", "completions", wandb="train/num_datums"),
     _metric("batch_size", "prompts in the step", "prompts", wandb="train/batch_size"),
     _metric("group_size", "completions per prompt", "completions", wandb="train/group_size"),
+    _metric("cohort_size", "runs that took this step together, over one base model", "runs"),
 ]
 
 LOSS = [
@@ -271,8 +272,8 @@ TIME = [
     _metric("time/eval", "held-out evaluation", "s"),
     _metric("time/checkpoint", "saving", "s"),
     _metric("time/record", "writing records", "s"),
-    _metric("time/other", "the rest, so that the parts add up to step_time_s; in a cohort it holds the turns of the "
-            "other runs", "s", "below 2 % of the step in a single run"),
+    _metric("time/cohort", "waiting for the credit and update of the other runs of a cohort", "s", "0 in a single run"),
+    _metric("time/other", "the rest, so that the parts add up to step_time_s", "s", "below 2 % of the step"),
     _metric("timing_waiting_for_data", "seconds in which the trainer waited for graded rollouts: rollout + score in a "
             "synchronous loop", "s"),
     *(

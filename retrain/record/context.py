@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 TOOLS = ("tinker", "trl", "telescope", "retrain")
@@ -15,7 +17,8 @@ class RunContext:
 
     ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
     data source may give a problem and ``reward_names`` further reward parts or sample metrics, so that their keys
-    stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
+    stand in the very first row, as do those of ``ranges``; whatever else turns up joins the row from the step where it
+    is first seen.
     """
 
     condition: str
@@ -26,6 +29,10 @@ class RunContext:
     is_campaign: bool = False
     tags: tuple[str, ...] = ()
     reward_names: tuple[str, ...] = ()
+    ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``), components and sample metrics."""
+    folder: Path | None = None
+    """The folder of the TOML file, where modules that it names are looked up first."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -37,7 +44,8 @@ class RunContext:
         """Names of the configured parts of a weighted reward, then ``reward_names``."""
         parts = setting(self.config, "reward.components", None) or ()
         names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
-        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
+        ranged = [name for name in self.ranges if name != "reward"]
+        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names, *ranged]))
 
     @property
     def features(self) -> frozenset[str]:
@@ -52,6 +60,21 @@ class RunContext:
         if setting(config, "environment.tools", None):
             found.add("tools")
         return frozenset(found)
+
+
+def chart_ranges(declared: Mapping[str, Mapping[str, Any]], reward: Any) -> dict[str, dict[str, Any]]:
+    """What a reward declares of its numbers' ranges, with what the ``[reward]`` section says instead.
+
+    Keys are ``reward`` for the total and the names of components and sample metrics; values hold ``min``, ``max`` and
+    ``invert`` where known. Charts are scaled by them; training never sees them.
+    """
+    ranges = {name: dict(limits) for name, limits in declared.items()}
+    for name, limits in (setting(reward, "metrics_ranges", None) or {}).items():
+        ranges.setdefault(name, {}).update(limits)
+    ends = {"min": setting(reward, "reward_min", None), "max": setting(reward, "reward_max", None)}
+    if known := {name: end for name, end in ends.items() if end is not None}:
+        ranges.setdefault("reward", {}).update(known)
+    return ranges
 
 
 def setting(config: Any, path: str, default: Any) -> Any:

@@ -80,7 +80,11 @@ def step_row(
         **_times(record, samples),
     }
     given = {key: value for key, value in {**record.state, **record.update}.items() if _is_scalar(value)}
+    if values.get("planning_fraction") is not None:
+        given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in given.items() if value is not None or key not in values})
+    if not values["num_datums"]:
+        values["loss"] = values["reported_loss"] = None  # nothing was differentiated
     tools = context.aliases
     row: Row = {}
     for metric in row_metrics(context):
@@ -250,7 +254,7 @@ def _times(record: StepRecord, samples: Samples) -> Row:
     """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step."""
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}
-    for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record"):
+    for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort"):
         row[f"time/{name}"] = 0.0
     for name, start, end in record.spans:
         inside = max(0.0, min(end, record.step_end) - max(start, record.step_start))

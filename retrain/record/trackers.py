@@ -1,4 +1,5 @@
-"""Telling other programs of a run: wandb, tensorboard, trackio, each behind ``start`` and ``log``.
+"""Telling other programs of a run: wandb, tensorboard, trackio or one of the user's own, each with ``start``
+and ``log``.
 
 One call of ``log`` per optimizer step, with the step as the tracker's own step. The packages are imported only when
 asked for. All verbs of a tracker are called on one thread of its own (``writer.Reporter``): one that cannot start stops
@@ -7,13 +8,18 @@ the run, a later failure does not reach the training.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrain.errors import MissingExtra, RetrainError
+from retrain.errors import MissingExtra, PluginError, RetrainError
+from retrain.files import dumps
+from retrain.plugins import load_function
 from retrain.record.catalogue import wandb_name
 from retrain.record.context import RunContext, setting
 
@@ -63,21 +69,99 @@ def make_trackers(context: RunContext, run_dir: Path) -> list[Tracker]:
     """The trackers that ``[logging]`` asks for: ``report_to``, and wandb when ``wandb_project`` is set.
 
     Raises:
-        RetrainError: an unknown name in ``report_to``.
+        RetrainError: a name in ``report_to`` that is neither known nor a ``module:function``; PluginError for one of
+            these that cannot be loaded or returns no tracker.
     """
     wanted = list(setting(context.config, "logging.report_to", ()))
     if setting(context.config, "logging.wandb_project", "") and "wandb" not in wanted:
         wanted.append("wandb")
-    unknown = [name for name in wanted if name not in TRACKERS]
+    unknown = [name for name in wanted if name not in TRACKERS and ":" not in name]
     if unknown:
-        raise RetrainError(f"logging.report_to: unknown tracker {unknown[0]!r}; known are {', '.join(TRACKERS)}")
-    return [TRACKERS[name](run_dir) for name in dict.fromkeys(wanted)]
+        raise RetrainError(
+            f"logging.report_to: unknown tracker {unknown[0]!r}; known are {', '.join(TRACKERS)}, and module:function"
+        )
+    return [
+        TRACKERS[name](run_dir) if name in TRACKERS else plugin_tracker(name, context, run_dir)
+        for name in dict.fromkeys(wanted)
+    ]
+
+
+def plugin_tracker(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
+    """The tracker that the user's ``module:function`` returns for ``run_dir``.
+
+    It has ``start(run, state)`` and ``log(step, values)``, and may have ``finish(failed)``; ``run`` is a
+    ``TrackedRun``, ``values`` what wandb would get. Raises PluginError.
+    """
+    what = f"logging.report_to: {plugin!r}"
+    try:
+        own = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
+    except PluginError:
+        raise
+    except Exception as error:  # the user's code
+        raise PluginError(f"{what} raised {type(error).__name__}: {error}") from error
+    missing = [verb for verb in ("start", "log") if not callable(getattr(own, verb, None))]
+    if missing:
+        raise PluginError(f"{what} returned {type(own).__name__}, which has no method {missing[0]}")
+    return PluginTracker(plugin, own)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers name and file it."""
+
+    name: str
+    group: str | None
+    tags: list[str]
+    project: str
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, context: RunContext) -> TrackedRun:
+        """The run of this context; the project is ``logging.wandb_project``, else ``retrain``."""
+        identity = run_identity(context)
+        project = setting(context.config, "logging.wandb_project", "") or "retrain"
+        return cls(identity["name"], identity["group"], identity["tags"] or [], project, run_config(context))
+
+
+class PluginTracker:
+    """A tracker of the user's own."""
+
+    def __init__(self, name: str, own: Any):
+        self.name, self.own = name, own
+
+    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Start it; what it returns, a dict of JSON or None, is its ``state`` when the run is resumed."""
+        try:
+            found = self.own.start(TrackedRun.of(context), dict(state) if state else None)
+        except RetrainError:
+            raise
+        except Exception as error:  # whatever a client raises for logins, networks and names
+            raise RetrainError(
+                f"{self.name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
+                "[logging] report_to"
+            ) from error
+        try:
+            state = dict(found or {})
+            dumps(state)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{self.name}: start returned {found!r}, not None or a dict of JSON") from error
+        return state
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """One call per optimizer step."""
+        self.own.log(step, tracker_values(row))
+
+    def finish(self, failed: bool = False) -> None:
+        """Told if it wants to know."""
+        if callable(finish := getattr(self.own, "finish", None)):
+            finish(failed)
 
 
 def run_config(context: RunContext) -> dict[str, Any]:
     """The run's configuration under the flat names that people filter by."""
     flat = {name: setting(context.config, path, None) for name, path in RUN_CONFIG_KEYS.items()}
-    return flat | {"condition": context.condition, "max_steps": context.max_steps, "seed": context.seed}
+    ranges = {"metrics_ranges": {k: dict(v) for k, v in context.ranges.items()}} if context.ranges else {}
+    return flat | {"condition": context.condition, "max_steps": context.max_steps, "seed": context.seed} | ranges
 
 
 def run_identity(context: RunContext) -> dict[str, Any]:
@@ -196,13 +280,14 @@ class TensorboardTracker:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.writer: Any = None
-        self.event: Any = None
+        self.proto: Any = None
+        self.begun = False
         self.summary: Any = None
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Open a new event file; tensorboard itself joins the files of one directory."""
         module = _import("tensorboard.summary.writer.event_file_writer", "logging.report_to")
-        self.event = _import("tensorboard.compat.proto.event_pb2", "logging.report_to").Event
+        self.proto = _import("tensorboard.compat.proto.event_pb2", "logging.report_to")
         self.summary = _import("tensorboard.compat.proto.summary_pb2", "logging.report_to").Summary
         try:
             self.writer = module.EventFileWriter(str(self.run_dir / "tensorboard"))
@@ -217,7 +302,12 @@ class TensorboardTracker:
             for key, value in tracker_values(row).items()
             if isinstance(value, int | float)
         ]
-        self.writer.add_event(self.event(wall_time=time.time(), step=step, summary=self.summary(value=values)))
+        event, now = self.proto.Event, time.time()
+        if not self.begun:  # what an earlier process wrote of this step and later ones is out of date
+            start = self.proto.SessionLog(status=self.proto.SessionLog.START)
+            self.writer.add_event(event(wall_time=now, step=step, session_log=start))
+            self.begun = True
+        self.writer.add_event(event(wall_time=now, step=step, summary=self.summary(value=values)))
         self.writer.flush()
 
     def finish(self, failed: bool = False) -> None:
@@ -233,6 +323,7 @@ class TrackioTracker:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.run: Any = None
+        self.first = 0
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Open the run, or go on with the one of the same name."""
@@ -240,27 +331,32 @@ class TrackioTracker:
         identity = run_identity(context)
         project = setting(context.config, "logging.wandb_project", "") or "retrain"
         try:
-            self.run = trackio.init(
-                project=project,
-                name=identity["name"],
-                group=identity["group"],
-                config=run_config(context),
-                resume="allow" if state else "never",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints hints into the live view
+                self.run = trackio.init(
+                    project=project,
+                    name=identity["name"],
+                    group=identity["group"],
+                    config=run_config(context),
+                    resume="allow" if state else "never",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
         except Exception as error:  # trackio raises whatever its storage raises
             raise RetrainError(f"trackio could not start: {error}") from error
+        # It would keep a step that is made anew, with the same numbers, twice.
+        self.first = getattr(self.run, "_next_step", 0) if state else 0
         return {"name": identity["name"]}
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """One trackio step per optimizer step."""
-        self.run.log(tracker_values(row), step=step)
+        if step >= self.first:
+            self.run.log(tracker_values(row), step=step)
 
     def finish(self, failed: bool = False) -> None:
         """Send what is left and close."""
-        self.run.finish()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.run.finish()
 
 
 TRACKERS: dict[str, Callable[[Path], Tracker]] = {

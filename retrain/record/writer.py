@@ -207,9 +207,8 @@ class Reporter:
 
     def finish(self, failed: bool) -> None:
         """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
-        finish = getattr(self.tracker, "finish", None)
-        if finish is not None and not self.broken:
-            self._thread.offer(lambda: self._guarded("finish", lambda: finish(failed)))
+        if not self.broken:
+            self._thread.offer(lambda: self._guarded("finish", lambda: self.tracker.finish(failed)))
         if self.broken:
             return
         if self._thread.wait(FINISH_SECONDS):

@@ -21,6 +21,8 @@ class Reward:
     """Base of all rewards: override ``grade``, or ``grade_all`` where a batch is cheaper than its parts."""
 
     name: str = "reward"
+    ranges: Mapping[str, Mapping[str, Any]] = {}
+    """For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics."""
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
         """The reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
@@ -43,6 +45,7 @@ class Grader:
     def __init__(self, reward: Reward):
         self.reward = reward
         self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
+        self.ranges = dict(reward.ranges)
 
     def grade(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in the order of ``items``; a completion that cannot be graded has ``total_reward=None``."""

@@ -8,6 +8,9 @@ The function's parameters say what it gets, by name:
 
 It returns a number or a ``RewardResult(total_reward, sample_metrics, tags)``; a coroutine is awaited. Two
 parameters with other names get (completion, answer), as functions written for retrain's earlier releases expect.
+
+For charts, the function or its module may say in which ranges its numbers lie (``reward_min``, ``reward_max``,
+``metrics_ranges = {"steps": {"min": 0, "max": 20, "invert": True}}``); nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import PluginError
-from retrain.plugins import load_file, load_module, search_folders
+from retrain.plugins import load_file, load_module, search_folders, why_no_range
 from retrain.rewards.base import Item, Reward, checked, failed, guarded
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem, RewardResult
@@ -62,6 +65,7 @@ class CustomReward(Reward):
         )
         try:
             self.pool.start()
+            self.ranges = self.pool.facts.get("ranges", {})
         except PluginError as error:
             self.close()
             raise PluginError(f"[reward] custom_module = {module!r}, custom_function = {function!r}: {error}") from None
@@ -129,7 +133,25 @@ def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[
             "error": result.error,
         }
 
+    grade.facts = {"ranges": declared_ranges(score, loaded)}  # type: ignore[attr-defined]
     return grade
+
+
+def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
+    """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
+    ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
+
+    def attribute(name: str) -> Any:
+        return next((getattr(owner, name) for owner in owners if getattr(owner, name, None) is not None), None)
+
+    ends = {"min": attribute("reward_min"), "max": attribute("reward_max")}
+    ranges = dict(attribute("metrics_ranges") or {})
+    if known := {name: end for name, end in ends.items() if end is not None}:
+        ranges["reward"] = known
+    for name, limits in ranges.items():
+        if wrong := why_no_range(limits):
+            raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
+    return {str(name): dict(limits) for name, limits in ranges.items()}
 
 
 def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:

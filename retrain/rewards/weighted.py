@@ -34,6 +34,11 @@ class WeightedReward(Reward):
     def __init__(self, components: Sequence[Component]):
         self.components = tuple(components)
         self.names = tuple(component.name for component in components)
+        self.ranges = {
+            component.name if name == "reward" else name: limits
+            for component in self.components
+            for name, limits in component.reward.ranges.items()
+        }
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Every component grades the whole batch, one after the other."""

@@ -27,8 +27,8 @@ def main(descriptor: int) -> None:
     """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, limits.
 
     The entry ``module:function`` is called once with the arguments and returns the function that grades a job.
-    Replies: ``{"ready": true}`` once, then ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"``
-    asks to be replaced (memory ran out).
+    Replies: ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON), then
+    ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
     """
     connection = socket.socket(fileno=descriptor)
     first = _receive(connection)
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
     except BaseException as error:  # SystemExit of a user's module too: the trainer must hear of it
         _send(connection, {"fatal": printable(str(error) if isinstance(error, RetrainError) else described(error))})
         return
-    _send(connection, {"ready": True})
+    _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
     # If the trainer is killed while a job hangs, nobody is left to kill this process: the alarm's default action does.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):

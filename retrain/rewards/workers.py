@@ -102,6 +102,8 @@ class WorkerPool:
                 "memory_kind": memory_kind,
             }
         )
+        self.facts: dict[str, Any] = {}
+        """What the entry's function says of itself in its attribute ``facts``; known after ``start``."""
         self._alive: list[_Worker] = []
         self._failed_starts = self._timeouts = 0
         self._fatal: str | None = None  # why no further job of this batch is given out
@@ -228,6 +230,7 @@ class WorkerPool:
                 self._discard(worker)
             else:
                 worker.ready, self._failed_starts = True, 0
+                self.facts = dict(reply.get("facts") or {})
         elif worker.job is not None:
             error = reply.get("error")
             replies[worker.job] = Reply(reply.get("value"), None if error is None else str(error))
