@@ -26,6 +26,7 @@ from retrain.policy.threads import Workers
 from retrain.policy.update import train_step
 from retrain.pressure import Pressure
 from retrain.record.observer import Observer
+from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader
 from retrain.run import Run
 from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, StepRecord
@@ -40,7 +41,7 @@ class Cohort:
     """Runs that share one base model and step together.
 
     ``graders[i]`` scores run i, ``heldout`` are the evaluation problems that all runs share, ``stop`` is asked
-    between steps whether the user wants an end.
+    between steps whether the user wants an end. ``yardstick`` has what earlier cohorts measured of the untrained model.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Cohort:
         observer: Observer,
         stop: Callable[[], bool] = lambda: False,
         workers: Workers | None = None,
+        yardstick: Yardstick | None = None,
     ):
         self.base, self.lanes, self.engine = base, lanes, engine
         self.runs, self.graders, self.heldout = list(runs), list(graders), list(heldout)
         self.observer, self.stop, self.workers = observer, stop, workers or Workers()
+        self.yardstick = yardstick
         self.pressure = self._new_pressure()
 
     def train(self) -> None:
@@ -234,22 +237,30 @@ class Cohort:
         settings: dict[str, list[tuple[Run, Grader]]] = {}
         for run, grader in untouched:
             settings.setdefault(_evaluation_setting(run), []).append((run, grader))
-        self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
+        for setting, pairs in list(settings.items()):
+            known = self.yardstick.get(setting, self._heldout_prompts(pairs[0][0])) if self.yardstick else None
+            if known is not None:
+                del settings[setting]
+                self._tell_evaluation([run for run, _ in pairs], known)
+        records = self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
+        for setting, record in zip(settings, records, strict=True):
+            if self.yardstick:
+                self.yardstick.put(setting, record)
 
     def _evaluate(
         self, due: Sequence[tuple[Run, Grader]], shared: Sequence[Sequence[tuple[Run, Grader]]] | None = None
-    ) -> None:
-        """Held-out evaluation of the given runs in one decode batch.
+    ) -> list[EvalRecord]:
+        """Held-out evaluation of the given runs in one decode batch; one record for each.
 
         ``shared[i]`` lists the runs that the result of ``due[i]`` counts for (itself by default).
         """
         if not due:
-            return
+            return []
         begin = time.time()
         requests, prompts = [], []
         for lane, (run, _) in enumerate(due):
             temperature, samples, max_tokens = run.evaluation_sampling
-            batch = [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
+            batch = self._heldout_prompts(run)
             prompts.append(batch)
             stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
             requests += [
@@ -258,15 +269,25 @@ class Cohort:
             ]
         counted = list(shared) if shared is not None else [[pair] for pair in due]
         everyone = [run for pairs in counted for run, _ in pairs]
+        records = []
         with _span(everyone, "eval"):
             sampled = iter(self.engine.sample(requests, [run.adapter for run, _ in due]))
             for (run, grader), batch, pairs in zip(due, prompts, counted, strict=True):
                 completions = [next(sampled) for _ in batch]
                 groups = _grade(grader, batch, completions)
-                temperature, samples, _ = run.evaluation_sampling
-                record = EvalRecord("heldout", run.step, groups, temperature, samples, time.time() - begin)
-                for other, _ in pairs:
-                    self._guarded_and_told(other, lambda other=other, record=record: self._record_eval(other, record))
+                temperature, samples, max_tokens = run.evaluation_sampling
+                seconds = time.time() - begin
+                records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
+                self._tell_evaluation([other for other, _ in pairs], records[-1])
+        return records
+
+    def _heldout_prompts(self, run: Run) -> list[Prompt]:
+        return [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
+
+    def _tell_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
+        """Record one evaluation for every run that it counts for."""
+        for run in runs:
+            self._guarded_and_told(run, lambda run=run: self._record_eval(run, record))
 
     def _record_eval(self, run: Run, record: EvalRecord) -> None:
         self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record))

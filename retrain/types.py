@@ -105,7 +105,10 @@ class Group:
 
 @dataclass
 class EvalRecord:
-    """One held-out evaluation: every group with its samples (``advantages_N`` all NaN)."""
+    """One held-out evaluation: every group with its samples (``advantages_N`` all NaN).
+
+    ``step`` counts the updates done; ``temperature``, ``samples`` per problem and ``max_tokens`` are how it sampled.
+    """
 
     name: str
     step: int
@@ -113,6 +116,7 @@ class EvalRecord:
     temperature: float
     samples: int
     seconds: float
+    max_tokens: int | None = None
 
 
 @dataclass

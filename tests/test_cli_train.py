@@ -88,6 +88,7 @@ def test_explain_names_every_file_that_is_written_and_no_other(name, trained, ho
     written = set()
     for path in directory.rglob("*"):
         file = re.sub(r"^runs/[^/]+/", "runs/<run>/", str(path.relative_to(directory)))
+        file = re.sub(r"evaluation_\w+", "evaluation_<how>", file)
         file = re.sub(r"step_\d+/.*", "step_<n>/", re.sub(r"rank_\d+/.*", "rank_<r>/", file))
         if path.is_file() and path.name != ".lock":
             written.add(re.sub(r"final/.*", "final/", file))

@@ -11,7 +11,8 @@ from record_cases import config, context, evaluation, group, step
 
 from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
 from retrain.record.context import chart_ranges
-from retrain.record.measure import Totals, eval_row, step_row
+from retrain.record.evaluation import eval_row
+from retrain.record.measure import Totals, step_row
 from retrain.record.samples import gini, group_shares
 from retrain.types import RewardResult
 

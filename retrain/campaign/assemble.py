@@ -16,6 +16,7 @@ from retrain.credit import Modes, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.environments import Dataset, load_data
+from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
 from retrain.maths.planning import Detector
 from retrain.policy.base import BaseModel, load_base
@@ -24,6 +25,7 @@ from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
 from retrain.record.environment import run_facts, write_environment
 from retrain.record.recorder import RunRecorder
+from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
 from retrain.run import DataCursor, Run
 from retrain.trainer import Cohort
@@ -81,7 +83,10 @@ def assemble(
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(graders[key])
-    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers)
+    yardstick = None
+    if specs[0].is_campaign and data.heldout:
+        yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
+    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
 
 
 def _build_run(
@@ -141,6 +146,7 @@ def _build_run(
         base={"name": base.name, "fingerprint": base.fingerprint},
         data_hash=data.content_hash,
         ranges=dict(context.ranges),
+        heldout_hash=content_hash((), data.heldout),
         data_sizes={"train": len(data.train), "heldout": len(data.heldout)},
     )
     write_environment(where)

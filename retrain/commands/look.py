@@ -62,12 +62,15 @@ CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
     ("comparison.json", "conditions against the first, paired by seed"),
+    ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
     ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
     ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     ("config.json", "every key as it was resolved, package versions, git revision"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
     ("code.diff", "uncommitted changes of the code around"),
 )
+
+ONLY_OF_CAMPAIGNS = ("comparison.json", "base/evaluation_<how>.npz")
 
 RUN_FILES = (
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
@@ -217,7 +220,7 @@ def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
     """Print every file that training would write, with a phrase for each."""
     print(f"\nwrites        {out or loaded.config.logging.log_dir}/")
     if not loaded.is_campaign:
-        files = {name: text for name, text in CAMPAIGN_FILES if name != "comparison.json"} | dict(RUN_FILES)
+        files = {name: text for name, text in CAMPAIGN_FILES if name not in ONLY_OF_CAMPAIGNS} | dict(RUN_FILES)
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return
     rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]

@@ -8,7 +8,6 @@ rest) nor all subsets (too many): pass@k has a closed form, majorities are avera
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
@@ -44,17 +43,25 @@ def avg_at_k(correct_N: Sequence[bool], k: int) -> float:
 def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
     """Whether the most frequent answer among the first k samples is correct: 1, 0, or the share of tied leaders.
 
-    None is "no answer" and has no vote; without any vote the result is 0.
+    None is "no answer" and has no vote; without any vote the result is 0. Tied leaders share, as if one of them were
+    drawn. Where samples with one answer were graded differently, the answer counts with their share of correct ones.
     """
     if len(answers_N) != len(correct_N) or not 1 <= k <= len(answers_N):
         raise ValueError(f"maj@k needs as many answers as marks and 1 <= k <= {len(answers_N)}: got k={k}")
-    right: dict[Hashable, bool] = {}
+    marks: dict[Hashable, list[bool]] = {}
     for answer, correct in zip(answers_N[:k], correct_N[:k], strict=True):
         if answer is not None:
-            right.setdefault(answer, bool(correct))
-    votes = Counter(answer for answer in answers_N[:k] if answer is not None)
-    if not votes:
+            marks.setdefault(answer, []).append(bool(correct))
+    if not marks:
         return 0.0
-    most = max(votes.values())
-    leaders = [answer for answer, count in votes.items() if count == most]
-    return sum(right[answer] for answer in leaders) / len(leaders)
+    most = max(map(len, marks.values()))
+    leaders = [sum(given) / most for given in marks.values() if len(given) == most]
+    return sum(leaders) / len(leaders)
+
+
+def majority(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
+    """maj@k of one problem: the mean of ``maj_at_k`` over the ⌊n/k⌋ disjoint blocks of k samples."""
+    blocks = [slice(start, start + k) for start in range(0, len(answers_N) - k + 1, k)]
+    if not blocks:
+        raise ValueError(f"maj@k needs 1 <= k <= {len(answers_N)}: got k={k}")
+    return sum(maj_at_k(answers_N[block], correct_N[block], k) for block in blocks) / len(blocks)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from retrain.record.context import RunContext
-from retrain.record.measure import eval_row, step_row
+from retrain.record.evaluation import eval_row
+from retrain.record.measure import step_row
 from retrain.record.observer import NullObserver, Observer
 from retrain.record.recorder import RunRecorder
 

@@ -313,7 +313,28 @@ EVALUATION = [
     _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens", requires="evaluation"),
     _metric("eval/<name>/max_token_hit_rate", "share of answers that ended by length", "share", "below 0.1",
             requires="evaluation"),
+    _metric("eval/<name>/pass@<k>", "mean over problems of 1 − C(n−c, k)/C(n, k) with c correct ones of n samples: the "
+            "probability that one of k samples is correct; k = 1, 2, 4, … up to n, and n; pass@1 is correct_rate",
+            "share", "rising", requires="evaluation"),
+    _metric("eval/<name>/pass@<k>/ci_low", "lower end of its 95 % interval over problems, for k > 1", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/pass@<k>/ci_high", "upper end of that interval", "share", requires="evaluation"),
+    _metric("eval/<name>/avg@<k>", "mean over problems of the share of correct ones among all k = n samples", "share",
+            "rising", requires="evaluation"),
+    _metric("eval/<name>/maj@<k>", "mean over problems of whether the most frequent answer of k samples is correct, "
+            "over all disjoint blocks of k; tied leaders share, no answer is no vote; k = 4, 8, … up to n, and n "
+            "from 3", "share", "rising", requires="evaluation"),
+    _metric("eval/<name>/maj@<k>/ci_low", "lower end of its 95 % interval over problems", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/maj@<k>/ci_high", "upper end of that interval", "share", requires="evaluation"),
     _metric("eval/<name>/<tag>/correct_rate", "share of correct answers among the problems with this tag", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/<tag>/ci_low", "lower end of its 95 % interval, clustered by problem", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/<tag>/ci_high", "upper end of that interval", "share", requires="evaluation"),
+    _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share",
+            requires="evaluation"),
+    _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share",
             requires="evaluation"),
 ]
 
@@ -336,7 +357,7 @@ SECTIONS: dict[str, list[Metric]] = {
 
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
-EVAL_STATISTICS = tuple(m.key.rsplit("/", 1)[1] for m in EVALUATION if "<tag>" not in m.key)
+EVAL_STATISTICS = tuple(m.key.rsplit("/", 1)[1] for m in EVALUATION if "<tag>" not in m.key and "@" not in m.key)
 
 
 def row_metrics(context: RunContext) -> list[Metric]:

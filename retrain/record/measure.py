@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from retrain.files import jsonable
-from retrain.maths.statistics import Interval, accuracy_interval
-from retrain.record.catalogue import EVAL_STATISTICS, METRICS, aliases_of, fill, row_metrics
+from retrain.record.catalogue import METRICS, aliases_of, fill, row_metrics
 from retrain.record.context import RunContext, setting
+from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread
-from retrain.types import EvalRecord, Group, StepRecord
+from retrain.types import Group, StepRecord
 
 Row = dict[str, Any]
 
@@ -32,8 +32,6 @@ ENV_KEYS = (
     "by_group/frac_all_bad",
 )
 """What is said of each tag, besides the reward parts."""
-
-_NO_INTERVAL = Interval(math.nan, None, None)
 
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
 
@@ -290,40 +288,6 @@ def _add_tag(row: Row, samples: Samples, tag: str, names: tuple[str, ...]) -> No
     for name in names:
         value = mean(chosen.parts[name]) if name in chosen.parts else None
         row.setdefault(f"env/{tag}/{name}", value)
-
-
-def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
-    """The numbers of one held-out evaluation under ``eval/<name>/…``, its interval clustered by problem."""
-    samples = collect(record.groups)
-    prefix = f"eval/{record.name}"
-    ungraded_N = np.isnan(samples.reward_N) & ~samples.correct_N
-    told = len(samples) > 0 and not ungraded_N.all()  # a judge that never answered says nothing about the model
-    accuracy = accuracy_interval(samples.correct_N, samples.group_N.tolist()) if told else _NO_INTERVAL
-    numbers: Row = {
-        "step": record.step,
-        "correct_rate": accuracy.estimate,
-        "ci_low": accuracy.low,
-        "ci_high": accuracy.high,
-        "reward_mean": mean(samples.reward_N),
-        "problems": len(record.groups),
-        "failed": int(np.isnan(samples.reward_N).sum()),
-        "mean_length": mean(samples.length_N),
-        "max_token_hit_rate": float((~samples.stopped_N).mean()) if len(samples) else None,
-    }
-    row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
-    for tag in sorted({*tags, *(tag for found in samples.tags for tag in found)}):
-        chosen = samples.where(np.array([tag in found for found in samples.tags], dtype=bool))
-        row[f"{prefix}/{tag}/correct_rate"] = mean(chosen.correct_N * 1.0) if told else None
-    return jsonable(row)
-
-
-def empty_evaluation(context: RunContext, name: str = "heldout") -> Row:
-    """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
-    if "evaluation" not in context.features:
-        return {}
-    row: Row = {f"eval/{name}/{statistic}": None for statistic in EVAL_STATISTICS}
-    row.update({f"eval/{name}/{tag}/correct_rate": None for tag in sorted(context.tags)})
-    return row
 
 
 def _is_scalar(value: Any) -> bool:

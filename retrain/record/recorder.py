@@ -16,7 +16,8 @@ from typing import Any
 
 from retrain.files import truncate_jsonl, write_json
 from retrain.record.context import RunContext
-from retrain.record.measure import Row, Totals, eval_row, step_row, tags_to_show
+from retrain.record.evaluation import answer_of, eval_row, shortened
+from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.samples import collect
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
@@ -127,6 +128,8 @@ class RunRecorder:
             "step": record.step,
             "name": record.name,
             "temperature": record.temperature,
+            "top_p": 1.0,
+            "max_tokens": record.max_tokens,
             "samples": record.samples,
             "seconds": record.seconds,
         }
@@ -232,7 +235,14 @@ def evaluated(record: EvalRecord) -> list[Row]:
     """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
     return [
         completion_facts(record.step, group, sample)
-        | {"name": record.name, "sample": sample, "tags": list(group.prompt.problem.tags)}
+        | {
+            "completion": shortened(group.completions[sample].text),
+            "name": record.name,
+            "sample": sample,
+            "tags": list(group.prompt.problem.tags),
+            "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
+            "answer": answer_of(group.completions[sample], group),
+        }
         for group in record.groups
         for sample in range(len(group.completions))
     ]

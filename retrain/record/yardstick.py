@@ -1,0 +1,105 @@
+"""The untrained model's held-out answers, sampled once for a whole campaign and kept beside its runs.
+
+Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
+its first evaluation is everybody's. A cohort that starts later, or after a restart, reads it here: what the runs
+improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.files import dumps
+from retrain.types import Completion, EvalRecord, Group, Prompt, RewardResult
+
+FOLDER = "base"
+
+
+class Yardstick:
+    """Evaluations of the untrained model by the text that says how they were made.
+
+    ``owner`` names what must be the same for all of them: the base's weights and the held-out problems.
+    """
+
+    def __init__(self, directory: Path, owner: str):
+        self.directory, self.owner = Path(directory) / FOLDER, owner
+
+    def path(self, setting: str) -> Path:
+        """The file of one way of measuring."""
+        digest = hashlib.blake2b(f"{self.owner}\x1f{setting}".encode(), digest_size=6).hexdigest()
+        return self.directory / f"evaluation_{digest}.npz"
+
+    def get(self, setting: str, prompts: Sequence[Prompt]) -> EvalRecord | None:
+        """The evaluation made in this way, or None; ``prompts`` are the held-out problems in order."""
+        path = self.path(setting)
+        if not path.is_file():
+            return None
+        with np.load(path) as stored:
+            facts = json.loads(str(stored["facts"]))
+            arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
+        if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:
+            return None
+        cuts = np.cumsum(arrays["lengths"])[:-1]
+        parts = {name: np.split(arrays[name], cuts) for name in ("token_ids", "logprobs")}
+        entropies = np.split(arrays["entropies"], cuts) if len(arrays["entropies"]) else None
+        completions = [
+            Completion(
+                parts["token_ids"][i].tolist(),
+                one["text"],
+                parts["logprobs"][i],
+                entropies[i] if entropies is not None else None,
+                one["stop_reason"],
+            )
+            for i, one in enumerate(facts["completions"])
+        ]
+        rewards = [RewardResult(**{**one, "tags": tuple(one["tags"])}) for one in facts["rewards"]]
+        samples = facts["samples"]
+        groups = [
+            Group(prompt, completions[at : at + samples], rewards[at : at + samples], np.full(samples, np.nan))
+            for at, prompt in zip(range(0, len(completions), samples), prompts, strict=True)
+        ]
+        sampling = {key: facts[key] for key in ("temperature", "samples", "seconds", "max_tokens")}
+        return EvalRecord(facts["name"], 0, groups, **sampling)
+
+    def put(self, setting: str, record: EvalRecord) -> None:
+        """Keep an evaluation. One in which a grading failed is not kept: the next cohort tries again."""
+        completions = [completion for group in record.groups for completion in group.completions]
+        rewards = [reward for group in record.groups for reward in group.rewards]
+        if not completions or any(reward.error or reward.total_reward is None for reward in rewards):
+            return
+        facts: dict[str, Any] = {
+            "name": record.name,
+            "temperature": record.temperature,
+            "samples": record.samples,
+            "max_tokens": record.max_tokens,
+            "seconds": record.seconds,
+            "setting": setting,
+            "problem_ids": [group.prompt.problem.id for group in record.groups],
+            "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in completions],
+            "rewards": [asdict(reward) for reward in rewards],
+        }
+        known = all(one.entropy_T is not None for one in completions)
+        entropies = [one.entropy_T for one in completions if one.entropy_T is not None] if known else []
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.path(setting)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with open(aside, "wb") as file:
+            np.savez_compressed(
+                file,
+                facts=np.array(dumps(facts)),
+                lengths=np.array([len(one) for one in completions]),
+                token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in completions]),
+                logprobs=np.concatenate([one.logprobs_T for one in completions]),
+                entropies=np.concatenate(entropies) if entropies else np.zeros(0),
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)

@@ -1,0 +1,220 @@
+"""Held-out evaluation: what each score is, that the problem is the unit, and that the base is measured once."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_cases import config, context
+from toymodels import TWO_CONDITIONS, qwen3_directory
+
+from retrain.campaign.launch import launch
+from retrain.config import load
+from retrain.files import read_json, read_jsonl
+from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
+from retrain.maths.statistics import accuracy_interval
+from retrain.record import RunRecorder, eval_row
+from retrain.record.catalogue import BY_KEY
+from retrain.record.evaluation import SHOWN, empty_evaluation, shortened
+from retrain.record.observer import NullObserver
+from retrain.record.recorder import evaluated
+from retrain.record.yardstick import Yardstick
+from retrain.rewards.rules import MatchReward
+from retrain.types import Completion, EvalRecord, Group, Problem, Prompt
+
+
+def asked(name: str, answers: list[str], tags: tuple[str, ...] = (), reference: str = "4") -> Group:
+    """A held-out problem with these completions, graded as ``match`` does."""
+    problem = Problem(name, f"What is {name}?", reference, tags)
+    completions = [
+        Completion([1, 2, 3], text, np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1]), "stop") for text in answers
+    ]
+    rewards = [MatchReward().grade(problem, text) for text in answers]
+    return Group(Prompt(problem, problem.prompt, (1, 2)), completions, rewards, np.full(len(answers), np.nan))
+
+
+def record(groups: list[Group], number: int = 0) -> EvalRecord:
+    return EvalRecord("heldout", number, groups, 0.7, len(groups[0].completions), 0.5, 64)
+
+
+GROUPS = [
+    asked("two", ["\\boxed{4}", "\\boxed{4.0}", "\\boxed{5}", "\\boxed{6}"], ("easy",)),
+    asked("tie", ["\\boxed{4}", "\\boxed{4}", "\\boxed{5}", "\\boxed{5}"], ("easy",)),
+    asked("none", ["\\boxed{5", "\\boxed{}", "\\boxed{7}", "\\boxed{7}"], ("hard",)),
+]
+
+
+def test_the_scores_of_an_evaluation_by_hand():
+    row = eval_row(record(GROUPS))
+    at = {key.removeprefix("eval/heldout/"): value for key, value in row.items()}
+    assert at["correct_rate"] == at["pass@1"] == at["avg@4"] == pytest.approx(4 / 12)
+    assert at["pass@2"] == pytest.approx((5 / 6 + 5 / 6 + 0) / 3)  # 1 − C(2,2)/C(4,2)
+    assert at["pass@4"] == pytest.approx(2 / 3)
+    assert at["maj@4"] == pytest.approx((1 + 0.5 + 0) / 3)  # 4 and 4.0 are one answer; a tie is shared; no vote is 0
+    assert at["easy/pass@4"] == 1.0
+    assert at["easy/maj@4"] == pytest.approx(0.75)
+    assert at["hard/correct_rate"] == at["hard/pass@4"] == 0.0
+    expected = accuracy_interval(np.array([1.0, 1.0, 0.0]), range(3))
+    assert (at["pass@4/ci_low"], at["pass@4/ci_high"]) == (expected.low, expected.high)
+    assert at["hard/ci_low"] is None  # one problem has no interval, however many samples
+
+
+def test_every_key_is_in_the_catalogue_and_in_rows_without_an_evaluation():
+    row = eval_row(record(GROUPS), ("easy", "hard"))
+    empty = empty_evaluation(context(config=config(evaluation={"problems": 3, "samples": 4}), tags=("easy", "hard")))
+    assert list(empty) == list(row)
+    assert set(empty.values()) == {None}
+    for key in row:
+        pattern = key.replace("heldout", "<name>").replace("@1", "@<k>").replace("@2", "@<k>").replace("@4", "@<k>")
+        assert pattern.replace("/easy/", "/<tag>/").replace("/hard/", "/<tag>/") in BY_KEY, key
+
+
+@pytest.mark.parametrize(("n", "ks", "majorities"), [
+    (1, [1], []), (2, [1, 2], []), (3, [1, 2, 3], [3]), (4, [1, 2, 4], [4]), (6, [1, 2, 4, 6], [4, 6]),
+    (16, [1, 2, 4, 8, 16], [4, 8, 16]),
+])  # fmt: skip
+def test_which_k_are_told(n, ks, majorities):
+    assert sensible_ks(n) == ks
+    assert majority_ks(n) == majorities
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_success(marks, data):
+    k = data.draw(st.integers(1, len(marks)))
+    subsets = list(combinations(marks, k))
+    assert pass_at_k(len(marks), sum(marks), k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.booleans()), min_size=1, max_size=12), st.data())
+def test_a_majority_is_the_mean_over_blocks_and_drops_no_vote(samples, data):
+    answers, marks = zip(*samples, strict=True)
+    k = data.draw(st.integers(1, len(samples)))
+    blocks = [maj_at_k(answers[i * k : (i + 1) * k], marks[i * k : (i + 1) * k], k) for i in range(len(samples) // k)]
+    assert majority(answers, marks, k) == pytest.approx(math.fsum(blocks) / len(blocks))
+    assert 0.0 <= majority(answers, marks, k) <= 1.0
+
+
+def test_an_answer_that_was_graded_both_ways_counts_with_its_share():
+    """A custom reward may want more than the answer, a form for instance."""
+    assert maj_at_k(["4", "4", "4", "5"], [True, False, False, True], 4) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="maj@k"):
+        majority(["4"], [True], 2)
+
+
+def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
+    long = "x" * 5000 + "\\boxed{4}"
+    groups = [asked("two", ["\\boxed{4.0}", "\\boxed{five"], ("easy",)), asked("long", [long, "\\boxed{<script>}"])]
+    with RunRecorder(tmp_path, context()) as recorder:
+        recorder.record_eval(record(groups))
+        recorder.record_eval(record(groups, 3))
+    rows = read_jsonl(tmp_path / "emergence/evaluations.jsonl")
+    assert [(row["step"], row["problem_id"], row["sample"]) for row in rows] == [
+        (step, name, sample) for step in (0, 3) for name in ("two", "long") for sample in (0, 1)
+    ]
+    assert [row["answer"] for row in rows[:4]] == ["4", None, "4", "<script>"]
+    assert [row["correct"] for row in rows[:4]] == [True, False, True, False]
+    assert {row["reference"] for row in rows} == {"4"}
+    assert rows[2]["completion"].endswith("\\boxed{4}")
+    assert len(rows[2]["completion"]) <= SHOWN + 5
+    assert shortened("short") == "short"
+    facts = read_jsonl(tmp_path / "evals.jsonl")[1]
+    assert (facts["temperature"], facts["samples"], facts["max_tokens"], facts["top_p"]) == (0.7, 2, 64, 1.0)
+
+
+def test_the_kept_base_is_the_base(tmp_path):
+    kept, made = Yardstick(tmp_path, "weights and problems"), record(GROUPS)
+    prompts = [group.prompt for group in GROUPS]
+    assert kept.get("how", prompts) is None
+    kept.put("how", made)
+    again = kept.get("how", prompts)
+    assert again is not None
+    assert eval_row(again) == eval_row(made)
+    assert evaluated(again) == evaluated(made)
+    assert (again.temperature, again.samples, again.max_tokens, again.seconds) == (0.7, 4, 64, 0.5)
+    for mine, theirs in zip(again.groups[1].completions, GROUPS[1].completions, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
+        assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
+    assert kept.get("otherwise", prompts) is None
+    assert Yardstick(tmp_path, "other weights").get("how", prompts) is None
+    assert kept.get("how", prompts[::-1]) is None  # other problems, or in another order
+
+
+def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
+    made = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
+    made.groups[0].rewards[1].error = "the judge did not answer"
+    Yardstick(tmp_path, "").put("how", made)
+    assert not list(tmp_path.rglob("*.npz"))
+
+
+CAMPAIGN = (
+    TWO_CONDITIONS
+    + """\
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+max_steps = 2
+batch_size = 2
+group_size = 4
+max_tokens = 6
+lr = 0.01
+[data]
+source = "{model}/problems.jsonl"
+[reward]
+type = "custom"
+custom_module = "{model}/rewards.py"
+[evaluation]
+problems = 5
+samples = 3
+[inference]
+dtype = "float64"
+[squeeze]
+enabled = false
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Path:
+    """Home of a campaign file: a model, a reward and problems."""
+    home = tmp_path_factory.mktemp("yardstick")
+    model = qwen3_directory(home / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
+    (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    (model / "rewards.py").write_text("def score(completion, answer):\n    return float(len(completion) % 2)\n")
+    (home / "camp.toml").write_text(CAMPAIGN.format(model=model))
+    return home
+
+
+def test_the_base_is_scored_once_for_all_cohorts(campaign):
+    loaded = load(campaign / "camp.toml", ["campaign.lanes=1"])
+    assert launch(loaded, campaign / "out", NullObserver()).exit_status == 0
+    runs = [campaign / "out" / run["path"] for run in read_json(campaign / "out/manifest.json")["runs"]]
+    assert len(runs) == 4
+    first = [read_jsonl(run / "evals.jsonl")[0] for run in runs]
+    assert first[0]["step"] == 0
+    assert all(row == first[0] for row in first)  # the seconds too: nothing was sampled again
+    problems = [read_jsonl(run / "emergence/evaluations.jsonl") for run in runs]
+    ids = [row["problem_id"] for row in problems[0] if row["step"] == 0]
+    assert len(ids) == 3 * len(set(ids))
+    for rows in problems:
+        assert [
+            row["problem_id"] for row in rows
+        ] == ids * 2  # the same held-out problems before and after, in all runs
+    assert len(list((campaign / "out/base").glob("*.npz"))) == 1
+    hashes = {read_json(run / "config.json")["heldout_hash"] for run in runs}
+    assert len(hashes) == 1
+
+
+def test_a_cohort_of_all_gives_the_same_base(campaign):
+    assert launch(load(campaign / "camp.toml"), campaign / "together", NullObserver()).exit_status == 0
+    alone, together = (
+        read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
+    )
+    assert {k: v for k, v in alone.items() if k != "seconds"} == {k: v for k, v in together.items() if k != "seconds"}
