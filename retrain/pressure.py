@@ -8,14 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrain.maths.backpressure import Decision, Limits, decide
+from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
+from retrain.policy.base import BaseModel
+
+
+def decode_work(base: BaseModel) -> DecodeWork | None:
+    """What a decoding step of this model costs; None for mixtures of experts, of which each token meets a part, and
+    for models that do not tell their sizes."""
+    config = base.model.config.get_text_config() if base.model is not None else None
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    sizes = [getattr(config, name, None) for name in names]
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    if not all(sizes) or any(experts):
+        return None
+    layers, heads, hidden = (int(size or 0) for size in sizes)
+    head = int(getattr(config, "head_dim", None) or hidden // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    inputs, outputs = base.model.get_input_embeddings().weight, base.model.get_output_embeddings().weight
+    parameters = sum(weight.numel() for weight in base.model.parameters())
+    width = base.dtype.itemsize
+    return DecodeWork(
+        parameters=parameters - (0 if inputs is outputs else inputs.numel()),
+        parameter_bytes=width,
+        operations_per_position=4 * layers * heads * head,  # a query with a key, a weight with a value
+        cache_bytes=2 * layers * kv_heads * head * width,
+    )
 
 
 class Pressure:
     """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
 
-    def __init__(self, settings: Any, prompts_per_step: int, samples: int):
-        self.samples = max(1, samples)
+    def __init__(self, settings: Any, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
+        self.samples, self.work = max(1, samples), work
         most = max(1, min(settings.max_batch_size, prompts_per_step))
         self.limits = Limits(
             min_load=min(settings.min_batch_size, most),
@@ -36,11 +60,13 @@ class Pressure:
         """Sequences that may decode at once."""
         return self.load * self.samples
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """One step's decoding: completion tokens and wall-clock seconds; sets the load of the next step."""
+    def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
+        """One step's decoding: completion tokens, wall-clock seconds, and how many tokens came before a sampled one on
+        average (for the roofline); sets the load of the next step."""
+        intensity = None if self.work is None or context is None else self.work.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))
-        self.decision = decide(self.loads, self.throughputs, self.load, self.limits)
+        self.decision = decide(self.loads, self.throughputs, self.load, self.limits, intensity)
         self.load = self.decision.load
 
     def metrics(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 from retrain.policy.update import train_step
-from retrain.pressure import Pressure
+from retrain.pressure import Pressure, decode_work
 from retrain.record.observer import Observer
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader
@@ -112,7 +112,9 @@ class Cohort:
         begin = time.time()
         groups = self.engine.sample(requests, [run.adapter for run, _ in active])
         if self.pressure is not None:
-            self.pressure.observe(sum(len(c) for group in groups for c in group), time.time() - begin)
+            tokens, rows = sum(len(c) for group in groups for c in group), sum(r.samples for r in requests)
+            context = sum(r.samples * len(r.prompt_ids) for r in requests) / rows + tokens / (2 * rows)
+            self.pressure.observe(tokens, time.time() - begin, context)
             self.engine.max_rows = None
         sampled = iter(groups)
         return [[next(sampled) for _ in batch] for batch in prompts]
@@ -298,9 +300,8 @@ class Cohort:
         if not asking:
             return None
         prompts = sum(run.config.training.batch_size for run in self.runs)
-        pressure = Pressure(
-            asking[0].config.backpressure, prompts, max(r.config.training.group_size for r in self.runs)
-        )
+        samples = max(run.config.training.group_size for run in self.runs)
+        pressure = Pressure(asking[0].config.backpressure, prompts, samples, decode_work(self.base))
         for run in asking:
             run.pressure = pressure
             if run.saved_pressure:

@@ -1,6 +1,6 @@
 """What a campaign will cost, from the model's ``config.json`` and the TOML alone: no torch, no weights, no network.
 
-Everything is an estimate with its assumptions in ``ASSUMPTIONS``; parameter counts of Llama-like models are exact up
+Everything is an estimate with its assumptions in ``assumptions``; parameter counts of Llama-like models are exact up
 to attention biases. Units: bytes, seconds, floating-point operations, tokens.
 """
 
@@ -36,12 +36,28 @@ LAYER_SECONDS = {"cpu": 1e-3, "gpu": 3e-4}
 GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
 """bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
 
-ASSUMPTIONS = (
-    "every completion at full length (most end earlier), no prompt left out of the update",
-    "training a token costs 6 operations per active parameter: one pass for the logprobs, one forward, one backward",
-    f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
-    "adapter, gradient and two Adam moments in fp32",
-)
+TRAINING_OPERATIONS, FORWARD_OPERATIONS = 6, 2
+"""Per active parameter and token: one pass for the logprobs, one forward, one backward; and of one pass more."""
+
+
+def training_operations(config: Any) -> int:
+    """Operations per active parameter for training one token: the KL to the base needs the base's own pass."""
+    reference = config.algorithm.kl_coef > 0 or config.logging.log_kl
+    return TRAINING_OPERATIONS + (FORWARD_OPERATIONS if reference else 0)
+
+
+def assumptions(config: Any) -> tuple[str, ...]:
+    """What the estimates of one run take for granted."""
+    operations = training_operations(config)
+    passes = "one pass for the logprobs, one forward, one backward"
+    if operations > TRAINING_OPERATIONS:
+        passes += ", and one of the base for the KL"
+    return (
+        "every completion at full length (most end earlier), no prompt left out of the update",
+        f"training a token costs {operations} operations per active parameter: {passes}",
+        f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
+        "adapter, gradient and two Adam moments in fp32",
+    )
 
 
 @dataclass(frozen=True)
@@ -273,7 +289,9 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
         token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
         return training.max_tokens * (token + architecture.layers * LAYER_SECONDS[device.kind])
 
-    update = 6 * architecture.active_parameters * rows * length / (device.flops * COMPUTE_SHARE)
+    update = (
+        training_operations(config) * architecture.active_parameters * rows * length / (device.flops * COMPUTE_SHARE)
+    )
     seconds = training.max_steps * (decode_seconds(rows) + update)
     if eval_rows:
         seconds += eval_rounds * decode_seconds(eval_rows)

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Out, Sets, read
+from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
 from retrain.commands.output import count, duration, plural, print_table, size
 from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
     from retrain.commands.estimate import Estimate
-
-ADVANTAGES = {
-    "grpo": "(r − mean) / std of its group",
-    "dr_grpo": "r − mean of its group",
-    "rloo": "r − mean of the others in its group",
-    "maxrl": "(r − mean) / mean of its group",
-    "reinforce_pp": "r − mean of its group, whitened over the batch",
-}
-
-CREDITS = {
-    "none": "every token alike",
-    "gtpo": "uncertain tokens more",
-    "gtpo_paper": "uncertain tokens more, added to the reward (Group Token Policy Optimization)",
-    "gtpo_hicra": "uncertain tokens more, planning tokens amplified",
-    "gtpo_hicra_placebo": "uncertain tokens more, random tokens amplified at the rate of planning tokens",
-    "gtpo_sepa": "uncertain tokens more, execution tokens pooled step by step",
-    "entropy_mask": "only the most uncertain tokens",
-}
-
-LOSSES = {
-    "ppo": "ratio clipped",
-    "reinforce": "ratio as a constant weight",
-    "gspo": "ratio of the whole completion clipped",
-    "cispo": "ratio as a constant weight, capped",
-}
-
-DIVISORS = {
-    "tokens": "all tokens",
-    "sequences": "each completion's length and their number",
-    "constant": "max_tokens and the number of completions",
-}
 
 CONDITION_COLUMNS = (
     "condition",
@@ -117,17 +87,22 @@ def print_explanation(loaded: Any, out: Path | None) -> None:
         left=CONDITION_COLUMNS,
     )
     print()
-    for words in dict.fromkeys(loss_words(spec.config) for spec in conditions):
-        having = [spec.label for spec in conditions if loss_words(spec.config) == words]
-        print(f"loss          {words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+    print_by_words("token credit", credit_formula, conditions)
+    print_by_words("loss", loss_words, conditions)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_costs(specs)
     print_files(specs, loaded, out)
 
 
+def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[Any]) -> None:
+    """Print what ``words_of`` says of the conditions, each text once with those that it holds for."""
+    for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
+        having = [spec.label for spec in conditions if words_of(spec.config) == words]
+        print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+
+
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    advantage, transform = spec.config.algorithm.advantage_mode, spec.config.algorithm.transform_mode
     before, after = (dict(leaves(each.config.model_dump())) for each in (first, spec))
     naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
     changed = [
@@ -137,29 +112,10 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     ]
     return (
         spec.label,
-        ADVANTAGES.get(advantage, f"your own {advantage}"),
-        CREDITS.get(transform, f"your own {transform}"),
+        advantage_words(spec.config),
+        credit_words(spec.config),
         ", ".join(changed) or "-",
     )
-
-
-def loss_words(config: Any) -> str:
-    """The loss of a run: its name, what it is divided by, and every term that is switched on."""
-    algorithm = config.algorithm
-    words = [f"{algorithm.loss} ({LOSSES.get(algorithm.loss, 'your own')})"]
-    if algorithm.tis_cap is not None:
-        words = [f"policy gradient weighted by π/π_sampler up to {algorithm.tis_cap:g}"]
-    elif algorithm.icepop_band is not None:
-        low, high = algorithm.icepop_band
-        words = [f"policy gradient weighted by π/π_sampler where that is {low:g} to {high:g}"]
-    words.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
-    if algorithm.dual_clip is not None:
-        words.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
-    if algorithm.kl_coef > 0:
-        words.append(f"plus {algorithm.kl_coef:g} × KL to the base")
-    if algorithm.entropy_coef > 0:
-        words.append(f"minus {algorithm.entropy_coef:g} × entropy")
-    return ", ".join(words)
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,7 +129,7 @@ def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def print_costs(specs: list[Any]) -> None:
     """Print tokens, memory and time with the assumptions behind them."""
-    from retrain.commands.estimate import ASSUMPTIONS, architecture_of, estimate_run, find_device, reference_gpu
+    from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device, reference_gpu
 
     config = specs[0].config
     peaks = config.backpressure
@@ -203,7 +159,7 @@ def print_costs(specs: list[Any]) -> None:
     if device.kind == "cpu" and config.backend.devices != "cpu" and sum(each.seconds or 0 for each in estimates) > DAY:
         there = [estimate_run(spec.config, architecture, reference_gpu()) for spec in specs]
         print(f"              {told_time(there, reference_gpu().name)}")
-    print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *ASSUMPTIONS])}")
+    print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
 
 
 DAY = 86_400.0

@@ -153,6 +153,27 @@ class Decision:
     utilization: float | None = None
 
 
+@dataclass(frozen=True)
+class DecodeWork:
+    """What one decoding step of a dense transformer costs, from its shapes.
+
+    ``parameters`` that every token is multiplied with (the embedding table, of which one row is read, left out);
+    ``operations_per_position`` of attention, for each earlier token of one sequence; ``cache_bytes`` of keys and
+    values of one token; ``parameter_bytes`` of one number. Adapters and activations are small beside these and are
+    not counted, nor is what a cache in the processor saves: the model's weights are read once per step.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    operations_per_position: int
+    cache_bytes: int
+
+    def intensity(self, rows: float, context: float) -> float:
+        """Floating-point operations per byte read when ``rows`` sequences of ``context`` tokens advance by one."""
+        operations = rows * (2.0 * self.parameters + self.operations_per_position * context)
+        return operations / (self.parameters * self.parameter_bytes + rows * context * self.cache_bytes)
+
+
 def roofline_regime(limits: Limits, flops_per_byte: float | None) -> str | None:
     """``memory_bound`` below the ridge point peak FLOP/s ÷ peak bytes/s, else ``compute_bound``; or None."""
     if flops_per_byte is None or limits.peak_gflops <= 0.0 or limits.peak_bw_gb_s <= 0.0:

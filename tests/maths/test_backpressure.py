@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.maths.backpressure import Limits, decide, fit_usl, roofline_regime, usl
+from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, roofline_regime, usl
 
 CISCO = [
     *(955.16, 1878.91, 2688.01, 3548.68, 4315.54, 5130.43, 5931.37, 6531.08, 7219.8, 7867.61, 8278.71),
@@ -123,6 +123,24 @@ def test_limits_hold():
     throughputs = curve(loads)
     assert decide(loads, throughputs, 64, Limits(4, 10, warmup_steps=3)).load <= 10
     assert decide(loads, throughputs, 64, Limits(30, 64, warmup_steps=3)).load >= 30
+
+
+def test_the_intensity_of_a_decoding_step_by_hand():
+    """A model of 1000 parameters in 2 bytes, 8 operations and 16 bytes of cache per earlier token."""
+    work = DecodeWork(parameters=1000, parameter_bytes=2, operations_per_position=8, cache_bytes=16)
+    assert work.intensity(1, 0) == 1.0  # each weight is read for one multiplication and one addition
+    assert work.intensity(64, 0) == 64.0
+    assert work.intensity(10, 50) == pytest.approx(10 * (2000 + 400) / (2000 + 10 * 50 * 16))
+
+
+@given(st.integers(1, 512), st.floats(0, 4096), st.floats(0, 4096))
+def test_more_rows_raise_the_intensity_and_the_cache_bounds_it(rows, context, further):
+    """An 8-billion-parameter shape (Qwen3-8B): long contexts pull every batch down to the intensity of attention."""
+    work = DecodeWork(7_568_405_504, 2, 4 * 36 * 32 * 128, 2 * 36 * 8 * 128 * 2)
+    assert work.intensity(rows + 1, context) > work.intensity(rows, context)
+    if rows > 8:
+        assert work.intensity(rows, context + further) <= work.intensity(rows, context) * (1 + 1e-12)
+    assert work.intensity(rows, 1e15) == pytest.approx(4.0, rel=1e-3)  # 4 query heads share a key and a value
 
 
 def test_roofline():

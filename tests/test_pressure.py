@@ -1,0 +1,60 @@
+"""The cohort's controller: what decoding costs by the shapes of a real model, and the regimes that follow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from toymodels import toy_base
+
+from retrain.pressure import Pressure, decode_work
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return toy_base(tmp_path_factory.mktemp("model"))
+
+
+def settings(**changes):
+    own = {
+        "min_batch_size": 1, "max_batch_size": 16, "warmup_steps": 0, "throttle_margin": 0.85, "increase_margin": 0.5,
+        "peak_gflops": 0.0, "peak_bw_gb_s": 0.0,
+    }  # fmt: skip
+    return SimpleNamespace(**(own | changes))
+
+
+def test_the_work_is_read_off_the_model(base):
+    """2 layers of 32 hidden units, 4 heads of 8 on 2 keys and values, float32, embeddings apart from the output."""
+    work = decode_work(base)
+    assert work is not None
+    weights = dict(base.model.named_parameters())
+    table = weights["model.embed_tokens.weight"].numel()
+    assert work.parameters == sum(w.numel() for w in weights.values()) - table
+    assert (work.parameter_bytes, work.operations_per_position, work.cache_bytes) == (4, 4 * 2 * 32, 2 * 2 * 2 * 8 * 4)
+    # Every parameter of a matrix costs two operations in a real forward pass over one token; norms cost less.
+    matrices = sum(w.numel() for name, w in weights.items() if w.dim() == 2 and "embed" not in name)
+    assert matrices <= work.parameters < 1.02 * matrices
+
+
+def test_experts_are_not_guessed(base):
+    experts = SimpleNamespace(get_text_config=lambda: SimpleNamespace(
+        num_hidden_layers=2, num_attention_heads=4, hidden_size=32, num_experts=8
+    ))  # fmt: skip
+    assert decode_work(SimpleNamespace(model=SimpleNamespace(config=experts))) is None
+    assert decode_work(SimpleNamespace(model=None)) is None
+
+
+@pytest.mark.parametrize(("gflops", "regime"), [(1e3, "compute_bound"), (1e6, "memory_bound"), (0.0, None)])
+def test_the_roofline_shows_in_the_regime(base, gflops, regime):
+    """Throughput that only grows: the load stays at the maximum, and the ridge decides what bounds it."""
+    pressure = Pressure(settings(peak_gflops=gflops, peak_bw_gb_s=1e3), 16, 8, decode_work(base))
+    regimes = []
+    for _ in range(8):
+        pressure.observe(tokens=100 * pressure.load, seconds=1.0, context=40.0)
+        regimes.append(pressure.metrics()["bp_regime"])
+    assert pressure.load == 16
+    assert regimes[-1] == (regime or "optimal")
+    work = decode_work(base)
+    assert work is not None
+    if regime:
+        assert (work.intensity(128, 40.0) < gflops / 1e3) == (regime == "memory_bound")
