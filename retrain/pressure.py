@@ -15,7 +15,10 @@ from retrain.policy.base import BaseModel
 def decode_work(base: BaseModel) -> DecodeWork | None:
     """What a decoding step of this model costs; None for mixtures of experts, of which each token meets a part, and
     for models that do not tell their sizes."""
-    config = base.model.config.get_text_config() if base.model is not None else None
+    model: Any = base.model
+    if model is None:
+        return None
+    config = model.config.get_text_config()
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
     sizes = [getattr(config, name, None) for name in names]
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
@@ -24,8 +27,8 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
     layers, heads, hidden = (int(size or 0) for size in sizes)
     head = int(getattr(config, "head_dim", None) or hidden // heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    inputs, outputs = base.model.get_input_embeddings().weight, base.model.get_output_embeddings().weight
-    parameters = sum(weight.numel() for weight in base.model.parameters())
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parameters = sum(weight.numel() for weight in model.parameters())
     width = base.dtype.itemsize
     return DecodeWork(
         parameters=parameters - (0 if inputs is outputs else inputs.numel()),
