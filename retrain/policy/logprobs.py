@@ -1,15 +1,16 @@
-"""Trainer log-probabilities: one fresh forward pass over prompt + completion, logits for completion tokens only."""
+"""Trainer log-probabilities: one fresh forward pass over prompt + completion, nothing of the vocabulary for prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from retrain.policy.base import BaseModel
+from retrain.policy.packing import Layout
+from retrain.policy.trunk import trunk_of, whole_logits
 
 
 @dataclass
@@ -28,10 +29,9 @@ class TrainSequence:
 
 @dataclass
 class MicroBatch:
-    """Padded tensors of some sequences: prompts end and completions start at the same column."""
+    """Some sequences: the layout that the model reads, and per completion token [B, T] what the loss reads."""
 
-    ids_BL: torch.Tensor
-    attention_BL: torch.Tensor
+    layout: Layout
     targets_BT: torch.Tensor
     completion_BT: torch.Tensor
     loss_mask_BT: torch.Tensor
@@ -44,49 +44,61 @@ def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
     return (attention_BL.long().cumsum(-1) - 1).clamp_min(0)
 
 
-def split_microbatches(sequences: Sequence[TrainSequence], token_budget: int) -> list[list[int]]:
-    """Indices in micro-batches whose padded size stays within ``token_budget`` (one sequence always fits).
+def split_microbatches(
+    sequences: Sequence[TrainSequence], token_budget: int, *, packed: bool = False
+) -> list[list[int]]:
+    """Indices in micro-batches whose size stays within ``token_budget`` (one sequence always fits).
 
-    Sequences are sorted by length so that padding is small; the order is a function of the lengths alone.
+    Padded: tokens including padding, sequences sorted by length so that there is little of it. ``packed``: a prompt
+    counts once for neighbours that share it, groups stay together as far as they fit. The order is a function of the
+    prompts and lengths alone.
     """
-    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
+    if packed:
+        members: dict[tuple[int, ...], list[int]] = {}
+        for i, sequence in enumerate(sequences):
+            members.setdefault(tuple(sequence.prompt_ids), []).append(i)
+        groups = sorted(members.values(), key=lambda group: max(len(sequences[i]) for i in group))
+        order = [i for group in groups for i in sorted(group, key=lambda i: len(sequences[i]))]
+    else:
+        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
     batches: list[list[int]] = []
-    prompt = completion = 0
+    prompt = completion = used = 0
     for i in order:
-        wider_prompt = max(prompt, len(sequences[i].prompt_ids))
-        wider_completion = max(completion, len(sequences[i].completion_ids))
-        if batches and (len(batches[-1]) + 1) * (wider_prompt + wider_completion) <= token_budget:
+        prompt_ids, width, length = (
+            sequences[i].prompt_ids,
+            len(sequences[i].prompt_ids),
+            len(sequences[i].completion_ids),
+        )
+        shared = packed and batches and tuple(prompt_ids) == tuple(sequences[batches[-1][-1]].prompt_ids)
+        grown = used + length + (0 if shared else width)
+        if not packed and batches:
+            grown = (len(batches[-1]) + 1) * (max(prompt, width) + max(completion, length))
+        if batches and grown <= token_budget:
             batches[-1].append(i)
-            prompt, completion = wider_prompt, wider_completion
+            prompt, completion, used = max(prompt, width), max(completion, length), grown
         else:
             batches.append([i])
-            prompt, completion = len(sequences[i].prompt_ids), len(sequences[i].completion_ids)
+            prompt, completion, used = width, length, width + length
     return batches
 
 
-def collate(sequences: Sequence[TrainSequence], base: BaseModel) -> MicroBatch:
-    """Pad prompts on the left and completions on the right, onto the base's device."""
-    width = max(len(s.prompt_ids) for s in sequences)
+def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool = True) -> MicroBatch:
+    """The tensors of these sequences on the base's device. ``share``: prompts that repeat are computed once."""
     length = max(len(s.completion_ids) for s in sequences)
     rows = len(sequences)
-    ids = np.full((rows, width + length), base.pad_id, dtype=np.int64)
-    attention = np.zeros((rows, width + length), dtype=np.int64)
     real = np.float64 if base.dtype == torch.float64 else np.float32
+    targets = np.full((rows, length), base.pad_id, dtype=np.int64)
     floats = np.zeros((2, rows, length), dtype=real)
     masks = np.zeros((2, rows, length), dtype=bool)
     for i, s in enumerate(sequences):
-        p, t = len(s.prompt_ids), len(s.completion_ids)
-        ids[i, width - p : width] = s.prompt_ids
-        ids[i, width : width + t] = s.completion_ids
-        attention[i, width - p : width + t] = 1
+        t = len(s.completion_ids)
+        targets[i, :t] = s.completion_ids
         floats[0, i, :t], floats[1, i, :t] = s.advantages_T, s.sampler_logprobs_T
         masks[0, i, :t], masks[1, i, :t] = True, s.loss_mask_T
     device = base.device
-    ids_BL = torch.from_numpy(ids).to(device)
     return MicroBatch(
-        ids_BL=ids_BL,
-        attention_BL=torch.from_numpy(attention).to(device),
-        targets_BT=ids_BL[:, width:],
+        layout=trunk_of(base).layout(sequences, base, share),
+        targets_BT=torch.from_numpy(targets).to(device),
         completion_BT=torch.from_numpy(masks[0]).to(device),
         loss_mask_BT=torch.from_numpy(masks[1]).to(device),
         advantages_BT=torch.from_numpy(floats[0]).to(device),
@@ -100,18 +112,21 @@ def token_logprobs(
     """Log-probability [B, T] of each completion token at this temperature, and the full-vocabulary entropy [B, T].
 
     The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
-    fp32 (fp64 for fp64 bases). Padding columns hold finite values to be masked by the caller.
+    fp32 (fp64 for fp64 bases). Padding columns hold 0.
     """
-    length = batch.targets_BT.shape[1]
-    logits: Any = base.model(
-        input_ids=batch.ids_BL,
-        attention_mask=batch.attention_BL,
-        position_ids=position_ids(batch.attention_BL),
-        use_cache=False,
-        logits_to_keep=length + 1,
-    ).logits[:, :-1]
-    real = torch.float64 if base.dtype == torch.float64 else torch.float32
-    logprobs_BTV = torch.log_softmax(logits.to(real) / temperature, dim=-1)
-    chosen_BT = logprobs_BTV.gather(-1, batch.targets_BT.unsqueeze(-1)).squeeze(-1)
-    entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1) if entropy else None
-    return chosen_BT, entropy_BT
+    trunk, layout = trunk_of(base), batch.layout
+    targets_M = batch.targets_BT[batch.completion_BT]
+    if trunk.head is not None:
+        chosen_M, entropy_M = trunk.head.logprobs(trunk.hidden(layout), targets_M, temperature, entropy=entropy)
+    else:
+        real = torch.float64 if base.dtype == torch.float64 else torch.float32
+        logprobs_MV = torch.log_softmax(whole_logits(base, layout).to(real) / temperature, dim=-1)
+        chosen_M = logprobs_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
+        entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1) if entropy else None
+    return _table(chosen_M, batch), None if entropy_M is None else _table(entropy_M, batch)
+
+
+def _table(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Values of the completion tokens at their places [B, T], 0 elsewhere."""
+    zeros_BT = values_M.new_zeros(batch.completion_BT.shape)
+    return zeros_BT.masked_scatter(batch.completion_BT, values_M)

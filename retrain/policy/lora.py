@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
+from retrain.policy.fused import adapted_linear
 from retrain.rng import torch_seed
 
 Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -111,13 +112,11 @@ class LaneLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, T, in] → [rows, T, out]."""
-        out = self.base(x)
         mode = self.lanes.mode
         if mode.adapter is not None:
-            a, b = mode.adapter.A[self.name].to(x.dtype), mode.adapter.B[self.name].to(x.dtype)
-            if mode.dropout > 0:
-                x = F.dropout(x, mode.dropout)
-            return out + F.linear(F.linear(x, a), b) * mode.adapter.scale
+            a, b = mode.adapter.A[self.name], mode.adapter.B[self.name]
+            return adapted_linear(self.base, x, a, b, mode.adapter.scale, mode.dropout)
+        out = self.base(x)
         if mode.stacks is not None:
             a_LIR, b_LRO = mode.stacks[self.name]  # scale folded into b
             count = a_LIR.shape[0]

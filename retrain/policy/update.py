@@ -36,6 +36,7 @@ from retrain.maths.losses import (
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.trunk import trunk_of
 from retrain.rng import torch_seed
 
 
@@ -117,8 +118,10 @@ def train_step(
     sums: Sums | None = None
     losses = []
     clock = _Clock(base.device)
-    for number, indices in enumerate(split_microbatches(sequences, settings.micro_batch_tokens)):
-        batch = collate([sequences[i] for i in indices], base)
+    for number, indices in enumerate(
+        split_microbatches(sequences, settings.micro_batch_tokens, packed=trunk_of(base).packs)
+    ):
+        batch = collate([sequences[i] for i in indices], base, share=settings.dropout == 0)
         clock.lap("prepare_tensors")
         if settings.dropout > 0:
             torch.manual_seed(torch_seed(*dropout_stream, number))

@@ -1,0 +1,91 @@
+"""Two layers with hand-written gradients: a frozen linear layer with its adapter, and the root-mean-square norm.
+
+Autograd through the plain formulas is right but keeps what it need not keep and passes over memory more often than
+needed, which a model bound by memory pays for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def adapted_linear(
+    base: nn.Module, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for x [..., in], A [r, in] and B [out, r].
+
+    The base is frozen; A and B may be of another precision than x. Anything but a plain ``nn.Linear`` (a quantised
+    layer, say) and dropout take the plain formula.
+    """
+    if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
+        return _Adapted.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
+    given = F.dropout(x, dropout) if dropout > 0 else x
+    return base(x) + F.linear(F.linear(given, a.to(x.dtype)), b.to(x.dtype)) * scale
+
+
+class _Adapted(torch.autograd.Function):
+    """In fp32 and fp64 with the product of A and B added to the weight: one matrix product instead of three, each
+    way. In half precision that sum would lose the adapter's small numbers, so there the products stay apart."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.scale, ctx.merged = scale, weight.dtype in (torch.float32, torch.float64)
+        ctx.save_for_backward(x, weight, a, b)
+        if ctx.merged:
+            return F.linear(x, _merged(weight, a, b, scale), bias)
+        out = F.linear(x, weight, bias)
+        low = F.linear(_rows(x), a.to(x.dtype))
+        return _rows(out).addmm_(low, b.to(x.dtype).t(), alpha=scale).view(out.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, master_a, master_b = ctx.saved_tensors
+        a, b = master_a.to(x.dtype), master_b.to(x.dtype)
+        x_ND, grad_NO = _rows(x), _rows(grad)
+        low_NR = grad_NO @ b
+        low_NR *= ctx.scale
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            if ctx.merged:
+                grad_x = grad_NO @ _merged(weight, a, b, ctx.scale)
+            else:
+                grad_x = torch.addmm(grad_NO @ weight, low_NR, a)
+            grad_x = grad_x.view(x.shape)
+        grad_a = low_NR.t() @ x_ND
+        grad_b = grad_NO.t() @ (x_ND @ a.t()).mul_(ctx.scale)
+        return grad_x, None, None, grad_a.to(master_a.dtype), grad_b.to(master_b.dtype), None
+
+
+def _merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight · x / sqrt(mean(x²) + eps)`` over the last axis; gradient for x alone."""
+    return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        inverse = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.mul(x, inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, inverse = ctx.saved_tensors
+        scaled = grad * weight
+        share = torch.linalg.vecdot(scaled, x).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
+        return scaled.addcmul_(x, share).mul_(inverse), None, None

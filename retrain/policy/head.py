@@ -1,0 +1,152 @@
+"""The output layer in chunks of rows: log-probability and entropy without logits [rows, V] for all rows at once.
+
+The layer is frozen, so each row's gradient with respect to its hidden state is a vector that the forward pass can
+work out while it still holds the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W. Backward then only scales
+it, nothing is computed twice, and what is kept is [rows, H]. The same for the entropy −Σ π log π.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    softcap: float | None = None
+    multiplier: float = 1.0
+
+    def logprobs(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, *, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature).
+
+        In fp32 (fp64 for fp64 weights). Gradients reach ``hidden_NH`` alone.
+        """
+        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy)  # pyright: ignore[reportGeneralTypeIssues]
+        return chosen_N, entropy_N if entropy else None
+
+    def chunk_rows(self) -> int:
+        """Rows whose logits are held at a time."""
+        real = 8 if self.weight_VH.dtype == torch.float64 else 4
+        most = CHUNK_BYTES.get(self.weight_VH.device.type, CHUNK_BYTES["cuda"])
+        return max(16, most // (real * self.weight_VH.shape[0]))
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, targets_N: torch.Tensor, head: Head, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_VH = head.weight_VH
+        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
+        entropy_N = torch.empty_like(chosen_N) if entropy else chosen_N.new_empty(0)
+        wanted = ctx.needs_input_grad[0]
+        slopes = [torch.empty_like(hidden_NH) for _ in range(wanted * (1 + entropy))]
+        size = head.chunk_rows()
+        for start in range(0, len(hidden_NH), size):
+            part = slice(start, start + size)
+            target_R1 = targets_N[part].unsqueeze(1)
+            z_RV = hidden_NH[part] @ weight_VH.t()
+            if head.bias_V is not None:
+                z_RV += head.bias_V
+            z_RV = z_RV.to(real)
+            if head.multiplier != 1.0:
+                z_RV *= head.multiplier
+            tanh_RV = None
+            if head.softcap is not None:
+                tanh_RV = torch.tanh(z_RV / head.softcap)
+                z_RV = tanh_RV * head.softcap
+            if temperature != 1.0:
+                z_RV /= temperature
+            logprobs_RV = torch.log_softmax(z_RV, -1)
+            chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
+            if not wanted and not entropy:
+                continue
+            probs_RV = torch.exp(logprobs_RV, out=z_RV)
+            scale: Any = head.multiplier / temperature
+            if tanh_RV is not None:
+                scale = tanh_RV.square_().neg_().add_(1.0).mul_(scale)
+            if entropy:
+                logprobs_RV.clamp_min_(torch.finfo(real).min)  # 0 · −inf
+                entropy_N[part] = -torch.linalg.vecdot(probs_RV, logprobs_RV)
+            if wanted and entropy:  # ∂H = −π (log π + H), one per logit
+                slope_RV = logprobs_RV.add_(entropy_N[part].unsqueeze(1)).mul_(probs_RV).mul_(scale).neg_()
+                slopes[1][part] = slope_RV.to(weight_VH.dtype) @ weight_VH
+            if wanted:
+                slope_RV = probs_RV.neg_()
+                slope_RV.scatter_add_(1, target_R1, torch.ones_like(target_R1, dtype=real))
+                slopes[0][part] = slope_RV.mul_(scale).to(weight_VH.dtype) @ weight_VH
+        ctx.save_for_backward(*slopes)
+        return chosen_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, chosen_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        slopes = ctx.saved_tensors
+        grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
+        if len(slopes) > 1:
+            grad_NH.addcmul_(slopes[1], entropy_grad_N.unsqueeze(1).to(grad_NH.dtype))
+        return grad_NH, None, None, None, None
+
+
+def split_head(model: Any) -> tuple[Any, Head] | None:
+    """The transformer without its output layer, and that layer; None when the model does not come apart that simply.
+
+    Nothing is taken from the name of the architecture: one small forward pass shows whether the output layer reads
+    exactly what the transformer returns, a second one, in which known numbers take the place of the layer's output,
+    what the model does to them afterwards.
+    """
+    linear, decoder = model.get_output_embeddings(), getattr(model, "get_decoder", lambda: None)()
+    if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():
+        return None
+    ids_BL = torch.arange(6, device=linear.weight.device).view(2, 3) % linear.out_features
+    seen: list[torch.Tensor] = []
+    with torch.no_grad():
+        with _hook(linear.register_forward_pre_hook(lambda _, given: seen.append(given[0]))):
+            model(input_ids=ids_BL, use_cache=False)
+        hidden = decoder(input_ids=ids_BL, use_cache=False)
+        hidden = getattr(hidden, "last_hidden_state", None)
+        if hidden is None or len(seen) != 1 or seen[0].shape != hidden.shape or not torch.equal(seen[0], hidden):
+            return None
+        numbers_V = torch.linspace(-90.0, 90.0, linear.out_features, device=ids_BL.device).to(linear.weight.dtype)
+        given_BLV = numbers_V.expand(2, 3, -1).contiguous()
+        with _hook(linear.register_forward_hook(lambda *_: given_BLV.clone())):
+            logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
+    if logits_BLV.shape != given_BLV.shape:
+        return None
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    made_V, real_V = logits_BLV[0, 0].double(), numbers_V.double()
+    tolerance = 1e-5 if linear.weight.dtype in (torch.float32, torch.float64) else 2e-2
+    for head in (
+        Head(linear.weight, linear.bias, multiplier=float(made_V[-1] / real_V[-1])),
+        Head(linear.weight, linear.bias, softcap=float(cap) if cap else None),
+    ):
+        expected_V = real_V * head.multiplier
+        if head.softcap:
+            expected_V = head.softcap * torch.tanh(expected_V / head.softcap)
+        if torch.allclose(made_V.expand_as(logits_BLV), logits_BLV.double()) and torch.allclose(
+            made_V, expected_V, rtol=tolerance, atol=tolerance
+        ):
+            return decoder, head
+    return None
+
+
+@contextmanager
+def _hook(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,205 @@
+"""Where the tokens of a micro-batch lie: prompts once per group, no padding, and attention that knows about it.
+
+Everything in a transformer but attention treats tokens one by one, so the tokens of a micro-batch can stand in one
+row: of each group its prompt, once, then the completions one after another. Attention alone needs the sequences
+back: queries, keys and values are spread to [sequences, longest] (prompts repeated), go through causal attention,
+and the answers are gathered again. Hidden states of a prompt do not depend on what follows it, so the forward pass
+is that of separate sequences; their gradients add up, as they would there.
+
+A model that is more than attention over independent tokens (a recurrent state, a window shorter than the sequence)
+takes the padded layout instead: one row per sequence, padding on the right, which causality makes harmless.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+
+class HasTokens(Protocol):
+    """What a layout reads of a sequence."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Token ids of the prompt, at least one."""
+        ...
+
+    @property
+    def completion_ids(self) -> Sequence[int]:
+        """Token ids of the completion, at least one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive sequences with one prompt: sequences [first, last), the prompt's tokens at [start, start + width)."""
+
+    first: int
+    last: int
+    start: int
+    width: int
+
+
+@dataclass
+class Layout:
+    """Token ids [rows, columns] with their positions, and where everything is found in them, flattened.
+
+    ``rows_M``: for each completion token, sequence after sequence, the place whose hidden state predicts it. Packed
+    layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place), and
+    ``home_N``, for every place one slot of ``spread_SL`` that reads it.
+    """
+
+    ids_BL: torch.Tensor
+    positions_BL: torch.Tensor
+    rows_M: torch.Tensor
+    spread_SL: torch.Tensor | None = None
+    home_N: torch.Tensor | None = None
+    groups: tuple[Group, ...] = ()
+
+
+def packed_layout(sequences: Sequence[HasTokens], device: torch.device, share: bool = True) -> Layout:
+    """One row for all; neighbours with the same prompt share it. The last token of a completion predicts nothing
+    that is trained and is left out."""
+    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences) - 1
+    spread = np.zeros((len(sequences), longest), dtype=np.int64)
+    ids: list[int] = []
+    positions, rows, home, groups = [], [], [], []
+    for i, s in enumerate(sequences):
+        width, length = len(s.prompt_ids), len(s.completion_ids)
+        if not (share and i and tuple(sequences[i - 1].prompt_ids) == tuple(s.prompt_ids)):
+            groups.append(Group(i, i + 1, len(ids), width))
+            ids += s.prompt_ids
+            positions.append(np.arange(width))
+            home.append(i * longest + np.arange(width))
+        else:
+            groups[-1] = Group(groups[-1].first, i + 1, groups[-1].start, width)
+        start = len(ids)
+        ids += s.completion_ids[:-1]
+        positions.append(np.arange(width, width + length - 1))
+        home.append(i * longest + positions[-1])
+        spread[i, :width] = groups[-1].start + np.arange(width)
+        spread[i, width : width + length - 1] = np.arange(start, len(ids))
+        rows += [np.array([groups[-1].start + width - 1]), np.arange(start, len(ids))]
+    return Layout(
+        ids_BL=torch.tensor([ids], device=device),
+        positions_BL=torch.from_numpy(np.concatenate(positions)).to(device)[None],
+        rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
+        spread_SL=torch.from_numpy(spread).to(device),
+        home_N=torch.from_numpy(np.concatenate(home)).to(device),
+        groups=tuple(groups),
+    )
+
+
+def padded_layout(sequences: Sequence[HasTokens], device: torch.device, pad_id: int) -> Layout:
+    """One row for each sequence, without the last token, padded on the right."""
+    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences) - 1
+    ids = np.full((len(sequences), longest), pad_id, dtype=np.int64)
+    rows = []
+    for i, s in enumerate(sequences):
+        width, length = len(s.prompt_ids), len(s.completion_ids)
+        ids[i, : width + length - 1] = [*s.prompt_ids, *s.completion_ids[:-1]]
+        rows.append(i * longest + np.arange(width - 1, width + length - 1))
+    return Layout(
+        ids_BL=torch.from_numpy(ids).to(device),
+        positions_BL=torch.arange(longest, device=device).expand(len(sequences), -1),
+        rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
+    )
+
+
+# -- attention --------------------------------------------------------------------------------------------------
+
+
+class _Active(threading.local):
+    layout: Layout | None = None
+
+
+_active = _Active()
+NAME = "retrain_sdpa"
+
+
+@contextmanager
+def laid_out(layout: Layout | None) -> Iterator[None]:
+    """In this thread, attention reads its input as this layout says."""
+    before, _active.layout = _active.layout, layout
+    try:
+        yield
+    finally:
+        _active.layout = before
+
+
+def active_layout() -> Layout | None:
+    """The packed layout of this thread's forward pass; None outside of one."""
+    return _active.layout
+
+
+def register_attention() -> None:
+    """Make ``NAME`` known to transformers: its own SDPA attention and masks, unless a layout is active."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if _active.layout is None:
+            return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return _packed_attention(_active.layout, query, key, value, options.get("scaling")), None
+
+    def masks(*args: Any, **options: Any) -> torch.Tensor | None:
+        return sdpa_mask(*args, **options) if _active.layout is None else None
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, masks)
+
+
+def _packed_attention(
+    layout: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Causal attention of each sequence by itself: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
+    q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return _Gather.apply(out.transpose(1, 2), layout)[None]  # pyright: ignore[reportOptionalSubscript]
+
+
+class _Spread(torch.autograd.Function):
+    """[N, heads, d] → [S, L, heads, d]. The sum over a prompt's copies is taken in one order: repeatable on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NHD: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        assert layout.spread_SL is not None
+        spread = x_NHD.index_select(0, layout.spread_SL.view(-1))
+        return spread.view(*layout.spread_SL.shape, *x_NHD.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_SLHD: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        layout = ctx.layout
+        grad_NHD = grad_SLHD.flatten(0, 1).index_select(0, layout.home_N)
+        for group in layout.groups:
+            if group.last - group.first > 1:
+                copies = grad_SLHD[group.first : group.last, : group.width]
+                torch.sum(copies, 0, out=grad_NHD[group.start : group.start + group.width])
+        return grad_NHD, None
+
+
+class _Gather(torch.autograd.Function):
+    """[S, L, heads, d] → [N, heads, d], from one copy of every token; the others have no part in the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SLHD: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout, ctx.shape = layout, x_SLHD.shape
+        assert layout.home_N is not None
+        return x_SLHD.flatten(0, 1).index_select(0, layout.home_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad = grad_NHD.new_zeros(ctx.shape)
+        grad.flatten(0, 1).index_copy_(0, ctx.layout.home_N, grad_NHD)
+        return grad, None

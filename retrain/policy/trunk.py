@@ -1,0 +1,219 @@
+"""How the update runs a base model: hidden states of the places that predict something, then the output layer.
+
+What a model allows is found out once, by small forward passes: whether its output layer can be split off (else all
+logits are made at once) and whether tokens can be packed (else sequences are padded). Both are exact where they
+are used; a model that does not allow one of them says so in ``notes``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from retrain.policy.base import BaseModel
+from retrain.policy.fused import rms_norm
+from retrain.policy.head import Head, split_head
+from retrain.policy.packing import (
+    NAME,
+    HasTokens,
+    Layout,
+    laid_out,
+    packed_layout,
+    padded_layout,
+    register_attention,
+)
+
+PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class _Mode(threading.local):
+    fused: bool = False
+    checkpointed: Any = None
+
+
+_mode = _Mode()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Probe:
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+
+
+@dataclass
+class Trunk:
+    """A base model as the update sees it. ``window``: packed sequences may be at most so long."""
+
+    decoder: Any
+    head: Head | None
+    packs: bool
+    window: int
+    notes: tuple[str, ...]
+
+    def layout(self, sequences: Sequence[HasTokens], base: BaseModel, share: bool = True) -> Layout:
+        """The layout that this model and these lengths allow. ``share``: one prompt for all that begin with it."""
+        longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences)
+        if self.packs and longest <= self.window:
+            return packed_layout(sequences, base.device, share)
+        return padded_layout(sequences, base.device, base.pad_id)
+
+    def hidden(self, layout: Layout) -> torch.Tensor:
+        """Hidden states [M, H] of the places that predict a completion token."""
+        with _fused(), laid_out(layout if layout.spread_SL is not None else None):
+            states: torch.Tensor = _run(self.decoder, layout).last_hidden_state
+        return states.flatten(0, 1).index_select(0, layout.rows_M)
+
+
+def _run(module: Any, layout: Layout, **options: Any) -> Any:
+    """Padded rows count from 0 by themselves; packed ones need to be told their positions."""
+    if layout.spread_SL is not None:
+        options["position_ids"] = layout.positions_BL
+    return module(input_ids=layout.ids_BL, use_cache=False, **options)
+
+
+def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
+    """Logits [M, V] of the places that predict a completion token, for models that do not come apart."""
+    with _fused(), laid_out(layout if layout.spread_SL is not None else None):
+        logits: torch.Tensor = _run(base.model, layout).logits
+    return logits.flatten(0, 1).index_select(0, layout.rows_M)
+
+
+_trunks: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
+
+
+def trunk_of(base: BaseModel) -> Trunk:
+    """What this base allows; found out at the first call."""
+    with _lock:
+        if base.model not in _trunks:
+            _trunks[base.model] = _examine(base)
+        return _trunks[base.model]
+
+
+def _examine(base: BaseModel) -> Trunk:
+    notes = []
+    parts = split_head(base.model)
+    if parts is None:
+        notes.append(
+            f"the output layer of {type(base.model).__name__} cannot be split off: the update makes the logits of all "
+            "tokens at once, which takes more memory"
+        )
+    decoder, head = parts or (None, None)
+    config = base.model.config.get_text_config()
+    packs = decoder is not None and _try_packing(base, decoder, config)
+    if not packs:
+        notes.append(
+            f"{type(base.model).__name__} does not take packed sequences: the update pads them and computes the prompt "
+            "of a group once per completion"
+        )
+    window = getattr(config, "sliding_window", None) or 1 << 30
+    if decoder is not None:
+        _offer_checkpointing(decoder)
+    _offer_fused_norms(base)
+    return Trunk(decoder, head, packs, int(window), tuple(notes))
+
+
+def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
+    """Whether two sequences that share a prompt have packed the hidden states that they have padded."""
+    if getattr(base.model.config, "_attn_implementation", None) not in ("sdpa", NAME):
+        return False
+    if not set(getattr(config, "layer_types", None) or PLAIN_LAYERS) <= PLAIN_LAYERS:
+        return False
+    if not base.model._can_set_attn_implementation():
+        return False
+    register_attention()
+    before = base.model.config._attn_implementation
+    base.model.set_attn_implementation(NAME)
+    if base.model.config._attn_implementation != NAME:
+        return False
+    top = base.vocab_size
+    sequences = [
+        _Probe([i % top for i in prompt], [i % top for i in completion])
+        for prompt, completion in (((3, 1, 4), (1, 5)), ((3, 1, 4), (9, 2, 6)), ((5, 3), (5, 8, 9, 7)))
+    ]
+    trunk = Trunk(decoder, None, True, 1 << 30, ())
+    with torch.no_grad():
+        packed = trunk.hidden(packed_layout(sequences, base.device))
+        padded = trunk.hidden(padded_layout(sequences, base.device, base.pad_id))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(base.dtype, 5e-2)
+    if float((packed - padded).norm()) <= tolerance * float(padded.norm()):
+        return True
+    base.model.set_attn_implementation(before)
+    return False
+
+
+# -- the base's own layers, while the update runs them --------------------------------------------------------------
+
+
+@contextmanager
+def _fused() -> Iterator[None]:
+    before, _mode.fused = _mode.fused, True
+    try:
+        yield
+    finally:
+        _mode.fused = before
+
+
+def _offer_fused_norms(base: BaseModel) -> None:
+    """While the update runs, RMS norms of fp32 bases go through ``rms_norm``; those that compute something else
+    stay as they are, and those of other bases too (models take the norm in fp32 whatever their own precision)."""
+    if base.dtype != torch.float32:
+        return
+    for module in base.model.modules():
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and eps):
+            continue
+        x = torch.linspace(-1, 3, 2 * len(weight), dtype=base.dtype, device=weight.device).view(1, 2, -1)
+        with torch.no_grad():
+            fits = torch.allclose(module(x), rms_norm(x, weight, eps), rtol=1e-5, atol=1e-6)
+        if fits:
+            module.forward = _fused_forward(module.forward, weight, eps)
+
+
+def _fused_forward(forward: Any, weight: nn.Parameter, eps: float) -> Any:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, eps) if _mode.fused else forward(x)
+
+    return norm
+
+
+@contextmanager
+def checkpointed(recompute_context: Any) -> Iterator[None]:
+    """In this thread, decoder layers keep their input alone and are computed again in the backward pass.
+
+    ``recompute_context()`` gives the context that the second computation needs: it may run in another thread.
+    """
+    before, _mode.checkpointed = _mode.checkpointed, recompute_context
+    try:
+        yield
+    finally:
+        _mode.checkpointed = before
+
+
+def _offer_checkpointing(decoder: Any) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in decoder.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = _checkpointed_forward(module.forward)
+
+
+def _checkpointed_forward(forward: Any) -> Any:
+    def layer(*args: Any, **options: Any) -> Any:
+        context = _mode.checkpointed
+        if context is None or not torch.is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (_fused(), context()), **options
+        )  # fmt: skip
+
+    return layer

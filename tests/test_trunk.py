@@ -1,0 +1,238 @@
+"""Hidden states packed by group and the output layer in chunks, against whole logits of one sequence at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn import functional as F
+
+from retrain.policy.base import BaseModel
+from retrain.policy.fused import adapted_linear, rms_norm
+from retrain.policy.head import Head
+from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
+from retrain.policy.lora import Lanes
+from retrain.policy.packing import packed_layout
+from retrain.policy.trunk import trunk_of
+from retrain.rng import generator
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "vocab_size": 60,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 64}
+FAMILIES: dict[str, tuple[str, dict, bool, bool]] = {  # configuration, options, packs, output layer apart
+    "qwen3": ("Qwen3Config", {"head_dim": 8}, True, True),
+    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}, True, True),
+    "mistral": ("MistralConfig", {"sliding_window": 64}, True, True),
+    "mistral, window shorter than the sequence": ("MistralConfig", {"sliding_window": 7}, True, True),
+    "gemma2, capped logits": ("Gemma2Config", GEMMA, True, True),
+    "granite, scaled logits": ("GraniteConfig", {"logits_scaling": 3.0}, True, True),
+    "cohere, scaled logits": ("CohereConfig", {"logit_scale": 0.3}, True, True),
+    "phi, output bias": ("PhiConfig", {}, True, True),
+    "phi3, fused projections": ("Phi3Config", {"head_dim": 8}, True, True),
+    "gpt-neox": ("GPTNeoXConfig", {}, True, True),
+    "opt, learned positions": ("OPTConfig", {"ffn_dim": 24, "word_embed_proj_dim": 16}, True, True),
+    "qwen3 experts": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+        True,
+        True,
+    ),
+    "bloom, alibi": ("BloomConfig", {"n_head": 2, "n_layer": 2}, False, True),
+    "mamba, recurrent": ("MambaConfig", {"state_size": 4, "intermediate_size": 32}, False, True),
+}
+
+IN_FP32 = {"BloomConfig", "MambaConfig"}
+"""Models that take their softmax or logits in fp32 whatever their own precision."""
+
+
+def family(name: str, dtype: torch.dtype = torch.float64) -> BaseModel:
+    import transformers
+
+    config_class, options, _, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**(SIZES | options))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="eager"
+    )  # the others take no fp64
+    model.eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3 + (parameter.dim() == 1) * 0.5)
+    return BaseModel(name, model.to(dtype), None, torch.device("cpu"), dtype, (2,), 0, name)
+
+
+def ragged(vocab: int = 60) -> list[TrainSequence]:
+    """Three groups of 3, 1 and 2 completions, all lengths different."""
+    noise, sequences = generator("ragged"), []
+    for width, lengths in ((4, (5, 1, 8)), (1, (3,)), (6, (7, 2))):
+        prompt = tuple(int(t) for t in noise.integers(3, vocab, width))
+        for length in lengths:
+            ids = [int(t) for t in noise.integers(3, vocab, length)]
+            ones = np.ones(length)
+            sequences.append(TrainSequence(prompt, ids, -ones, ones, np.ones(length, dtype=bool)))
+    return sequences
+
+
+def adapted(lanes: Lanes):
+    adapter = lanes.new_adapter(2, 4.0).initialise(0)
+    noise = generator("b")
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.copy_(torch.from_numpy(noise.normal(0, 0.3, b.shape)))
+    return adapter
+
+
+def weights(sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arbitrary factors of each log-probability and entropy, so that their gradients cannot cancel."""
+    noise = generator("weights", *sequence.completion_ids)
+    one, two = noise.normal(size=(2, len(sequence.completion_ids)))
+    return torch.from_numpy(one), torch.from_numpy(two)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_every_family_equals_whole_logits_of_single_sequences(name, temperature):
+    base, sequences = family(name), ragged()
+    lanes = Lanes(base, ["in_proj"] if "mamba" in name else "all-linear")  # its code reads the other layers' weights
+    adapter = adapted(lanes)
+    tolerance = 1e-5 if FAMILIES[name][0] in IN_FP32 else 1e-9
+    within: dict = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    expected = []
+    for s in sequences:
+        ids = torch.tensor([[*s.prompt_ids, *s.completion_ids]])
+        with lanes.single(adapter):
+            logits = base.model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1]
+            logp = torch.log_softmax(logits / temperature, -1)
+            chosen, entropy = logp.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+            one, two = weights(s)
+            ((one * chosen).sum() + (two * entropy).sum()).backward()
+        expected.append((chosen.detach(), entropy.detach()))
+    gradient = adapter.flat.grad.clone()
+    adapter.flat.grad.zero_()
+    trunk = trunk_of(base)
+    assert (trunk.packs, trunk.head is not None) == FAMILIES[name][2:]
+    assert len(trunk.notes) == (not trunk.packs) + (trunk.head is None)
+    for indices in split_microbatches(sequences, 30, packed=trunk.packs):
+        batch = collate([sequences[i] for i in indices], base)
+        with lanes.single(adapter):
+            chosen_BT, entropy_BT = token_logprobs(base, batch, temperature, entropy=True)
+            total = torch.zeros((), dtype=torch.float64)
+            for row, i in enumerate(indices):
+                one, two = weights(sequences[i])
+                total = total + (one * chosen_BT[row, : len(one)]).sum() + (two * entropy_BT[row, : len(one)]).sum()
+            total.backward()
+        for row, i in enumerate(indices):
+            length = len(sequences[i].completion_ids)
+            torch.testing.assert_close(chosen_BT[row, :length].detach(), expected[i][0], **within)
+            torch.testing.assert_close(entropy_BT[row, :length].detach(), expected[i][1], **within)
+            assert not chosen_BT[row, length:].any()
+    error = float((adapter.flat.grad - gradient).norm() / gradient.norm())
+    assert error < max(1e-6, 10 * tolerance)  # gradients add up in fp32
+
+
+def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
+    base, sequences = family("qwen3"), ragged()
+    plain = base.model.forward
+
+    def shifted(*args, **options):
+        out = plain(*args, **options)
+        out.logits = out.logits + torch.sin(out.logits)
+        return out
+
+    base.model.forward = shifted
+    trunk = trunk_of(base)
+    assert trunk.head is None
+    assert "cannot be split off" in trunk.notes[0]
+    batch = collate(sequences, base)
+    with torch.no_grad():
+        chosen_BT, entropy_BT = token_logprobs(base, batch, 0.7, entropy=True)
+        for row, s in enumerate(sequences):
+            logits = base.model(input_ids=torch.tensor([[*s.prompt_ids, *s.completion_ids]])).logits
+            logp = torch.log_softmax(logits[0, len(s.prompt_ids) - 1 : -1] / 0.7, -1)
+            chosen = logp.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+            torch.testing.assert_close(chosen_BT[row, : len(chosen)], chosen)
+            torch.testing.assert_close(entropy_BT[row, : len(chosen)], -(logp.exp() * logp).sum(1))
+
+
+@pytest.mark.parametrize("head", [{}, {"bias_V": 1.0}, {"softcap": 1.5}, {"multiplier": 0.4}], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_output_layer_in_chunks_passes_gradcheck(head, temperature, monkeypatch):
+    torch.manual_seed(0)
+    hidden_NH = torch.randn(40, 4, dtype=torch.float64, requires_grad=True)
+    weight_VH, targets_N = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 7, (40,))
+    options = dict(head)
+    if "bias_V" in head:
+        options["bias_V"] = torch.randn(7, dtype=torch.float64)
+    monkeypatch.setitem(__import__("retrain.policy.head", fromlist=["x"]).CHUNK_BYTES, "cpu", 1)  # rows of 16
+    made = Head(weight_VH, **options)
+    assert made.chunk_rows() == 16
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature, entropy=True), (hidden_NH,))
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature)[0], (hidden_NH,))
+
+
+def test_a_certain_distribution_has_entropy_zero_and_finite_gradients():
+    hidden_NH = torch.tensor([[400.0, 0.0]], requires_grad=True)
+    head = Head(torch.tensor([[1.0, 0.0], [-1.0, 0.5], [0.0, 0.0]]))
+    chosen_N, entropy_N = head.logprobs(hidden_NH, torch.tensor([0]), entropy=True)
+    (chosen_N.sum() + entropy_N.sum()).backward()
+    assert chosen_N.item() == entropy_N.item() == 0
+    assert torch.equal(hidden_NH.grad, torch.zeros(1, 2))
+
+
+def test_fused_layers_pass_gradcheck_and_equal_the_plain_formulas():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(5, 7, dtype=torch.float64).requires_grad_(False)
+    x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 5), (2, 5), (7, 2)))
+    torch.testing.assert_close(
+        adapted_linear(linear, x, a, b, 1.5), linear(x) + 1.5 * F.linear(F.linear(x, a), b), rtol=1e-12, atol=1e-12
+    )
+    assert gradcheck(lambda *given: adapted_linear(linear, *given, 1.5), (x, a, b))
+    weight = torch.randn(5, dtype=torch.float64)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (5,), weight, 1e-5))
+    assert gradcheck(lambda given: rms_norm(given, weight, 1e-5), (x,))
+
+
+def test_in_half_precision_the_adapter_is_not_merged_into_the_weight():
+    """A ΔW below the weight's resolution must still count, and its gradient arrive in the masters' precision."""
+    linear = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    torch.nn.init.ones_(linear.weight)
+    x = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.bfloat16)
+    a, b = torch.tensor([[1.0, -1.0, 1.0, -1.0]], requires_grad=True), torch.full((4, 1), 1e-4, requires_grad=True)
+    out = adapted_linear(linear, x, a, b, 1.0)
+    assert torch.allclose(out.float(), torch.full((1, 4), 4e-4), rtol=1e-2)
+    out.sum().backward()
+    assert a.grad.dtype == b.grad.dtype == torch.float32
+    assert torch.allclose(b.grad, torch.full((4, 1), 4.0))
+
+
+def test_packing_holds_each_prompt_once_and_no_padding():
+    sequences = ragged()
+    layout = packed_layout(sequences, torch.device("cpu"))
+    assert layout.ids_BL.shape == (1, (4 + 4 + 0 + 7) + (1 + 2) + (6 + 6 + 1))
+    assert layout.positions_BL[0, :15].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, *range(4, 11)]
+    assert len(layout.rows_M) == sum(len(s.completion_ids) for s in sequences)
+    apart = packed_layout(sequences, torch.device("cpu"), share=False)
+    assert apart.ids_BL.shape[1] == sum(len(s) - 1 for s in sequences)
+
+
+def test_packed_micro_batches_stay_within_the_budget_and_keep_groups_together():
+    sequences = ragged()
+    for budget in (1, 20, 30, 1000):
+        batches = split_microbatches(sequences, budget, packed=True)
+        assert sorted(i for batch in batches for i in batch) == list(range(6))
+        for batch in batches:
+            size = packed_layout([sequences[i] for i in batch], torch.device("cpu")).ids_BL.numel() + len(batch)
+            assert size <= budget or len(batch) == 1
+    assert [len(batch) for batch in split_microbatches(sequences, 1, packed=True)] == [1] * 6
+    assert len(split_microbatches(sequences, 1000, packed=True)) == 1
