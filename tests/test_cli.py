@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from retrain import __version__
 from retrain.cli import app
-from retrain.commands import look, setup, train
+from retrain.commands import look, setup, status, train
 from retrain.errors import Interrupted, RunFailed
 
 ROOT = Path(__file__).parents[1]
@@ -251,34 +251,34 @@ def test_directories_that_are_no_runs_are_refused_in_one_line(tmp_path, command)
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "words"),
+    ("error", "exit_status", "words"),
     [
         (RunFailed("run a_s1: loss is not finite"), 1, "run a_s1: loss is not finite\n"),
         (Interrupted("saved at step 3"), 130, "saved at step 3\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
     ],
 )
-def test_errors_become_lines_and_statuses(monkeypatch, tmp_path, error, status, words):
+def test_errors_become_lines_and_statuses(monkeypatch, tmp_path, error, exit_status, words):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(look, "homes_of_runs", fail)
+    monkeypatch.setattr("retrain.record.status.homes_of_runs", fail)
     result = run("status", tmp_path)
-    assert (result.exit_code, result.stderr) == (status, words)
+    assert (result.exit_code, result.stderr) == (exit_status, words)
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch, tmp_path):
     def fail(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(look, "homes_of_runs", fail)
+    monkeypatch.setattr("retrain.record.status.homes_of_runs", fail)
     result = run("status", tmp_path)
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
 
 
 def test_every_command_has_help_that_names_its_options():
-    for command in (train.train, train.resume, train.squeeze, look.check, look.explain, look.status, setup.init):
+    for command in (train.train, train.resume, train.squeeze, look.check, look.explain, status.status, setup.init):
         result = run(command.__name__, "--help")
         assert result.exit_code == 0
         assert command.__doc__

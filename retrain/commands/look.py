@@ -1,20 +1,14 @@
-"""``check``, ``explain``, ``status``: commands that read and print, and never import torch."""
+"""``check`` and ``explain``: commands that read and print, and never import torch."""
 
 from __future__ import annotations
 
-import fcntl
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from retrain.commands.arguments import AsJson, ConfigFile, Out, Sets, read
+from retrain.commands.arguments import ConfigFile, Out, Sets, read
 from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
 from retrain.commands.output import count, duration, plural, print_table, size
-from retrain.errors import UsageError
-from retrain.files import dumps
 
 if TYPE_CHECKING:
     from retrain.commands.estimate import Estimate
@@ -183,72 +177,3 @@ def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {name}", text) for name, text in RUN_FILES]
     print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
-
-
-def status(
-    directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A run, a campaign, or a directory of those.")
-    ] = Path("logs"),
-    as_json: AsJson = False,
-) -> None:
-    """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
-    from retrain.record.status import read_status, status_view
-
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; give the directory of a run, a campaign, or of several")
-    reports = [with_living_runs(read_status(home)) for home in homes_of_runs(directory)]
-    if as_json:
-        print(dumps(reports, indent=2))
-    elif not reports:
-        print(f"No runs under {directory}")
-    elif sys.stdout.isatty():
-        from rich.console import Console
-        from rich.text import Text
-
-        console = Console()
-        for report in reports:
-            console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
-    else:
-        rows = [status_cells(report, run) for report in reports for run in report["runs"]]
-        print_table(STATUS_COLUMNS, rows, left=("directory", "run", "state", "why"))
-
-
-STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
-
-
-def status_cells(report: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    """One run of a ``read_status`` report as the cells of a plain table."""
-    row = run["row"]
-    rates = (row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"])
-    cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
-    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), run["reason"] or ""]
-
-
-def homes_of_runs(directory: Path) -> list[Path]:
-    """``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
-
-    def is_home(path: Path) -> bool:
-        return (path / "manifest.json").is_file() or (path / "metrics.jsonl").is_file()
-
-    return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
-
-
-def with_living_runs(report: dict[str, Any]) -> dict[str, Any]:
-    """The report, with runs that are "running" called "interrupted" when no process holds the directory's lock."""
-    if not is_locked(Path(report["directory"]) / ".lock"):
-        for run in report["runs"]:
-            if run["state"] == "running":
-                run["state"] = "interrupted"
-    return report
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock file."""
-    try:
-        with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False

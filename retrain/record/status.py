@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -34,11 +35,7 @@ def read_status(directory: Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     manifest = read_json(directory / "manifest.json") if (directory / "manifest.json").is_file() else None
-    if manifest is not None:
-        entries = manifest["runs"]
-    else:
-        paths = [directory, *sorted((directory / "runs").glob("*"))]
-        entries = [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
+    entries = manifest["runs"] if manifest is not None else run_entries(directory)
     if not entries:
         raise UsageError(f"{directory} holds no runs: give a campaign's or a run's directory, such as logs/quickstart")
     runs = [_run_status(directory, entry) for entry in entries]
@@ -103,8 +100,20 @@ def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def run_entries(directory: Path) -> list[dict[str, Any]]:
+    """What a manifest would say of the runs in and under a directory that has none.
+
+    A run of a campaign, looked at alone, is told as the campaign's manifest tells it.
+    """
+    campaign = campaign_of(directory) / "manifest.json"
+    if campaign.is_file():
+        path = f"runs/{directory.absolute().name}"
+        return [entry | {"path": "."} for entry in read_json(campaign)["runs"] if entry["path"] == path]
+    paths = [directory, *sorted((directory / "runs").glob("*"))]
+    return [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
+
+
 def _entry(directory: Path, path: Path) -> dict[str, Any]:
-    """What a manifest would say of a run directory that has none."""
     row = last_row(path / "metrics.jsonl")
     share = row.get("progress/done_frac")
     return {
@@ -123,3 +132,39 @@ def _loads(line: bytes) -> dict[str, Any]:
     import json
 
     return json.loads(line)
+
+
+def homes_of_runs(directory: Path) -> list[Path]:
+    """``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
+
+    def is_home(path: Path) -> bool:
+        return (path / "manifest.json").is_file() or (path / "metrics.jsonl").is_file()
+
+    return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
+
+
+def with_living_runs(report: dict[str, Any]) -> dict[str, Any]:
+    """The report, with runs that are "running" called "interrupted" when no process holds the directory's lock."""
+    if not is_written(Path(report["directory"])):
+        for run in report["runs"]:
+            if run["state"] == "running":
+                run["state"] = "interrupted"
+    return report
+
+
+def campaign_of(directory: Path) -> Path:
+    """Where the campaign of ``<campaign>/runs/<run>`` would be."""
+    return directory.absolute().parent.parent
+
+
+def is_written(home: Path) -> bool:
+    """Whether a process holds the lock of this run or campaign, or of the campaign that this run belongs to."""
+    own = home / ".lock"
+    try:
+        with open(own if own.is_file() else campaign_of(home) / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,79 @@
+"""``status``: how runs stand, from their files alone; once, or followed as they grow. Never imports torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrain.commands.arguments import AsJson, Plain
+from retrain.commands.output import print_table
+from retrain.errors import UsageError
+from retrain.files import dumps
+
+LOOK_EVERY_S = 1.0
+
+
+def status(
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="A run, a campaign, or a directory of those.")
+    ] = Path("logs"),
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed.")
+    ] = False,
+    as_json: AsJson = False,
+    plain: Plain = False,
+) -> None:
+    """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
+    from retrain.record.status import homes_of_runs, read_status, status_view, with_living_runs
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; give the directory of a run, a campaign, or of several")
+    if watch:
+        follow(directory, as_json, plain)
+        return
+    reports = [with_living_runs(read_status(home)) for home in homes_of_runs(directory)]
+    if as_json:
+        print(dumps(reports, indent=2))
+    elif not reports:
+        print(f"No runs under {directory}")
+    elif sys.stdout.isatty() and not plain:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console()
+        for report in reports:
+            console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
+    else:
+        rows = [status_cells(report, run) for report in reports for run in report["runs"]]
+        print_table(STATUS_COLUMNS, rows, left=("directory", "run", "state", "why"))
+
+
+def follow(directory: Path, as_json: bool, plain: bool) -> None:
+    """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
+    from retrain.record.console import make_console
+    from retrain.record.follow import Follower, JsonLines
+
+    observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain)
+    follower = Follower(directory, observer)
+    try:
+        while not follower.look():
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        return
+    finally:
+        observer.close()
+
+
+STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
+
+
+def status_cells(report: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """One run of a ``read_status`` report as the cells of a plain table."""
+    row = run["row"]
+    rates = (row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"])
+    cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
+    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), run["reason"] or ""]
