@@ -1,20 +1,30 @@
-"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
+"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded.
+
+Saving copies the state to host memory, which is all that a step waits for; a thread writes the copy while the next
+step goes on. The copies are written in the order in which they were made.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from retrain.errors import CheckpointError, ModelError
-from retrain.files import publish_directory, read_json, sha256, write_json
-from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.files import dumps, publish_directory, read_json, remove_leftovers, sha256, write_bytes, write_json
+from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.lora import Adapter
+from retrain.record.recorder import STEP_FILES
+from retrain.record.status import last_row
 
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
+T = TypeVar("T")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -30,32 +40,76 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Te
     optimizer.load_state_dict(state)
 
 
-def save_checkpoint(
-    directory: Path, adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer,
-    state: dict[str, Any], dropout: float = 0.0,
-) -> None:  # fmt: skip
-    """Write adapter, optimizer and ``state`` (JSON) as one directory that is there whole or not at all."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state as it was at ``step``, in host memory: nothing that goes on afterwards changes it."""
+
+    step: int
+    adapter: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    peft: dict[str, Any]
+    optimizer: dict[str, torch.Tensor]
+    state: str
+
+
+def snapshot(
+    adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
+    dropout: float = 0.0,
+) -> Snapshot:  # fmt: skip
+    """Copy adapter, optimizer and ``state`` (strict JSON with ``step``) to host memory."""
+    flat = adapter.flat.detach().to("cpu", copy=True)
+    start = adapter.flat.storage_offset()
+
+    def copied(view: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(view.shape, view.stride(), view.storage_offset() - start)
+
+    tensors = {name: (copied(a), copied(b)) for name, (a, b) in adapter.tensors().items()}
+    peft = peft_config(adapter, base_name, revision, dropout)
+    return Snapshot(int(state["step"]), tensors, peft, optimizer_tensors(optimizer), dumps(state, indent=2) + "\n")
+
+
+def write_checkpoint(directory: Path, saved: Snapshot) -> None:
+    """Write the snapshot as one directory that is there whole or not at all.
+
+    Raises StorageError when the file system refuses; what had been written aside is removed.
+    """
+    from safetensors.torch import save
 
     aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    save_adapter(aside, adapter, base_name, revision, dropout)
-    save_file(optimizer_tensors(optimizer), aside / OPTIMIZER)
-    write_json(aside / STATE, state)
-    hashes = {path.name: sha256(path) for path in sorted(aside.iterdir())}
-    write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
-    publish_directory(aside, directory)
+    try:
+        write_peft(aside, saved.adapter, saved.peft)
+        write_bytes(aside / OPTIMIZER, save(saved.optimizer))
+        write_bytes(aside / STATE, saved.state.encode())
+        hashes = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+        write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
+        publish_directory(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def save_checkpoint(
+    directory: Path, adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any], dropout: float = 0.0,
+) -> None:  # fmt: skip
+    """Snapshot and write at once."""
+    write_checkpoint(directory, snapshot(adapter, base_name, revision, optimizer, state, dropout))
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest is there with its hash."""
+    """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link."""
     try:
-        hashes = read_json(directory / MANIFEST)["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        hashes = read_json(directory / MANIFEST)["sha256"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory} has no readable {MANIFEST}") from error
-    for name, digest in hashes.items():
-        if not (directory / name).is_file() or sha256(directory / name) != digest:
-            raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    if missing := sorted({STATE, OPTIMIZER} - {name for name, _ in hashes}):
+        raise CheckpointError(f"{directory / MANIFEST} does not name {missing[0]}")
+    for name, digest in hashes:
+        path = directory / name
+        if Path(name).name != name or path.is_symlink():
+            raise CheckpointError(f"{path} is no file of this checkpoint")
+        if not path.is_file() or sha256(path) != digest:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
 def load_checkpoint(directory: Path, adapter: Adapter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -71,24 +125,118 @@ def load_checkpoint(directory: Path, adapter: Adapter, optimizer: torch.optim.Op
     return read_json(directory / STATE)
 
 
+def checkpoint_directory(run_directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is."""
+    return run_directory / "checkpoints" / f"step_{step:06d}"
+
+
 def checkpoint_directories(run_directory: Path) -> list[Path]:
     """Checkpoints of a run by step, oldest first (whole or not)."""
-    return sorted((run_directory / "checkpoints").glob("step_*"))
+    found = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(directory: Path) -> int:
+    """The number of updates done at a checkpoint, from its name."""
+    return int(directory.name[5:])
+
+
+def check_records(run_directory: Path, step: int) -> None:
+    """Raise CheckpointError unless every step before ``step`` has its rows in the files that grow with the steps."""
+    for name in STEP_FILES:
+        last = last_row(run_directory / name).get("step", -1)
+        if last < step - 1:
+            raise CheckpointError(f"{run_directory / name} ends with step {last}, the checkpoint is of step {step}")
 
 
 def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
-    """The newest checkpoint that verifies; what is wrong with newer ones is appended to ``report``."""
-    for directory in reversed(checkpoint_directories(run_directory)):
+    """The newest checkpoint to continue from; what is wrong with newer ones is appended to ``report``."""
+    found = _Found(run_directory, report)
+    step = next((step for strict in (True, False) for step in found.steps if found.whole(step, strict)), None)
+    return None if step is None else checkpoint_directory(run_directory, step)
+
+
+def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> int:
+    """The newest step at which every run of a cohort has a whole checkpoint; 0, the start, when there is none.
+
+    ``runs`` are (directory, max_steps): a run that ends earlier than a step need only be whole at its own end.
+    What is wrong with newer checkpoints is appended to the run's own report. Records that lack rows make an earlier
+    checkpoint preferred; where there is none, no finished step is given up for them.
+    """
+    found = [_Found(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
+    for strict in (True, False):
+        for step in sorted({step for each in found for step in each.steps}, reverse=True):
+            pairs = [(each, min(step, last)) for each, (_, last) in zip(found, runs, strict=True)]
+            if all(end in each.steps for each, end in pairs) and all([each.whole(end, strict) for each, end in pairs]):
+                return step
+    return 0
+
+
+class _Found:
+    """The checkpoints of one run, each verified at most once."""
+
+    def __init__(self, run_directory: Path, report: list[str]):
+        self.run_directory, self.report = run_directory, report
+        self.steps = [checkpoint_step(path) for path in reversed(checkpoint_directories(run_directory))]
+        self._wrong: dict[int, str] = {}
+        self._short: dict[int, str] = {}
+
+    def whole(self, step: int, strict: bool) -> bool:
+        """Whether the run can continue from there, ``strict`` with all of its records; why not is told once."""
+        if step not in self._wrong:
+            self._wrong[step] = self._tell(verify_checkpoint, checkpoint_directory(self.run_directory, step))
+            self._short[step] = "" if self._wrong[step] else self._tell(check_records, self.run_directory, step)
+        return not self._wrong[step] and not (strict and self._short[step])
+
+    def _tell(self, check: Callable[..., None], *arguments: Any) -> str:
         try:
-            verify_checkpoint(directory)
+            check(*arguments)
         except CheckpointError as error:
-            report.append(f"skipped a damaged checkpoint: {error}")
-            continue
-        return directory
-    return None
+            kind = "a damaged checkpoint" if check is verify_checkpoint else "a checkpoint whose records lack rows"
+            self.report.append(f"skipped {kind}: {error}")
+            return str(error)
+        return ""
 
 
-def prune(run_directory: Path, keep_last: int) -> None:
-    """Delete all but the last ``keep_last`` checkpoints; 0 keeps all."""
+def forget_after(run_directory: Path, step: int) -> None:
+    """Delete checkpoints of later steps, which will be made anew, and what killed writers left behind."""
+    for directory in checkpoint_directories(run_directory):
+        if checkpoint_step(directory) > step:
+            shutil.rmtree(directory)
+    for folder in (run_directory, run_directory / "checkpoints", run_directory / "emergence"):
+        remove_leftovers(folder)
+
+
+def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Delete all but the last ``keep_last`` checkpoints (0 keeps all) and those at multiples of ``keep_every``."""
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
-        shutil.rmtree(directory)
+        if not (keep_every and checkpoint_step(directory) % keep_every == 0):
+            shutil.rmtree(directory)
+
+
+class SaveQueue(Generic[T]):
+    """Does saves in the background, one after the other, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._waiting: list[tuple[T, Future[None]]] = []
+
+    def submit(self, owner: T, work: Callable[[], None]) -> None:
+        """Do ``work`` after all that was given before; what it raises belongs to ``owner``."""
+        self._waiting.append((owner, self._pool.submit(work)))
+
+    def wait(self) -> list[tuple[T, Exception]]:
+        """Wait until all is done; what was raised, with its owner, in order."""
+        failed = []
+        while self._waiting:
+            owner, future = self._waiting[0]
+            try:
+                future.result()
+            except Exception as error:  # told by the caller, who knows the owner
+                failed.append((owner, error))
+            self._waiting.pop(0)
+        return failed
+
+    def close(self, abandon: bool = False) -> None:
+        """End the thread after all saves, or with ``abandon`` after the one that it is at."""
+        self._pool.shutdown(cancel_futures=abandon)

@@ -70,8 +70,25 @@ class CheckpointError(RetrainError):
     """A checkpoint or run directory is damaged or does not belong to this run."""
 
 
+class LeaseLost(RetrainError):
+    """Another process has taken over the directory that this one was writing; nothing more is written."""
+
+
 class RunFailed(RetrainError):
     """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log."""
+
+
+class StorageError(RunFailed):
+    """The run directory cannot be written any more (disk full, quota, read-only, vanished): all of its runs stop."""
+
+    def __init__(self, path: object, error: OSError | str):
+        self.path = path
+        self.reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
+        super().__init__(f"{path} cannot be written: {self.reason}")
+
+
+class NonFinite(RunFailed):
+    """Loss or gradient of one update is NaN or infinite; the weights are as they were before it."""
 
 
 class Interrupted(RetrainError):

@@ -8,11 +8,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import CheckpointError, UsageError
+from retrain.errors import CheckpointError, StorageError, UsageError
 
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -62,16 +63,38 @@ def prepare_directory(directory: Path) -> None:
         raise UsageError(f"cannot write to {directory}: permission denied; give another directory")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the file system refuses inside becomes a StorageError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(path, error) from error
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
+
+    Raises StorageError when it cannot be written; ``path`` is then as it was.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """As ``write_text``, of bytes."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(aside, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    fsync_directory(path.parent)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(aside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -87,7 +110,7 @@ def read_json(path: Path) -> Any:
 def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
     """Append one strict-JSON line for each row, past all of Python's buffers.
 
-    An OSError (a full disk) leaves the file as it was: no part of a row stays.
+    Raises OSError when that fails (a full disk); the file is then as it was, no part of a row stays.
     """
     data = memoryview("".join(dumps(row) + "\n" for row in rows).encode())
     if not data:
@@ -127,7 +150,9 @@ def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
     if not path.exists():
         return
     kept = [row for row in read_jsonl(path) if row.get(key) is None or row[key] < before_step]
-    write_text(path, "".join(dumps(row) + "\n" for row in kept))
+    text = "".join(dumps(row) + "\n" for row in kept).encode()
+    if len(text) != path.stat().st_size:
+        write_bytes(path, text)
 
 
 def sha256(path: Path) -> str:
@@ -140,18 +165,46 @@ def sha256(path: Path) -> str:
 
 
 def publish_directory(aside: Path, final: Path) -> None:
-    """Rename a completely written directory into place, durably; an older one of that name is replaced."""
-    for path in aside.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-    fsync_directory(aside)
-    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(final, old)
-        os.replace(aside, final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(aside, final)
-    fsync_directory(final.parent)
+    """Rename a completely written directory into place, durably; an older one of that name is replaced.
+
+    Raises StorageError when the file system refuses.
+    """
+    with writing(final):
+        for path in aside.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        fsync_directory(aside)
+        if final.exists():
+            old = final.with_name(f".{final.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(final, old)
+            os.replace(aside, final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(aside, final)
+        fsync_directory(final.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what processes that were killed in the middle of a write left directly in ``directory``."""
+    for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise UsageError when something inside ``directory`` is a symbolic link, through which writes could leave it.
+
+    ``directory`` itself may be reached through links.
+    """
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                raise UsageError(
+                    f"{path} is a symbolic link: nothing is written through links inside a run directory; "
+                    "put what it points to in its place (the whole directory may be a link)"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import numpy as np
 
 from retrain.checkpoints import (
+    Snapshot,
     checkpoint_directories,
+    checkpoint_directory,
+    forget_after,
     load_checkpoint,
     newest_whole,
     optimizer_tensors,
     prune,
-    save_checkpoint,
+    snapshot,
+    write_checkpoint,
 )
 from retrain.credit import Modes, needs_entropy
 from retrain.engines.protocol import SampleRequest
@@ -24,7 +29,7 @@ from retrain.errors import CheckpointError, RetrainError, UsageError
 from retrain.files import publish_directory, read_jsonl
 from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
-from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.adapter_io import read_adapter, write_peft
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.update import LossSettings, default_token_budget, new_optimizer
@@ -61,6 +66,18 @@ class DataCursor:
         return self.problems[int(self._order[place])]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a step moves before its update: enough to take a failed step back."""
+
+    step: int
+    position: int
+    sepa_state: dict[str, Any]
+    weights_version: int
+    ungraded_steps: int
+    skipped_updates: int
+
+
 @dataclass
 class Run:
     """All state of one training run. ``step`` is the number of updates done, i.e. the next step to run."""
@@ -80,6 +97,12 @@ class Run:
     last_end: float | None = None
     ungraded_steps: int = 0
     """Steps in a row, up to now, in which no completion could be graded."""
+    skipped_updates: int = 0
+    """Updates in a row, up to now, that were left out because loss or gradient was not finite."""
+    restored_step: int | None = None
+    """The step of the checkpoint that this process continued from."""
+    any_base: bool = False
+    """Whether a checkpoint of other base weights may be continued (the user accepted that)."""
     told: set[str] = field(default_factory=set)
     """Grading errors that this process has written to the run's log."""
     pressure: Pressure | None = None
@@ -209,6 +232,19 @@ class Run:
         """Rows of the held-out evaluations made before this process took over."""
         return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
 
+    def mark(self) -> Mark:
+        """Where the run stands before a step."""
+        counters = (self.ungraded_steps, self.skipped_updates)
+        return Mark(self.step, self.cursor.position, self.sepa_state, self.adapter.flat._version, *counters)
+
+    def rewind(self, mark: Mark) -> bool:
+        """Take back what a step that failed has moved. False, with nothing changed, when its weights have moved."""
+        if self.step != mark.step or self.adapter.flat._version != mark.weights_version:
+            return False
+        self.cursor.position, self.sepa_state = mark.position, mark.sepa_state
+        self.ungraded_steps, self.skipped_updates = mark.ungraded_steps, mark.skipped_updates
+        return True
+
     def save_due(self) -> bool:
         """Whether a checkpoint belongs after the number of updates done now (after the last one always)."""
         every = self.config.training.save_every
@@ -223,75 +259,86 @@ class Run:
             "cursor": self.cursor.position,
             "sepa": self.sepa_state,
             "ungraded_steps": self.ungraded_steps,
+            "skipped_updates": self.skipped_updates,
             "recorder": self.recorder.state(),
             "base": self.base.fingerprint,
             "run_id": self.run_id,
             "pressure": self.pressure.state() if self.pressure else None,
         }
 
-    def save(self) -> Path:
-        """Write the checkpoint of the current step and, when finished, ``final/``; then their lines."""
-        model = self.config.model
-        name = f"{self.step:06d}"
-        directory = self.directory / "checkpoints" / f"step_{name}"
-        self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
-        save_checkpoint(
-            directory,
-            self.adapter,
-            self.base.name,
-            model.revision,
-            self.optimizer,
-            self.state(),
-            self.config.lora.dropout,
+    def snapshot(self) -> Snapshot:
+        """A copy of the current step's state in host memory, for ``write`` and ``publish``."""
+        config = self.config
+        return snapshot(
+            self.adapter, self.base.name, config.model.revision, self.optimizer, self.state(), config.lora.dropout
         )
-        self._record_save(name, directory, directory)
-        if self.finished:
-            final = self.directory / "final"
-            self._publish_adapter(final)
+
+    def write(self, saved: Snapshot) -> None:
+        """Write the checkpoint, unless it is the very one that the run was restored from."""
+        if saved.step != self.restored_step:
+            self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
+            write_checkpoint(checkpoint_directory(self.directory, saved.step), saved)
+
+    def publish(self, saved: Snapshot, final: bool) -> None:
+        """What follows when the checkpoints of the whole cohort are there: ``final/``, the lines, and making room."""
+        directory = checkpoint_directory(self.directory, saved.step)
+        epoch = self._epoch(json.loads(saved.state)["cursor"])
+        self._record_save(f"{saved.step:06d}", saved.step, directory, directory, epoch)
+        if final:
+            target = self.directory / "final"
+            self._publish_adapter(target, saved)
             if self.config.backend.adapter_path:
                 export = Path(self.config.backend.adapter_path)
-                self._publish_adapter(export / self.run_id if self.spec.is_campaign else export)
-            self._record_save("final", directory, final)
-        prune(self.directory, self.config.training.keep_last)
-        return directory
+                self._publish_adapter(export / self.run_id if self.spec.is_campaign else export, saved)
+            self._record_save("final", saved.step, directory, target, epoch)
+        prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 
-    def _publish_adapter(self, directory: Path) -> None:
+    def _publish_adapter(self, directory: Path, saved: Snapshot) -> None:
         aside = directory.with_name(f".{directory.name}.tmp")
-        save_adapter(aside, self.adapter, self.base.name, self.config.model.revision, self.config.lora.dropout)
+        write_peft(aside, saved.adapter, saved.peft)
         publish_directory(aside, directory)
 
-    def _record_save(self, name: str, state_path: Path, sampler_path: Path) -> None:
+    def _epoch(self, position: int) -> int:
+        return position // max(1, len(self.cursor.problems))
+
+    def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, epoch: int) -> None:
         """The line for a save that is complete; saving the same step again does not repeat it."""
-        if any(
-            row["name"] == name and row["batch"] == self.step
-            for row in read_jsonl(self.directory / "checkpoints.jsonl")
-        ):
+        if any(row["name"] == name and row["batch"] == step for row in read_jsonl(self.directory / "checkpoints.jsonl")):
             return
         self.recorder.record_checkpoint(
             {
                 "name": name,
-                "batch": self.step,
-                "step": self.step - 1,
+                "batch": step,
+                "step": step - 1,
                 "state_path": str(state_path.relative_to(self.directory)),
                 "sampler_path": str(sampler_path.relative_to(self.directory)),
-                "epoch": self.cursor.position // max(1, len(self.cursor.problems)),
+                "epoch": epoch,
             }
         )
 
-    def restore(self) -> list[str]:
-        """Continue from the newest whole checkpoint, or from the start when there is none; records are cut to it.
+    def restore(self, step: int | None = None, told: Sequence[str] = ()) -> list[str]:
+        """Continue from the checkpoint of ``step`` (0 is the start; None the newest whole one) and cut records to it.
 
-        Returns what there is to tell the user. Raises CheckpointError when the checkpoint belongs to another base.
+        ``told`` is what was found wrong with later ones. Returns what there is to tell the user. Raises
+        CheckpointError when the checkpoint belongs to another base.
         """
-        told: list[str] = []
-        directory = newest_whole(self.directory, told)
+        lines = list(told)
+        if step is None:
+            directory = newest_whole(self.directory, lines)
+        else:
+            directory = checkpoint_directory(self.directory, step) if step else None
         if directory is None and checkpoint_directories(self.directory):
-            told.append("no whole checkpoint: the run starts again from step 0")
+            lines.append("no checkpoint to continue from: the run starts again from step 0")
         if directory is not None:
             self._load(directory)
-            told.append(f"continues at step {self.step}")
+            self.restored_step = self.step
+            lines.append(f"continues at step {self.step}")
         self.recorder.truncate(self.step)
-        return told
+        forget_after(self.directory, self.step)
+        if directory is not None:  # killed between the rename and its line
+            epoch = self._epoch(self.cursor.position)
+            self._record_save(f"{self.step:06d}", self.step, directory, directory, epoch)
+        return lines
 
     def continue_from(self, directory: Path) -> list[str]:
         """Begin where another run is (``[resume] from``): a run directory or checkpoint with its whole state, or
@@ -321,10 +368,11 @@ class Run:
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, self.adapter, self.optimizer)
-        if state["base"] != self.base.fingerprint:
+        if state["base"] != self.base.fingerprint and not self.any_base:
             raise CheckpointError(f"{checkpoint} was trained on other base weights than {self.base.name} holds now")
         self.step, self.cursor.position = state["step"], state["cursor"]
         self.sepa_state, self.ungraded_steps = state["sepa"], state["ungraded_steps"]
+        self.skipped_updates = state.get("skipped_updates", 0)
         self.recorder.restore(state["recorder"])
         self.saved_pressure = state.get("pressure")
 

@@ -8,17 +8,19 @@ A cohort of one is the single run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from retrain.checkpoints import SaveQueue, Snapshot
 from retrain.credit import assign_credit, fill_advantages, mark_planning
 from retrain.engines.protocol import Engine, SampleRequest
 from retrain.environments.prompts import render
-from retrain.errors import Interrupted, RunFailed
+from retrain.errors import Interrupted, LeaseLost, NonFinite, RunFailed, StorageError
+from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import sepa_observe
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
@@ -28,7 +30,7 @@ from retrain.pressure import Pressure, decode_work
 from retrain.record.observer import Observer
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader
-from retrain.run import Run
+from retrain.run import Mark, Run
 from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, StepRecord
 
 UNGRADED_STEPS = 3
@@ -62,23 +64,33 @@ class Cohort:
         self.observer, self.stop, self.workers = observer, stop, workers or Workers()
         self.yardstick = yardstick
         self.pressure = self._new_pressure()
+        self.saves: SaveQueue[Run] = SaveQueue()
 
     def train(self) -> None:
         """Step until every run has finished or failed. Raises Interrupted, with all saved, when asked to stop."""
         for run in self.runs:
             run.last_end = time.time()
-        self._start()
-        while active := self._active():
-            if self.stop():
-                for run, _ in active:
-                    self._guarded_and_told(run, lambda run=run: self._save(run))
-                raise Interrupted("stopped after a finished step; everything is saved")
-            self.step(active)
+        try:
+            self._start()
+            while active := self._active():
+                if self.stop():
+                    self._save([run for run, _ in active])
+                    self._settle()
+                    raise Interrupted("stopped after a finished step; everything is saved")
+                self.step(active)
+            self._settle()
+        except KeyboardInterrupt:
+            self.saves.close(abandon=True)
+            raise
+        finally:
+            self.saves.close()
 
     def step(self, active: Sequence[tuple[Run, Grader]]) -> None:
         """One optimizer step of every active run."""
+        before = {}
         for run, _ in active:
             run.last_end = run.last_end or time.time()
+            before[id(run)] = run.mark()
         prompts = [run.next_prompts() for run, _ in active]
         with _span([run for run, _ in active], "rollout"):
             sampled = self._sample(active, prompts)
@@ -94,11 +106,7 @@ class Cohort:
                 self._guarded_and_told(
                     run, lambda run=run: self._record(run, len(active), graded[id(run)], numbers[id(run)])
                 )
-        for run, _ in active:
-            if run.error is None and run.finished:
-                self._finish(run)
-            elif run.error is None and run.save_due():
-                self._guarded_and_told(run, lambda run=run: self._save(run))
+        self._save_due([run for run, _ in active], before)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
 
@@ -151,6 +159,13 @@ class Cohort:
                 run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, correct_rate, credit.exec_variance)
         self._check_grading(run, groups)
         with _span([run], "update"):
+            update = self._update(run, credit)
+        run.step += 1
+        return {"update": update, "state": state}
+
+    def _update(self, run: Run, credit: Any) -> dict[str, Any]:
+        """The optimizer step; left out and recorded as such when loss or gradient is not finite, up to a limit."""
+        try:
             update = train_step(
                 self.base,
                 self.lanes,
@@ -162,8 +177,18 @@ class Cohort:
                 run.lr(),
                 (*run.stream, "dropout", run.step),
             )
-        run.step += 1
-        return {"update": update, "state": state}
+        except NonFinite as error:
+            run.skipped_updates += 1
+            limit = run.config.training.nonfinite_limit
+            if run.skipped_updates >= limit:
+                steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
+                raise RunFailed(f"step {run.step}: {error}{steps}") from error
+            run.recorder.log(f"step {run.step}: {error}", "warning")
+            left_out = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
+            return {**left_out, "optim/lr": run.lr(), "num_datums": len(credit.sequences), "optim/skipped": True}
+        if credit.sequences:
+            run.skipped_updates = 0
+        return {**update, "optim/skipped": False}
 
     def _check_grading(self, run: Run, groups: Sequence[Group]) -> None:
         """Tell of gradings that failed, each reason once; RunFailed when nothing at all can be graded any more."""
@@ -208,15 +233,53 @@ class Cohort:
             row = run.recorder.record_step(record)
         self.observer.step(run.spec, row)
 
-    def _save(self, run: Run) -> None:
-        with _span([run], "checkpoint"):
-            run.save()
+    # -- saving -------------------------------------------------------------------------------------------------
 
-    def _finish(self, run: Run) -> None:
-        """Save the finished run, ``final/`` included, and say that it is done."""
-        self._guarded_and_told(run, lambda: self._save(run))
-        if run.error is None:
-            self.observer.run_finished(run.spec, "done")
+    def _save_due(self, runs: Sequence[Run], before: Mapping[int, Mark] | None = None) -> None:
+        """Save the cohort at one common step when one of its runs is due, ends, or has just failed.
+
+        What a batch is composed of shows in the last bits of what is sampled, so on resume every run begins where all
+        of them can. A run that failed is saved as it was ``before`` that step, if its weights still are.
+        """
+        alive = [run for run in runs if run.error is None]
+        done = [run for run in alive if run.finished]
+        left = len(alive) < len(runs) and any(run.config.training.save_every for run in runs)
+        if done or left or any(run.save_due() for run in alive):
+            failed = [run for run in runs if run.error is not None and before and run.rewind(before[id(run)])]
+            self._save([*alive, *failed])
+        if done:
+            self._settle()
+        for run in done:
+            if run.error is None:
+                self.observer.run_finished(run.spec, "done")
+
+    def _save(self, runs: Sequence[Run]) -> None:
+        """Copy the state of these runs and queue the copies for writing, once the saves before are complete.
+
+        All are written before the first is published, and so before anything older is deleted.
+        """
+        self._settle()
+        saved, written = [], set[int]()
+        for run in runs:
+            with _span([run], "checkpoint"):
+                saved.append((run, run.snapshot()))
+
+        def write(run: Run, state: Snapshot) -> None:
+            run.write(state)
+            written.add(id(run))
+
+        def publish(run: Run, state: Snapshot) -> None:
+            if len(written) == len(saved):
+                run.publish(state, final=state.step >= run.config.training.max_steps)
+
+        for work in (write, publish):
+            for run, state in saved:
+                self.saves.submit(run, lambda work=work, run=run, state=state: work(run, state))
+
+    def _settle(self) -> None:
+        """Wait for the saves on their way; one that failed ends its run."""
+        for run, error in self.saves.wait():
+            self._guarded_and_told(run, lambda error=error: raised(error))
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -230,7 +293,7 @@ class Cohort:
             for row in run.evaluations_so_far()[:1]:
                 self.observer.evaluated(run.spec, "heldout", row)
             if run.finished:  # killed between its last checkpoint and the word that it was done
-                self._finish(run)
+                self._save_due([run])
             evaluation = run.config.evaluation
             if run.step == 0 and evaluation.problems and evaluation.at_start:
                 waiting.append((run, grader))
@@ -317,6 +380,8 @@ class Cohort:
         """Do one run's part; what it raises ends that run only, with the traceback in its log."""
         try:
             work()
+        except (StorageError, LeaseLost):  # the fault of no run: nobody can write any more
+            raise
         except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
 
@@ -324,6 +389,11 @@ class Cohort:
         self._guarded(run, work)
         if run.error is not None:
             self.observer.run_finished(run.spec, "failed", run.error)
+
+
+def raised(error: Exception) -> None:
+    """Raise ``error`` here."""
+    raise error
 
 
 @contextmanager

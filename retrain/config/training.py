@@ -60,6 +60,8 @@ class Training(Section):
     """Steps between checkpoints; 0 saves only the final state."""
     keep_last: Natural = 2
     """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
+    keep_every: Natural = 0
+    """Checkpoints at multiples of so many steps stay as well; 0 keeps none for that."""
     eval_every: Natural = 0
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
     clip_eps: Annotated[Decay, *CLIPPED] = 0.2
@@ -73,6 +75,9 @@ class Training(Section):
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
     micro_batch_tokens: Literal["auto"] | Count = "auto"
     """Tokens in one forward and backward pass. Changes memory and speed, never the update."""
+    nonfinite_limit: Count = 3
+    """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many in a row the run
+    fails, saved as it was before. 1 fails at the first."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
 
@@ -176,6 +181,16 @@ def schedule_rules(config: Config) -> Iterator[Finding]:
             f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
             f"warmup_steps = {steps // 10}",
         )
+    every, save = config.training.keep_every, config.training.save_every
+    if every and not config.training.keep_last:
+        yield Finding(
+            ("training.keep_every", "training.keep_last"), "has no effect with keep_last = 0, which keeps all",
+            "remove the line",
+        )  # fmt: skip
+    elif every and (not save or every % save):
+        what = f"is {every}: with save_every = {save} " + ("no such step is saved" if not save else "not all are saved")
+        fix = f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
+        yield Finding(("training.keep_every", "training.save_every"), what, fix)
     if config.training.eval_every and not config.evaluation.problems:
         yield Finding(
             ("training.eval_every", "evaluation.problems"),

@@ -5,14 +5,13 @@ Written without importing peft (its import costs seconds); the tests load every 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from retrain.files import write_json
+from retrain.files import write_bytes, write_json
 from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile
 from retrain.policy.lora import Adapter, LayerShape
 
@@ -63,17 +62,19 @@ def save_adapter(
 
 
 def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], config: dict) -> None:
-    """Write (A, B) by module path and the given adapter_config.json into ``directory``."""
-    from safetensors.torch import save_file
+    """Write (A, B) by module path and the given adapter_config.json into ``directory``.
 
-    directory.mkdir(parents=True, exist_ok=True)
+    Raises StorageError when it cannot be written.
+    """
+    from safetensors.torch import save
+
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous().clone()
         flat[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
-    save_file(flat, directory / WEIGHTS, metadata={"format": "pt"})
+    # As bytes and not by safetensors' own writer, whose errors on a full disk are no OSError.
+    write_bytes(directory / WEIGHTS, save(flat, metadata={"format": "pt"}))
     write_json(directory / CONFIG, config)
-    shutil.copymode(directory / CONFIG, directory / WEIGHTS)  # safetensors leaves it to its owner alone
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

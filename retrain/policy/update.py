@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from retrain.errors import RunFailed
+from retrain.errors import NonFinite
 from retrain.maths.losses import (
     RATIO_METRICS,
     Loss,
@@ -108,7 +108,7 @@ def train_step(
     """Accumulate gradients over all sequences and take one optimizer step.
 
     Returns the catalogue's update metrics. With no sequences (no group had signal) nothing changes and the loss is
-    0. Raises RunFailed when the loss or the gradient is not finite; the weights are then untouched.
+    0. Raises NonFinite when the loss or the gradient is not finite; the weights are then untouched.
     """
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(sequences)}
     if not sequences:
@@ -140,7 +140,7 @@ def train_step(
     loss_total = float(torch.stack(losses).sum())
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
-        raise RunFailed(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
+        raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
     clipped = settings.grad_clip_norm > 0 and norm > settings.grad_clip_norm
     if clipped:
         adapter.flat.grad.mul_(settings.grad_clip_norm / (norm + 1e-6))

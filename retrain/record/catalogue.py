@@ -102,6 +102,8 @@ LOSS = [
             wandb="train/backend/preserves_token_advantages"),
     _metric("optim/lr", "learning rate of the update", "", trl="learning_rate", retrain="lr"),
     _metric("optim/grad_norm", "norm of the whole gradient before clipping", "", trl="grad_norm"),
+    _metric("optim/skipped", "whether the update was left out because loss or gradient was not finite", "boolean",
+            "false"),
     _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`", "boolean"),
 ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from retrain.errors import StorageError
 from retrain.files import truncate_jsonl, write_json
 from retrain.record.context import RunContext
 from retrain.record.evaluation import answer_of, eval_row, shortened
@@ -37,7 +38,7 @@ class RunRecorder:
     step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
     must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
     (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``. Any call raises
-    RunFailed when an earlier record could not be written.
+    RunFailed (of a disk, StorageError) when an earlier record could not be written.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RunRecorder:
     def record_step(self, record: StepRecord) -> Row:
         """Make the step's row, which is returned, and have everything about the step written."""
         self.start()
+        self._still_there()
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations)
@@ -117,6 +119,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
+        self._still_there()
         row = eval_row(record, self.context.tags)
         self._evaluations.update(row)
         self._files.write(lambda: self._write_eval(record, row))
@@ -152,6 +155,11 @@ class RunRecorder:
         Any thread may. Raises RunFailed when something could not be written.
         """
         self._files.flush()
+
+    def _still_there(self) -> None:
+        """Raise StorageError when the directory has vanished: beginning it anew would hide that records are lost."""
+        if not self.directory.is_dir():
+            raise StorageError(self.directory, "the directory has vanished")
 
     def log(self, text: str, level: str = "info") -> None:
         """One time-stamped line (or several) in ``run.log``; never raises."""

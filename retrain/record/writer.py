@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import RunFailed
-from retrain.files import append_jsonl, fsync_directory
+from retrain.errors import RunFailed, StorageError
+from retrain.files import append_jsonl, fsync_directory, writing
 from retrain.record.context import RunContext
 from retrain.record.trackers import Tracker
 
@@ -124,15 +124,16 @@ class RecordFiles:
         try:
             append_jsonl(path, rows)
         except OSError as error:
-            raise RunFailed(f"{path} cannot be written: {error.strerror or error}") from error
+            raise StorageError(path, error) from error
         self._unsynced.add(path)
 
     def append_text(self, name: str, text: str) -> None:
         """Add text to ``name`` (on the thread)."""
         path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(text)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
+                file.write(text)
         self._unsynced.add(path)
 
     def flush(self) -> None:
@@ -144,6 +145,8 @@ class RecordFiles:
     def check(self) -> None:
         """Raise RunFailed when something could not be written."""
         error = self._thread.error
+        if isinstance(error, StorageError):
+            raise StorageError(error.path, error.reason) from error
         if isinstance(error, RunFailed):
             raise RunFailed(str(error)) from error
         if error is not None:
