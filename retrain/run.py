@@ -303,7 +303,9 @@ class Run:
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, epoch: int) -> None:
         """The line for a save that is complete; saving the same step again does not repeat it."""
-        if any(row["name"] == name and row["batch"] == step for row in read_jsonl(self.directory / "checkpoints.jsonl")):
+        if any(
+            row["name"] == name and row["batch"] == step for row in read_jsonl(self.directory / "checkpoints.jsonl")
+        ):
             return
         self.recorder.record_checkpoint(
             {

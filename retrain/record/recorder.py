@@ -60,6 +60,7 @@ class RunRecorder:
         self._evaluations: Row = {}
         self._tracker_state: dict[str, Any] = {}
         self._started = False
+        self._marker = self.directory
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -77,7 +78,8 @@ class RunRecorder:
         self._started = True
         self.directory.mkdir(parents=True, exist_ok=True)
         if facts is not None:
-            write_json(self.directory / "config.json", facts)
+            self._marker = self.directory / "config.json"
+            write_json(self._marker, facts)
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             name = reporter.tracker.name
@@ -158,7 +160,7 @@ class RunRecorder:
 
     def _still_there(self) -> None:
         """Raise StorageError when the directory has vanished: beginning it anew would hide that records are lost."""
-        if not self.directory.is_dir():
+        if not self._marker.exists():
             raise StorageError(self.directory, "the directory has vanished")
 
     def log(self, text: str, level: str = "info") -> None:

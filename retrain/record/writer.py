@@ -163,7 +163,7 @@ class RecordFiles:
         folders = set()
         for path in self._unsynced:
             if path.exists():  # a step's page may have been replaced or pruned since
-                with open(path, "rb") as file:
+                with writing(path), open(path, "rb") as file:
                     os.fsync(file.fileno())
                 folders.add(path.parent)
         for folder in folders:
