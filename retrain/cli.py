@@ -25,7 +25,9 @@ class Door(TyperGroup):
         try:
             return super().invoke(ctx)
         except RetrainError as error:
-            print(error, file=sys.stderr)
+            from retrain.record.board import printable
+
+            print(printable(error), file=sys.stderr)
             raise typer.Exit(error.exit_status) from error
         except KeyboardInterrupt as error:
             print("Interrupted.", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 
@@ -78,11 +79,19 @@ class RunFailed(RetrainError):
     """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log."""
 
 
+OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY})
+"""Errors of one path, such as a file where a directory should be; the file system around it is well."""
+
+
 class StorageError(RunFailed):
-    """The run directory cannot be written any more (disk full, quota, read-only, vanished): all of its runs stop."""
+    """A file of a run directory cannot be written.
+
+    ``shared`` (disk full, quota, read-only, vanished): no run can write any more, all of them stop and none failed.
+    """
 
     def __init__(self, path: object, error: OSError | str):
         self.path = path
+        self.shared = not (isinstance(error, OSError) and error.errno in OWN_FAULTS)
         self.reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
         super().__init__(f"{path} cannot be written: {self.reason}")
 

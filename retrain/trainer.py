@@ -380,8 +380,12 @@ class Cohort:
         """Do one run's part; what it raises ends that run only, with the traceback in its log."""
         try:
             work()
-        except (StorageError, LeaseLost):  # the fault of no run: nobody can write any more
+        except LeaseLost:
             raise
+        except StorageError as error:
+            if error.shared:  # the fault of no run: nobody can write any more
+                raise
+            run.fail(error)
         except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
 

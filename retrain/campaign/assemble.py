@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
-from retrain.checkpoints import checkpoint_directories
+from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.credit import Modes, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
@@ -23,7 +26,7 @@ from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
-from retrain.record.environment import run_facts, write_environment
+from retrain.record.environment import module_hashes, run_facts, write_environment
 from retrain.record.recorder import RunRecorder
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
@@ -38,17 +41,25 @@ def assemble(
     observer: Any,
     stop: Callable[[], bool],
     stack: ExitStack,
+    restart: Restart = Restart(),  # noqa: B008 - frozen
 ) -> Cohort:
     """The cohort of these runs, ready to train. ``stack`` closes graders and unwraps the base at the end.
 
     ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
 
-    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used.
+    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
+    loaded to be known differs from the runs' records and is not approved.
     """
+    begin = _beginnings(directory, specs, restart)
+    specs = [spec for spec in specs if spec.run_id in begin]
     config = specs[0].config
     modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
     if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
+        # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.training.deterministic)
+    if config.model.trust_remote_code:
+        observer.message(f"{config.model.model} may run code of its own: trust_remote_code = true", "warning")
     base = load_base(
         config.model.model,
         revision=config.model.revision,
@@ -69,14 +80,25 @@ def assemble(
     )
     for note in data.notes:
         observer.message(note)
+    facts = _world(base, data, engine, workers)
+    for spec in specs:
+        recorded = recorded_facts(run_directory(directory, spec))
+        changes = world_changes(recorded, facts)
+        restart.approve(directory, changes)
+        begin[spec.run_id].any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
+        for line in machine_changes(recorded, facts):
+            observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
     graders: dict[str, Grader] = {}
     runs, used = [], []
     for spec, mode in zip(specs, modes, strict=True):
         key = spec.config.reward.model_dump_json()
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
+        begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
         try:
-            run = _build_run(directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder)
+            run = _build_run(
+                directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder, begin[spec.run_id]
+            )
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
@@ -87,6 +109,52 @@ def assemble(
     if specs[0].is_campaign and data.heldout:
         yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
     return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
+
+
+@dataclass
+class Beginning:
+    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``told`` says what was passed over,
+    ``any_base`` whether other weights of the base were accepted, and ``facts`` what it is made with."""
+
+    step: int | None
+    told: list[str]
+    any_base: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, Beginning]:
+    """Where each run of a cohort goes on; failed runs are in it when the others go back to before their failure."""
+    told: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
+    step: int | None = None
+    if restart.together:
+        going = [spec for spec in specs if spec.run_id not in restart.failed_at]
+        step = common_step(
+            [(run_directory(directory, spec), spec.config.training.max_steps) for spec in going],
+            [told[spec.run_id] for spec in going],
+        )
+        specs = [spec for spec in specs if restart.failed_at.get(spec.run_id, step) >= step]
+    return {
+        spec.run_id: Beginning(None if step is None else min(step, spec.config.training.max_steps), told[spec.run_id])
+        for spec in specs
+    }
+
+
+def _world(base: BaseModel, data: Dataset, engine: LocalEngine, workers: Workers) -> dict[str, Any]:
+    """What a run is made with that has to be loaded to be known; part of every run's ``config.json``."""
+    return {
+        "built": {
+            "model": type(base.model).__name__,
+            "tokenizer": type(base.tokenizer).__name__,
+            "engine": type(engine).__name__,
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "device": str(base.device),
+            "threads": {"workers": workers.count, "torch": torch.get_num_threads()},
+        },
+        "base": {"name": base.name, "fingerprint": base.fingerprint},
+        "data_hash": data.content_hash,
+        "heldout_hash": content_hash((), data.heldout),
+        "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},
+    }
 
 
 def _build_run(
@@ -100,6 +168,7 @@ def _build_run(
     observer: Any,
     stack: ExitStack,
     folder: Path,
+    begin: Beginning,
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
@@ -120,34 +189,23 @@ def _build_run(
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
     run = Run(spec, where, base, lanes, recorder, cursor, *modes)
-    resumed = recorder.begun or bool(checkpoint_directories(where))
-    if resumed:
-        for line in run.restore():
-            recorder.log(line)
-            observer.message(f"{spec.run_id}: {line}")
-    elif spec.config.resume.from_:
-        for line in run.continue_from(Path(spec.config.resume.from_)):
-            recorder.log(line)
-            observer.message(f"{spec.run_id}: {line}")
-    built = {
-        "model": type(base.model).__name__,
-        "tokenizer": type(base.tokenizer).__name__,
-        "optimizer": type(run.optimizer).__name__,
-        "engine": "LocalEngine",
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "device": str(base.device),
-    }
+    run.any_base = begin.any_base
+    lines = []
+    if recorder.begun or checkpoint_directories(where):
+        lines += run.restore(begin.step, begin.told)
+    if run.restored_step is None and spec.config.resume.from_:
+        lines += run.continue_from(Path(spec.config.resume.from_))
+    for line in lines:
+        recorder.log(line)
+        observer.message(f"{spec.run_id}: {line}")
+    built = begin.facts["built"] | {"optimizer": type(run.optimizer).__name__}
     facts = run_facts(
         spec.config,
-        built=built,
         run_id=spec.run_id,
         condition=spec.label,
         seeds={"campaign": spec.config.campaign.seed, "run": spec.config.training.seed},
-        base={"name": base.name, "fingerprint": base.fingerprint},
-        data_hash=data.content_hash,
         ranges=dict(context.ranges),
-        heldout_hash=content_hash((), data.heldout),
-        data_sizes={"train": len(data.train), "heldout": len(data.heldout)},
+        **(begin.facts | {"built": built}),
     )
     write_environment(where)
     recorder.start(facts)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.manifest import DirectoryLock, Manifest, read_plan, write_plan
+from retrain.campaign.changes import Approval, Restart, recorded_facts, settings_changes, version_changes
+from retrain.campaign.lease import DirectoryLock
+from retrain.campaign.manifest import (
+    MANIFEST,
+    Manifest,
+    planned_configs,
+    read_manifest,
+    read_plan,
+    run_directory,
+    update_plan,
+    write_plan,
+)
 from retrain.campaign.plan import RunSpec, plan
+from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
-from retrain.errors import Interrupted, RetrainError
-from retrain.files import write_json
+from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
+from retrain.files import refuse_links, write_json
 from retrain.record.environment import run_facts, write_environment
 from retrain.record.observer import Observer
 
@@ -33,54 +43,60 @@ class Outcome:
     saved: bool = True
 
 
-class StopRequest:
-    """SIGINT or SIGTERM while training: the first asks for an end after the step, the second ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    @contextmanager
-    def listening(self, observer: Observer) -> Iterator[StopRequest]:
-        """Handle the signals while inside (only the main thread may)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-
-        def handle(number: int, frame: object) -> None:
-            if self.asked:
-                raise KeyboardInterrupt
-            self.asked = True
-            observer.message("finishing the step and saving; once more to stop without saving", "warning")
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def launch(loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False) -> Outcome:
+def launch(
+    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None
+) -> Outcome:
     """Train what the file asks for; a directory that already holds some of it is continued.
 
-    Finished runs are not repeated, failed ones only with ``retry_failed``.
+    Finished runs are not repeated, unless the file asks for more steps; failed ones only with ``retry_failed``.
+    ``approval`` decides about what differs from the directory's records; without it every difference is refused.
+    Raises StorageError when the directory cannot be written, LeaseLost when another process has taken it over.
     """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
-    with DirectoryLock(directory):
-        manifest = Manifest.open(directory, loaded.config.campaign.name or loaded.path.stem, specs)
+    approval = approval or Approval()
+    with DirectoryLock(directory, observer.message) as lock:
+        name = loaded.config.campaign.name or loaded.path.stem
+        manifest = _open(directory, name, specs, loaded.path.parent, observer, approval)
         write_plan(directory, specs, loaded.text, loaded.path)
         if loaded.is_campaign:
             write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
             write_environment(directory)
-        return _carry_out(manifest, specs, loaded.path.parent, observer, retry_failed)
+        return _carry_out(manifest, specs, loaded.path.parent, observer, retry_failed, lock, approval)
 
 
-def resume(directory: Path, observer: Observer, retry_failed: bool = False) -> Outcome:
-    """Continue a run or campaign from its directory alone; failed runs only with ``retry_failed``."""
-    specs, folder = read_plan(Path(directory))
-    with DirectoryLock(Path(directory)):
-        manifest = Manifest.open(Path(directory), Path(directory).name, specs)
-        return _carry_out(manifest, specs, folder, observer, retry_failed)
+def resume(
+    directory: Path, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
+    sets: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Continue a run or campaign from its directory alone, with ``section.key=value`` settings changed for all of its
+    runs; failed runs only with ``retry_failed``. As ``launch`` in all else."""
+    directory = Path(directory)
+    specs, folder = read_plan(directory, sets)
+    approval = approval or Approval()
+    with DirectoryLock(directory, observer.message) as lock:
+        manifest = _open(directory, directory.name, specs, folder, observer, approval)
+        if sets:
+            update_plan(directory, specs)
+        return _carry_out(manifest, specs, folder, observer, retry_failed, lock, approval)
+
+
+def _open(
+    directory: Path, name: str, specs: Sequence[RunSpec], folder: Path, observer: Observer, approval: Approval
+) -> Manifest:
+    """The directory's manifest, once what differs from its records has been approved."""
+    refuse_links(directory)
+    entries = {}
+    if (directory / MANIFEST).is_file():
+        entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
+    asked, told = settings_changes(specs, planned_configs(directory), entries)
+    for spec in specs:
+        entry = entries.get(spec.run_id)
+        if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
+            asked += version_changes(recorded_facts(run_directory(directory, spec)), spec, folder)
+    approval(directory, asked)
+    for line in told:
+        observer.message(f"changed since the last start: {line}")
+    return Manifest.open(directory, name, specs)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
@@ -118,9 +134,27 @@ def _lane_count(specs: Sequence[RunSpec], conditions: int) -> int:
     return max(1, most // conditions * conditions if conditions <= most else most)
 
 
+def _planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
+    shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record."""
+    known = {spec.run_id: spec for spec in specs}
+    begun = [
+        group
+        for group in manifest.content.get("cohorts", [])
+        if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
+    ]
+    lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
+    lanes = lanes or _lane_count(specs, len({spec.label for spec in specs}))
+    rest = [spec for spec in specs if not any(spec.run_id in group for group in begun)]
+    planned = [[known[name] for name in group if name in known] for group in begun] + cohorts(rest, lanes)
+    manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned])
+    return planned
+
+
 def _carry_out(
-    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, retry_failed: bool
-) -> Outcome:
+    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, retry_failed: bool,
+    lock: DirectoryLock, approval: Approval,
+) -> Outcome:  # fmt: skip
     directory = manifest.directory
     observer.plan(specs)
     settled = ("done",) if retry_failed else ("done", "failed")
@@ -132,11 +166,16 @@ def _carry_out(
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     elif not left:
         observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
-    stop, interrupted, saved = StopRequest(), False, True
+    stop, interrupted, saved = StopRequest(directory), False, True
+
+    def ending() -> bool:
+        lock.check()
+        return stop.asked
+
     with stop.listening(observer):
-        for group in cohorts(todo, _lane_count(specs, len({spec.label for spec in specs}))) if todo else []:
+        for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
             try:
-                _train_cohort(manifest, group, folder, observer, lambda: stop.asked)
+                _train_cohort(manifest, group, folder, observer, ending, restart)
             except (Interrupted, KeyboardInterrupt) as end:
                 interrupted, saved = True, isinstance(end, Interrupted)
                 break
@@ -147,15 +186,31 @@ def _carry_out(
                 manifest.update(spec.run_id, state="interrupted", reason="stopped by the user")
                 observer.run_finished(spec, "interrupted", "")
         return Outcome(130, directory, summary(manifest), saved)
+    _squeeze_once(manifest, specs, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare
 
-        runs, declared = manifest.content["runs"], specs[0].config.campaign
-        labels = [spec.label for spec in specs]
-        metric = None if declared.primary_metric == "final" else declared.primary_metric
-        manifest.note(comparison=compare(directory, runs, labels, metric=metric, margin=declared.equivalence_margin))
+        manifest.note(comparison=compare(directory, manifest.content["runs"], [spec.label for spec in specs]))
     failed = any(run["state"] == "failed" for run in manifest.content["runs"])
     return Outcome(1 if failed else 0, directory, summary(manifest))
+
+
+def _restarts(
+    manifest: Manifest, specs: Sequence[RunSpec], retry_failed: bool, approval: Approval
+) -> Iterator[tuple[list[RunSpec], Restart]]:
+    """The cohorts that have something left to do: what is unfinished of each, then what failed and is tried again.
+
+    Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
+    go on have to be in its batches again, and fail again.
+    """
+    for group in _planned_cohorts(manifest, specs):
+        states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
+        failed = {name: int(manifest.run(name)["step"]) for name, state in states.items() if state == "failed"}
+        if any(state not in ("done", "failed") for state in states.values()):
+            members = [spec for spec in group if states[spec.run_id] != "done"]
+            yield members, Restart(failed_at=failed, approve=approval)
+        if retry_failed and failed:
+            yield [spec for spec in group if spec.run_id in failed], Restart(together=False, approve=approval)
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
@@ -176,25 +231,34 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 
 def _train_cohort(
-    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool]
-) -> None:
+    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool],
+    restart: Restart,
+) -> None:  # fmt: skip
     """Build the runs of one cohort, restore what was saved of them, and train them together."""
     from retrain.campaign.assemble import assemble
 
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
         try:
-            cohort = assemble(manifest.directory, specs, folder, follower, stop, stack)
+            cohort = assemble(manifest.directory, specs, folder, follower, stop, stack, restart)
+        except StorageError as error:
+            raise _with_advice(error, manifest.directory) from error
         except RetrainError as error:
+            if error.exit_status == 2:
+                raise  # a wrong model name or data file, or changes not accepted: nothing was trained or marked
             for spec in specs:
                 follower.run_finished(spec, "failed", str(error))
-            if error.exit_status == 2:
-                raise  # a wrong model name or data file: nothing was trained, the message is for the user
             return
         try:
             cohort.train()
-        except (Interrupted, KeyboardInterrupt):
+        except (Interrupted, KeyboardInterrupt, LeaseLost):
             raise
+        except StorageError as error:  # no run's fault: all of them go on once there is room
+            with suppress(StorageError):
+                for run in cohort.runs:
+                    if run.active:
+                        manifest.update(run.run_id, state="interrupted", reason=str(error))
+            raise _with_advice(error, manifest.directory) from error
         except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
             for run in cohort.runs:
                 if run.active:
@@ -203,6 +267,13 @@ def _train_cohort(
         finally:
             for run in cohort.runs:
                 run.recorder.close(failed=run.error is not None)
+
+
+def _with_advice(error: StorageError, directory: Path) -> RetrainError:
+    return RetrainError(
+        f"{error}\nEverything up to the last checkpoint is whole. Make room, or make the directory writable, "
+        f"then type: retrain resume {directory}"
+    )
 
 
 class ManifestFollower:

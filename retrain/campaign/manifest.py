@@ -6,20 +6,21 @@ process needs to continue. Both are also written for a single run.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import RunSpec
-from retrain.config import parse_dict
+from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
-from retrain.files import dumps, prepare_directory, read_json, write_json
+from retrain.files import dumps, read_json, write_json
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
-LOCK_TRIES = 5
+CONCLUSIONS = ("comparison", "squeeze")
+"""Facts of a campaign that hold only until one of its runs goes on."""
 STATES = ("pending", "running", "interrupted", "done", "failed")
 
 
@@ -61,18 +62,21 @@ class Manifest:
     def open(cls, directory: Path, name: str, specs: Sequence[RunSpec]) -> Manifest:
         """Create the directory's manifest, or continue the one that is there.
 
-        New runs of an extended plan are added. Raises UsageError when a run of the same name was defined otherwise.
+        New runs of an extended plan are added. Settings of known runs become those of the plan, which the caller has
+        had accepted; a finished run that is to take more steps is pending again, and what was concluded is forgotten.
         """
         path = directory / MANIFEST
-        content = read_json(path) if path.exists() else {"format": 1, "name": name, "created": time.time(), "runs": []}
+        content = read_manifest(directory) if path.exists() else _new_content(name)
         known = {run["run_id"]: run for run in content["runs"]}
         for spec in specs:
             digest, run = fingerprint(spec), known.get(spec.run_id)
-            if run is not None and run["fingerprint"] != digest:
-                raise UsageError(
-                    f"{directory} holds run {spec.run_id} made with other settings "
-                    f"(see {directory / PLAN}): give another directory with --out, or move the old one away"
-                )
+            if run is not None:
+                last = spec.config.training.max_steps
+                if run["state"] == "done" and last > run["step"]:
+                    run["state"] = "pending"
+                    for conclusion in CONCLUSIONS:
+                        content.pop(conclusion, None)
+                run["max_steps"], run["fingerprint"] = last, digest
             if run is None:
                 content["runs"].append(
                     {
@@ -111,9 +115,45 @@ class Manifest:
         write_json(self.directory / MANIFEST, self.content)
 
 
+def _new_content(name: str) -> dict[str, Any]:
+    return {"format": 1, "name": name, "created": time.time(), "runs": []}
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of ``manifest.json``. Raises UsageError when it is none, or names files outside the directory."""
+    path = directory / MANIFEST
+    try:
+        content = read_json(path)
+        for run in content["runs"]:
+            run_id, where = run["run_id"], run["path"]
+            if where not in (".", f"runs/{run_id}") or not _is_name(run_id):
+                raise UsageError(f"{path} names {where!r}, which is no run of this directory")
+            if run["state"] not in STATES or not isinstance(run["step"], int):
+                raise ValueError(f"run {run_id} is in no known state")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged ({error!r}): move it away to begin the record of runs anew") from error
+    return content
+
+
+def _is_name(run_id: Any) -> bool:
+    """Whether a run id is a plain name: not a path that could lead elsewhere."""
+    return isinstance(run_id, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", run_id) is not None and run_id[0] != "."
+
+
 def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_path: Path) -> None:
     """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
     every run with its resolved configuration."""
+    file = {"file": toml_path.name, "folder": str(toml_path.resolve().parent), "toml": toml_text}
+    _write_plan(directory, specs, file)
+
+
+def update_plan(directory: Path, specs: Sequence[RunSpec]) -> None:
+    """Replace the runs of ``plan.json``, the file they came from stays."""
+    content = read_json(directory / PLAN)
+    _write_plan(directory, specs, {key: content[key] for key in ("file", "folder", "toml")})
+
+
+def _write_plan(directory: Path, specs: Sequence[RunSpec], file: dict[str, Any]) -> None:
     runs = [
         {
             "run_id": spec.run_id,
@@ -126,18 +166,31 @@ def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_p
         }
         for spec in specs
     ]
-    file = {"file": toml_path.name, "folder": str(toml_path.resolve().parent), "toml": toml_text}
     write_json(directory / PLAN, {"format": 1, **file, "runs": runs})
 
 
-def read_plan(directory: Path) -> tuple[list[RunSpec], Path]:
-    """The runs of ``plan.json`` and the folder of their file. Raises UsageError when the directory holds no plan."""
-    path = directory / PLAN
-    if not path.is_file():
+def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
+    """The resolved configurations of the directory's runs by run id; empty before the first start."""
+    if not (directory / PLAN).is_file():
+        return {}
+    return {run["run_id"]: run["config"] for run in _plan_content(directory)["runs"]}
+
+
+def read_plan(directory: Path, sets: Sequence[str] = ()) -> tuple[list[RunSpec], Path]:
+    """The runs of ``plan.json``, with ``section.key=value`` settings applied to each, and the folder of their file.
+
+    Raises UsageError when the directory holds no plan, or a setting is none for runs that are planned already.
+    """
+    if not (directory / PLAN).is_file():
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
-    content = read_json(path)
+    content = _plan_content(directory)
+    for key in (setting.partition("=")[0].strip() for setting in sets):
+        mine = [run["label"] for run in content["runs"] if key in run["overrides"]]
+        if mine or key.startswith("campaign."):
+            why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
+            raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [
         RunSpec(
             run_id=run["run_id"],
@@ -145,7 +198,7 @@ def read_plan(directory: Path) -> tuple[list[RunSpec], Path]:
             seed=run["seed"],
             condition_index=run["condition_index"],
             overrides=run["overrides"],
-            config=parse_dict(run["config"]),
+            config=parse_with_sets(run["config"], sets) if sets else parse_dict(run["config"]),
             is_campaign=run["is_campaign"],
         )
         for run in content["runs"]
@@ -153,24 +206,15 @@ def read_plan(directory: Path) -> tuple[list[RunSpec], Path]:
     return specs, Path(content["folder"])
 
 
-class DirectoryLock:
-    """One process at a time writes a directory. The lock goes with the process that holds it, however it dies."""
-
-    def __init__(self, directory: Path):
-        self.path = directory / ".lock"
-        self._file: Any = None
-
-    def __enter__(self) -> DirectoryLock:
-        prepare_directory(self.path.parent)
-        self._file = open(self.path, "a+")
-        for _ in range(LOCK_TRIES):  # ``status`` looks at the lock for a moment
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return self
-            except OSError:
-                time.sleep(0.1)
-        self._file.close()
-        raise UsageError(f"another retrain process is writing {self.path.parent}: wait for it, or use --out")
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
+def _plan_content(directory: Path) -> dict[str, Any]:
+    path = directory / PLAN
+    try:
+        content = read_json(path)
+        for run in content["runs"]:
+            if not _is_name(run["run_id"]):
+                raise UsageError(f"{path} names {run['run_id']!r}, which is no run of this directory")
+            if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
+                raise ValueError(f"{run['run_id']} has no configuration")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged ({error!r}): type retrain train with the file and --out") from error
+    return content

@@ -45,6 +45,14 @@ RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Continue failed runs too, from their last checkpoints.")
 ]
 
+AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Go on although settings, code, packages, model or data differ from what the directory recorded.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, ConfigFile, Out, Plain, RetryFailed, RunDirectory, Sets, read
+from retrain.commands.arguments import (
+    AcceptChanges,
+    AsJson,
+    ConfigFile,
+    Out,
+    Plain,
+    RetryFailed,
+    RunDirectory,
+    Sets,
+    read,
+)
 from retrain.commands.output import print_squeeze, print_tables_of
 from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
+    from retrain.campaign.changes import Approval
     from retrain.campaign.launch import Outcome
     from retrain.record.observer import Observer
 
@@ -42,11 +54,13 @@ def train(
         bool, typer.Option("--dry-run", help="Print what would be trained and written (as explain does) and stop.")
     ] = False,
     retry_failed: RetryFailed = False,
+    accept_changes: AcceptChanges = False,
     plain: Plain = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
-    Started again on the same file, it continues where it stopped: finished runs are not repeated.
+    Started again on the same file, it continues where it stopped: finished runs are not repeated, unless the file
+    asks for more steps by now.
     """
     loaded = read(file, sets)
     if dry_run:
@@ -56,16 +70,44 @@ def train(
         return
     from retrain.campaign.launch import launch
 
-    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed))
+    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
 
 
-def resume(directory: RunDirectory, retry_failed: RetryFailed = False, plain: Plain = False) -> None:
-    """Continue an interrupted run or campaign from its last checkpoints."""
+def resume(
+    directory: RunDirectory,
+    sets: Sets = None,
+    retry_failed: RetryFailed = False,
+    accept_changes: AcceptChanges = False,
+    plain: Plain = False,
+) -> None:
+    """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
+    training.max_steps=…)."""
     from retrain.campaign.launch import resume as resume_directory
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
-    finish(plain, lambda observer: resume_directory(directory, observer, retry_failed))
+    finish(
+        plain,
+        lambda observer: resume_directory(
+            directory, observer, retry_failed, approval(accept_changes, observer), sets or ()
+        ),
+    )
+
+
+def approval(accept: bool, observer: Observer) -> Approval:
+    """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
+    from retrain.campaign.changes import Approval
+    from retrain.record.board import printable
+
+    def ask(lines: list[str]) -> bool:
+        observer.close()
+        print("This directory was made with other settings or versions than there are now:")
+        for line in lines:
+            print(f"  {printable(line)}")
+        return typer.confirm("Go on with what is there now?", default=False)
+
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return Approval(accept, ask if at_terminal else None, observer.message)
 
 
 def squeeze(

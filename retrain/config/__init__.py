@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from retrain.config.campaign import Campaign, Condition
-from retrain.config.loading import Loaded, load, parse_dict
+from retrain.config.loading import Loaded, load, parse_dict, parse_with_sets
 from retrain.config.reference import configuration_markdown, json_schema
 from retrain.config.root import Config
 
@@ -19,4 +19,5 @@ __all__ = [
     "json_schema",
     "load",
     "parse_dict",
+    "parse_with_sets",
 ]

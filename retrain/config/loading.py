@@ -55,6 +55,13 @@ def parse_dict(data: Mapping[str, Any]) -> Config:
     return examine(deepcopy(dict(data)), Places("config"), [])[0]
 
 
+def parse_with_sets(data: Mapping[str, Any], sets: Sequence[str]) -> Config:
+    """``parse_dict`` after ``section.key=value`` settings; ConfigError with every mistake."""
+    changed, places = deepcopy(dict(data)), Places("config", {})
+    wrong = _apply_sets(changed, sets, places)
+    return examine(changed, places, wrong)[0]
+
+
 def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
     """Text and data of a TOML file; a syntax error becomes a problem with its line."""
     try:

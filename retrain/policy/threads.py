@@ -26,8 +26,8 @@ R = TypeVar("R")
 class Workers:
     """Does independent pieces of work side by side; with ``count`` 1 simply one after the other."""
 
-    def __init__(self, count: int = 1):
-        self.count = count
+    def __init__(self, count: int = 1, threads_after: int | None = None):
+        self.count, self._threads_after = count, threads_after
         self._pool = ThreadPoolExecutor(count, initializer=_one_thread) if count > 1 else None
 
     def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -38,9 +38,11 @@ class Workers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; torch has as many again as before, so that the next cohort is split as this one was."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        if self._threads_after is not None:
+            torch.set_num_threads(self._threads_after)
 
 
 def _one_thread() -> None:
@@ -54,4 +56,4 @@ def workers_for(base: BaseModel) -> Workers:
     if base.device.type != "cpu" or size > SMALL_MODEL_BYTES or cores == 1:
         return Workers(1)
     torch.set_num_threads(1)
-    return Workers(cores)
+    return Workers(cores, threads_after=cores)

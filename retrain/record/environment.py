@@ -6,6 +6,8 @@ Environment variables are not written, so that no secret gets into a run directo
 from __future__ import annotations
 
 import fnmatch
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.files import write_json, write_text
+from retrain.files import sha256, write_json, write_text
 
 # fmt: off
 PACKAGES = (
@@ -50,9 +52,55 @@ def run_facts(config: Any, **facts: Any) -> dict[str, Any]:
         **sections,
         "types": dict(value_types(sections)),
         "packages": package_versions(),
+        "code": code_version(),
         "git": git_state(Path.cwd()),
         **facts,
     }
+
+
+@functools.cache
+def code_version() -> dict[str, str]:
+    """Version and content hash of the retrain that runs: two installations with the same hash do the same."""
+    import retrain
+
+    root, digest = Path(retrain.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return {"version": retrain.__version__, "sha256": digest.hexdigest()}
+
+
+def module_hashes(config: Any, folder: Path) -> dict[str, str]:
+    """SHA-256 of the source of every module of the user's that a configuration names, without importing any.
+
+    Found are files and modules in ``folder``, the working directory and on the import path; others are left out.
+    """
+    named = set()
+    for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
+        if key == "custom_module":
+            named.add(value)
+        elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and not value.startswith("gpu:"):
+            named.add(value.partition(":")[0])
+    found = {}
+    for name in sorted(named):
+        file = name if name.endswith(".py") else name.replace(".", "/") + ".py"
+        package = name.replace(".", "/") + "/__init__.py"
+        for path in (Path(place) / each for place in (folder, Path.cwd(), *sys.path) for each in (file, package)):
+            if path.is_file():
+                found[name] = sha256(path)
+                break
+    return found
+
+
+def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(last key, text) of every text in nested data."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from _texts(value, str(name))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value, key)
+    elif isinstance(tree, str):
+        yield key, tree
 
 
 def value_types(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

@@ -146,7 +146,7 @@ class RecordFiles:
         """Raise RunFailed when something could not be written."""
         error = self._thread.error
         if isinstance(error, StorageError):
-            raise StorageError(error.path, error.reason) from error
+            raise error
         if isinstance(error, RunFailed):
             raise RunFailed(str(error)) from error
         if error is not None:

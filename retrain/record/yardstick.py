@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,9 +44,12 @@ class Yardstick:
         path = self.path(setting)
         if not path.is_file():
             return None
-        with np.load(path) as stored:
-            facts = json.loads(str(stored["facts"]))
-            arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
+        try:
+            with np.load(path) as stored:
+                facts = json.loads(str(stored["facts"]))
+                arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            return None  # damaged: it can be made again
         if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:
             return None
         cuts = np.cumsum(arrays["lengths"])[:-1]

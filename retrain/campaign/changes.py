@@ -1,0 +1,189 @@
+"""What a continued run would do otherwise than before: every difference has a name, and a person decides.
+
+Compared is what a run directory recorded with what is there now: the resolved configuration, retrain's own code and
+that of plug-ins, package versions, the base model's weights, the data, device and number format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.plan import RunSpec
+from retrain.errors import UsageError
+from retrain.record.environment import code_version, module_hashes, package_versions
+
+QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
+"""Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
+QUIET_SECTIONS = ("logging", "squeeze")
+"""Sections that name outputs or act after training."""
+QUIET_KEYS = (
+    "campaign.name", "campaign.seeds", "campaign.conditions", "campaign.lanes", "campaign.max_steps",
+    "training.keep_last", "training.keep_every", "model.local_files_only",
+)  # fmt: skip
+"""Keys that change nothing of what one run learns or records."""
+EXTENSION = "training.max_steps"
+BASE_WEIGHTS = "weights of the base model"
+MISSING = "(not recorded)"
+
+
+class Approval:
+    """Decides about differences: accepted beforehand, asked about, or refused.
+
+    ``ask`` shows lines to a person and returns the answer; None when nobody is there. ``tell`` gets the lines that
+    were accepted.
+    """
+
+    def __init__(
+        self,
+        accept: bool = False,
+        ask: Callable[[list[str]], bool] | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ):
+        self.accept, self.ask, self.tell = accept, ask, tell
+        self.accepted: list[str] = []
+
+    def __call__(self, directory: Path, changes: Sequence[str]) -> None:
+        """Return when all ``changes`` are accepted. Raises UsageError, which names them, when they are not."""
+        new = [line for line in dict.fromkeys(changes) if line not in self.accepted]
+        if not new:
+            return
+        if not self.accept and (self.ask is None or not self.ask(new)):
+            listed = "".join(f"\n  {line}" for line in new)
+            raise UsageError(
+                f"{directory} was made with other settings or versions than there are now:{listed}\n"
+                "To go on all the same, add --accept-changes; to begin anew, give another directory with --out"
+            )
+        self.accepted += new
+        for line in new:
+            self.tell(f"changed since the last start: {line}")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
+    ``together``: all from the newest step that they have in common, else each from its own newest."""
+
+    failed_at: Mapping[str, int] = field(default_factory=dict)
+    together: bool = True
+    approve: Approval = field(default_factory=Approval)
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(before, now) by dotted key, for every key that counts and differs. A key that is new has its default before."""
+    before, now = dict(flat(old)), dict(flat(new))
+    found = {}
+    for key in sorted({*before, *now}):
+        if key.partition(".")[0] in QUIET_SECTIONS or key in QUIET_KEYS:
+            continue
+        pair = before.get(key), now.get(key)
+        if pair[0] != pair[1] and not (pair[0] in (None, [], {}) and pair[1] in (None, [], {})):
+            found[key] = pair
+    return found
+
+
+def line(name: str, old: Any, new: Any) -> str:
+    """``name: old → new``."""
+    return f"{name}: {_shown(old)} → {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def recorded_facts(run_directory: Path) -> dict[str, Any]:
+    """The ``config.json`` of a run's last start; empty when there is none to read."""
+    try:
+        found = json.loads((run_directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def version_changes(facts: Mapping[str, Any], spec: RunSpec, folder: Path) -> list[str]:
+    """Differences in retrain's code, plug-ins and packages between the recorded facts of a run and now."""
+    if not facts:
+        return []
+    lines = []
+    code, now = facts.get("code") or {}, code_version()
+    if code.get("sha256") != now["sha256"]:
+        old = f"{code.get('version')} ({str(code.get('sha256'))[:12]})" if code else MISSING
+        lines.append(line("retrain's code", old, f"{now['version']} ({now['sha256'][:12]})"))
+    modules, found = facts.get("modules") or {}, module_hashes(spec.config, folder)
+    for name in sorted({*modules, *found}):
+        if modules.get(name) != found.get(name):
+            old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, found))
+            lines.append(line(f"code of {name}", old, new))
+    packages, installed = facts.get("packages") or {}, package_versions()
+    for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):
+        if packages.get(name) != installed.get(name):
+            lines.append(line(f"package {name}", *(each.get(name, "(absent)") for each in (packages, installed))))
+    return lines
+
+
+def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences in what has to be loaded to be known: the weights of the base and the data.
+
+    ``now`` is nested as in config.json.
+    """
+    return _differences(facts, now, {"base.fingerprint": BASE_WEIGHTS, "data_hash": "data"})
+
+
+def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences in what only rounding depends on, which no one need accept: device, number format, threads."""
+    names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
+    return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})
+
+
+def _differences(facts: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    before, after = dict(flat(facts)), dict(flat(now))
+    return [
+        line(name, before[key], after[key])
+        for key, name in names.items()
+        if key in before and key in after and before[key] != after[key]
+    ]
+
+
+def settings_changes(
+    specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """What the configuration says otherwise of runs that are there already: (lines to ask about, lines to tell).
+
+    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps are no matter of
+    acceptance: asking for them is what the change is for. Raises UsageError for a change that cannot be made: fewer
+    steps than are done, and other settings of a finished run that is not continued.
+    """
+    asked, told = [], []
+    for spec in specs:
+        entry = entries.get(spec.run_id)
+        if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
+            continue
+        changed = config_changes(old[spec.run_id], spec.config.model_dump(mode="json", by_alias=True))
+        steps = changed.pop(EXTENSION, None)
+        if steps and steps[1] < entry["step"]:
+            raise UsageError(
+                f"{spec.run_id} has done {entry['step']} steps, max_steps = {steps[1]} asks for fewer: "
+                "give another directory with --out"
+            )
+        if steps:
+            told.append(line(EXTENSION, *steps))
+        lines = [line(key, *pair) for key, pair in changed.items()]
+        if lines and entry["state"] == "done" and not (steps and steps[1] > entry["step"]):
+            raise UsageError(
+                f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "
+                f"--out, or ask for more steps than {entry['step']} to continue it with these"
+            )
+        asked += lines
+    return list(dict.fromkeys(asked)), list(dict.fromkeys(told))

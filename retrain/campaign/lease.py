@@ -1,0 +1,187 @@
+"""Who may write a directory: one process at a time, also where file locks do not work.
+
+A file lock ends with the process that holds it, however it dies, but network file systems may grant it to two
+machines. So the owner also writes a lease, ``.lease``, and renews it; a lease of a dead process is taken over. No
+clock is compared with another: on the owner's machine its process is looked for, from another machine the lease is
+watched for a while to see whether it changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import LeaseLost, StorageError, UsageError
+from retrain.files import prepare_directory, write_json
+
+LOCK, LEASE = ".lock", ".lease"
+LOCK_TRIES = 5
+BEAT_SECONDS = 5.0
+WATCH_SECONDS = 20.0
+"""How long a lease from another machine must stand still before its owner counts as dead: four beats."""
+
+
+def machine() -> dict[str, str]:
+    """This machine, as far as process numbers mean anything: its name, and which start of its kernel."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return {"host": socket.gethostname(), "boot": boot}
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, in a form that only its own later looks can equal; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)  # no /proc: alive or not is all there is to know
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return ""
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class DirectoryLock:
+    """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds.
+
+    ``message`` is told what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
+    only happen to one that was suspended.
+    """
+
+    def __init__(
+        self, directory: Path, message: Callable[[str], None] = lambda text: None, *, beat: float = BEAT_SECONDS,
+        watch: float = WATCH_SECONDS,
+    ):  # fmt: skip
+        self.directory, self.message, self.beat, self.watch = Path(directory), message, beat, watch
+        self.token = uuid.uuid4().hex
+        self.lost = False
+        self._file = -1
+        self._count = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> DirectoryLock:
+        prepare_directory(self.directory)
+        self._lock()
+        try:
+            self._take_lease()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if (self._read() or {}).get("token") == self.token:
+            (self.directory / LEASE).unlink(missing_ok=True)
+        os.close(self._file)
+
+    def check(self) -> None:
+        """Raise LeaseLost when this process does not own the directory any more."""
+        if self.lost:
+            raise LeaseLost(f"another process has taken over {self.directory}: this one stops without writing")
+
+    def _lock(self) -> None:
+        path = self.directory / LOCK
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise StorageError(path, error) from error
+        for attempt in range(LOCK_TRIES):  # ``status`` looks at the lock for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if attempt + 1 < LOCK_TRIES:
+                    time.sleep(0.1)
+            except OSError:  # a file system without locks: the lease alone decides
+                return
+        os.close(self._file)
+        raise UsageError(f"another retrain process is writing {self.directory}: wait for it, or use --out")
+
+    def _take_lease(self) -> None:
+        found = self._read()
+        if found is not None and self._alive(found):
+            raise UsageError(
+                f"another retrain process ({found.get('host')}, process {found.get('pid')}) is writing "
+                f"{self.directory}: wait for it, or use --out"
+            )
+        self._write()
+        if found is not None and not self._same_machine(found):
+            self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
+        if (self._read() or {}).get("token") != self.token:
+            raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
+
+    def _same_machine(self, lease: dict[str, Any]) -> bool:
+        return {key: lease.get(key) for key in ("host", "boot")} == machine()
+
+    def _alive(self, lease: dict[str, Any]) -> bool:
+        """Whether the owner of this lease still runs."""
+        if self._same_machine(lease):
+            pid = lease.get("pid")
+            return isinstance(pid, int) and pid != os.getpid() and process_start(pid) == lease.get("process_start")
+        self.message(
+            f"{self.directory} was being written by {lease.get('host')}: watching {self.watch:g} s whether it still is"
+        )
+        end = time.monotonic() + self.watch
+        while time.monotonic() < end:
+            time.sleep(min(self.beat, self.watch) / 5)
+            now = self._read()
+            if now is None or (now.get("token"), now.get("count")) != (lease.get("token"), lease.get("count")):
+                return now is not None
+        return False
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.directory / LEASE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _write(self) -> None:
+        self._count += 1
+        pid = os.getpid()
+        write_json(
+            self.directory / LEASE,
+            {
+                "token": self.token,
+                "pid": pid,
+                "process_start": process_start(pid),
+                **machine(),
+                "count": self._count,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            },
+        )
+
+    def _renew(self) -> None:
+        """Renew the lease until the end; stop when it belongs to another."""
+        while not self._ended.wait(self.beat):
+            found = self._read()
+            if found is not None and found.get("token") != self.token:
+                self.lost = True
+                return
+            if found is None and not self.directory.is_dir():
+                continue  # vanished: whoever records next finds out and says so
+            try:
+                self._write()
+            except StorageError:  # a full disk: the records' own writes tell; the next beat tries again
+                continue

@@ -1,0 +1,73 @@
+"""SIGINT and SIGTERM: the first asks for an end after the step, the second ends within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from retrain.record.observer import Observer
+
+ABANDON_SECONDS = 8.0
+"""After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether the user, or whoever preempts this machine, has asked for an end.
+
+    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel.
+    So a thread also hears of every signal (through the wakeup descriptor) and ends the process itself when the
+    second one has had no effect in time.
+    """
+
+    def __init__(self, directory: Path | None = None):
+        self.directory = directory
+        self.asked = False
+
+    @contextmanager
+    def listening(self, observer: Observer) -> Iterator[StopRequest]:
+        """Handle the signals while inside (only the main thread may)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        def handle(number: int, frame: object) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+            observer.message("finishing the step and saving; once more to stop without saving", "warning")
+
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        ended = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(ours, ended), name="signals", daemon=True)
+        watcher.start()
+        try:
+            yield self
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(wakeup)
+            theirs.close()
+            watcher.join()
+            ours.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self, descriptor: socket.socket, ended: threading.Event) -> None:
+        heard = 0
+        while heard < 2:
+            received = descriptor.recv(64)
+            if not received:
+                return
+            heard += sum(byte in SIGNALS for byte in received)
+        if not ended.wait(ABANDON_SECONDS):
+            where = f" Type: retrain resume {self.directory}" if self.directory else ""
+            os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
+            os._exit(130)
