@@ -144,7 +144,10 @@ def checkpoint_step(directory: Path) -> int:
 def check_records(run_directory: Path, step: int) -> None:
     """Raise CheckpointError unless every step before ``step`` has its rows in the files that grow with the steps."""
     for name in STEP_FILES:
-        last = last_row(run_directory / name).get("step", -1)
+        try:
+            last = last_row(run_directory / name).get("step", -1)
+        except (ValueError, AttributeError):
+            continue  # a damaged line, which cutting the records to their step will name
         if last < step - 1:
             raise CheckpointError(f"{run_directory / name} ends with step {last}, the checkpoint is of step {step}")
 
