@@ -11,8 +11,8 @@ prompts of one length, all completions of one length):
   products in the backward and nothing else), logits for completion tokens only and by hand, micro-batches that fit the
   caches, AdamW on one flat buffer.
 
-fp32 on a CPU by default; ``--dtype bfloat16`` where the processor is faster at it. The printed ``ratio`` is the largest
-|π_trainer/π_sampler − 1| of the last step: both halves compute the same distribution.
+In fp32 or bf16, whichever this processor multiplies faster, or as ``--dtype`` says. The printed ``ratio`` is the
+largest |π_trainer/π_sampler − 1| of the last step: both halves compute the same distribution.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from workload import ALPHA, LR, RANK, SHAPES, Measured, Setting, Shape
 PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",)}
 PARTS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 EPS = 1e-6
-MICRO_TOKENS = 1536
-"""Tokens of a micro-batch on a CPU: the fastest of 192 to 1,536 measured at hidden 256."""
 
 
 class MergedLora(torch.autograd.Function):
@@ -237,7 +235,7 @@ class Limit:
     def update(self, setting: Setting, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """One policy-gradient step on all rows: mean over all tokens of −ratio·advantage."""
         advantage = torch.tensor(workload.advantages(setting), device=self.device) / (setting.rows * setting.new_tokens)
-        rows = self.micro or max(1, MICRO_TOKENS // tokens.shape[1])
+        rows = self.micro or max(1, workload.MICRO_TOKENS // tokens.shape[1])
         pieces = zip(tokens.split(rows), logprobs.split(rows), advantage.split(rows), strict=True)
         grads = self._map(lambda share: self._gradient(share), self._split(list(pieces)))
         self.worst_ratio = max(ratio for _, ratio in grads)
@@ -298,7 +296,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--split", choices=("auto", "products", "rows"), default="auto", help="what the cores divide")
     parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: about 1,536 tokens")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", type=Path, help="keep the model directory here")
     parser.add_argument("--serve", metavar="SETTING", help=argparse.SUPPRESS)
@@ -311,7 +309,8 @@ def main() -> None:
             SHAPES["asked"] = workload.small_shape(options.hidden, options.layers, options.vocab)
         shape = SHAPES[setting.shape]
         directory = workload.model_directory(options.models or Path(temporary), setting.shape)
-        limit = Limit(directory, shape, getattr(torch, options.dtype), options.device, options.micro)
+        dtype = workload.faster_dtype(shape.hidden, options.device) if options.dtype == "auto" else options.dtype
+        limit = Limit(directory, shape, getattr(torch, dtype), options.device, options.micro)
         # A model whose weights fit the caches gains from rows divided over the cores, a larger one from products.
         small = sum(w.frozen.numel() for layer in limit.layers for w in layer.values()) * 4 <= 32 << 20
         limit.use_threads(options.threads, options.split == "products" or (options.split == "auto" and not small))

@@ -22,6 +22,8 @@ from typing import Any
 
 RANK, ALPHA, LR = 16, 32.0, 1e-4
 PAD = 0
+MICRO_TOKENS = 1536
+"""Tokens of a micro-batch on a CPU: the fastest of 192 to 1,536 measured at hidden 256, for the limit and for TRL."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Setting:
     @property
     def rows(self) -> int:
         return self.prompts * self.samples
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.new_tokens
 
     @classmethod
     def parse(cls, name: str) -> Setting:
@@ -203,6 +209,22 @@ REAL_STDOUT = sys.stdout
 def answer(line: str) -> None:
     """Tell ``step.py``; everything else that a library prints belongs to stderr."""
     print(f"@@{line}", file=REAL_STDOUT, flush=True)
+
+
+def faster_dtype(hidden: int, device: str) -> str:
+    """``bfloat16`` or ``float32``, whichever multiplies this shape's matrices faster here (best of five)."""
+    import torch
+
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(1024, hidden, dtype=dtype, device=device)
+        weight = torch.ones(3 * hidden, hidden, dtype=dtype, device=device)
+        laps, times = Laps(), []
+        for _ in range(6):
+            x @ weight.t()
+            times.append(laps.lap()[0])
+        seconds[str(dtype).removeprefix("torch.")] = min(times[1:])
+    return min(seconds, key=seconds.__getitem__)
 
 
 def median(values: Sequence[float]) -> float:
