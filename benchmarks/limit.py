@@ -333,9 +333,7 @@ def main() -> None:
                 workload.median([getattr(m, f"{name}{suffix}") for m in measured]) for suffix in ("_s", "_cpu_s")
             )
             print(f"{name:<9} {wall:8.3f} s   processor time {cpu:8.3f} s")
-        print(
-            f"tokens {measured[-1].tokens}   peak {measured[-1].peak_rss_mib:.0f} MiB   ratio {limit.worst_ratio:.1e}"
-        )
+        print(f"tokens {measured[-1].tokens}   peak {measured[-1].peak_mib:.0f} MiB   ratio {limit.worst_ratio:.1e}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def toml(setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[s
     else:
         lines += ["[algorithm]", f'advantage_mode = "{conditions[0][0]}"', f'transform_mode = "{conditions[0][1]}"']
     lines += [
-        f"[model]\nmodel = {json.dumps(str(model))}\nlora_rank = {RANK}\n[lora]\nalpha = {ALPHA}",
+        f"[model]\nmodel = {json.dumps(str(model))}\nlora_rank = {RANK}\n[lora]\nalpha = {float(ALPHA)}",
         f"[data]\nsource = {json.dumps(str(data))}\n[evaluation]\nproblems = 0",
         f"[backend]\ndevices = {json.dumps(device)}",
         f"[training]\nbatch_size = {setting.prompts}\ngroup_size = {setting.samples}\nlr = {LR}\nsave_every = 0",
@@ -112,9 +112,15 @@ def step(made: Any) -> Measured:
     for run in made.runs:
         if run.error is not None:
             raise RuntimeError(run.error)
-    return Measured(
-        engine.wall, wall - engine.wall, engine.cpu, cpu - engine.cpu, engine.tokens, workload.peak_rss_mib()
-    )
+    return Measured(engine.wall, wall - engine.wall, engine.cpu, cpu - engine.cpu, engine.tokens, workload.peak_mib())
+
+
+def run_mib(made: Any, setting: Setting) -> float:
+    """What each run must hold beside the base: adapter, gradient and Adam's moments (fp32), its keys and values."""
+    shape = workload.SHAPES[setting.shape]
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * setting.rows * setting.length
+    adapter = sum(a.numel() + b.numel() for a, b in made.runs[0].adapter.tensors().values())
+    return (16 * adapter + cache * made.base.dtype.itemsize) / 2**20
 
 
 def main() -> None:
@@ -123,14 +129,22 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of the five standard conditions")
+    parser.add_argument("--runs", type=int, default=1, help="how many of them step together")
     options = parser.parse_args()
     import torch
 
     sys.stdout = sys.stderr
     if options.threads:
         torch.set_num_threads(options.threads)
-    with cohort(Setting.parse(options.serve), options.models, device=options.device) as made:
-        workload.serve(lambda: step(made))
+    import peft  # noqa: F401 - what every run imports is not memory of the run
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts
+    setting, conditions = Setting.parse(options.serve), FIVE[options.first : options.first + options.runs]
+    with cohort(setting, options.models, conditions, options.device) as made:
+        base = sum(p.numel() * p.element_size() for p in made.base.model.parameters())
+        workload.serve(lambda: step(made), imported_mib=imported, base_mib=base / 2**20, run_mib=run_mib(made, setting))
 
 
 if __name__ == "__main__":

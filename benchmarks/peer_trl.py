@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer as one side of ``step.py``; runs in an environment of its own with trl and peft.
 
 Its best local setting: no gradient checkpointing, no logging or saving within the measured steps, reference model off
-(β = 0), one update per batch, micro-batches that fit a processor's caches (faster than one batch, in less memory) or the whole batch on a GPU, autocast to bf16 only where the device is faster at it. Sampling is
-the time inside ``_generate_and_score_completions``; the rest of the step counts as update.
+(β = 0), one update per batch, micro-batches that fit a processor's caches (faster than one batch, in less memory) or
+the whole batch on a GPU, autocast to bf16 only where the device is faster at it. Sampling is the time inside
+``_generate_and_score_completions``; the rest of the step counts as update.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class OneStepAtATime(TrainerCallback):
         self.laps = workload.Laps()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        workload.answer("ready")
+        workload.answer("{}")
         self._wait(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         wall, cpu = self.laps.lap()
         sampling, sampling_cpu = self.trainer.sampling
         measured = Measured(
-            sampling, wall - sampling, sampling_cpu, cpu - sampling_cpu, self.trainer.tokens, workload.peak_rss_mib()
+            sampling, wall - sampling, sampling_cpu, cpu - sampling_cpu, self.trainer.tokens, workload.peak_mib()
         )
         workload.answer(measured.json())
         self._wait(control)

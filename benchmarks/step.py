@@ -19,15 +19,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import workload
+from sides import HERE, Side, bar, medians, take_turns
 from workload import Measured, Setting
 
-HERE = Path(__file__).resolve().parent
 SIDES = {"ours": "ours.py", "limit": "limit.py", "trl": "peer_trl.py", "retrain03": "peer_retrain03.py"}
 SETTINGS = ("256x64", "256x256", "512x64", "512x256")
 GPU_SETTINGS = ("1.7bx256",)
@@ -35,72 +34,19 @@ PEERS = {"trl": ("trl", "peft"), "retrain03": ("retrain==0.3.0",)}
 BAR_LIMIT, BAR_TRL, BAR_RETRAIN03 = 1.15, 1.2, 3.5
 
 
-class Side:
-    """One side's process for one setting."""
-
-    def __init__(self, name: str, python: str, setting: Setting, options: argparse.Namespace):
-        self.name, self.setting, self.steps = name, setting, list[Measured]()
-        command = [python, str(HERE / SIDES[name]), "--serve", setting.name, "--models", str(options.models)]
-        command += ["--threads", str(options.threads), "--device", options.device]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(options.threads)}
-        environment["TOKENIZERS_PARALLELISM"] = "false"
-        environment["PYTHONPATH"] = str(HERE.parent) if name == "ours" else ""
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
-        )
-        self.answer()
-
-    def answer(self) -> str:
-        """The side's next answer. Raises SystemExit with the end of its log when it has died."""
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith("@@"):
-                return line[2:].strip()
-        self.log.seek(0)
-        raise SystemExit(f"{self.name} at {self.setting.name} ended early:\n" + "".join(self.log.readlines()[-30:]))
-
-    def step(self, keep: bool) -> None:
-        """Let it take one step. Raises SystemExit when the work was not that of the setting."""
-        assert self.process.stdin
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        measured = Measured(**json.loads(self.answer()))
-        expected = self.setting.rows * self.setting.new_tokens
-        if measured.tokens != expected:
-            raise SystemExit(f"{self.name} sampled {measured.tokens} tokens at {self.setting.name}, not {expected}")
-        if keep:
-            self.steps.append(measured)
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self.log.close()
-
-
 def run(setting: Setting, pythons: dict[str, str], options: argparse.Namespace) -> dict[str, list[Measured]]:
     """The measured steps of every side at one setting."""
     workload.model_directory(options.models, setting.shape)
     sides: list[Side] = []
+    common = {"models": options.models, "threads": options.threads, "device": options.device}
     try:
-        sides = [Side(name, python, setting, options) for name, python in pythons.items()]
-        for turn in range(options.warmup + options.repeats):
-            for side in sides:
-                side.step(keep=turn >= options.warmup)
-                print(f"  {setting.name} turn {turn} {side.name}", file=sys.stderr)
+        for name, python in pythons.items():
+            sides.append(Side(name, [python, HERE / SIDES[name]], setting, ours=name == "ours", **common))
+        take_turns(sides, options.warmup, options.repeats)
     finally:
         for side in sides:
             side.close()
     return {side.name: side.steps for side in sides}
-
-
-def medians(steps: Sequence[Measured]) -> dict[str, float]:
-    """Median of each figure over the steps (the last of the peak, which only grows)."""
-    found = {key: workload.median([getattr(m, key) for m in steps]) for key in asdict(steps[0])}
-    found["step_s"] = workload.median([m.sampling_s + m.update_s for m in steps])
-    found["step_cpu_s"] = workload.median([m.sampling_cpu_s + m.update_cpu_s for m in steps])
-    return found | {"peak_rss_mib": steps[-1].peak_rss_mib}
 
 
 def table(results: dict[str, dict[str, list[Measured]]]) -> str:
@@ -116,7 +62,7 @@ def table(results: dict[str, dict[str, list[Measured]]]) -> str:
             ratio = f"{m['step_s'] / ours:.2f}×" if ours else ""
             lines.append(
                 f"| {setting} | {name} | {m['sampling_s']:.2f} | {m['update_s']:.2f} | {m['step_s']:.2f} "
-                f"| {m['step_cpu_s']:.2f} | {m['tokens']:.0f} | {m['peak_rss_mib']:.0f} | {ratio} |"
+                f"| {m['step_cpu_s']:.2f} | {m['tokens']:.0f} | {m['peak_mib']:.0f} | {ratio} |"
             )
     return "\n".join(lines)
 
@@ -131,19 +77,15 @@ def verdicts(results: dict[str, dict[str, list[Measured]]]) -> list[str]:
         ours = found["ours"]
         if "limit" in found:
             ratio = ours["step_s"] / found["limit"]["step_s"]
-            lines.append(f"{setting}: {ratio:.2f}× the limit (bar ≤ {BAR_LIMIT}): {_word(ratio <= BAR_LIMIT)}")
-        for peer, bar in (("trl", BAR_TRL), ("retrain03", BAR_RETRAIN03)):
+            lines.append(bar(f"{setting}: {ratio:.2f}× the limit (bar ≤ {BAR_LIMIT})", ratio <= BAR_LIMIT))
+        for peer, least in (("trl", BAR_TRL), ("retrain03", BAR_RETRAIN03)):
             if peer in found:
                 ratio = found[peer]["step_s"] / ours["step_s"]
-                lines.append(f"{setting}: {ratio:.2f}× as fast as {peer} (bar ≥ {bar}): {_word(ratio >= bar)}")
+                lines.append(bar(f"{setting}: {ratio:.2f}× as fast as {peer} (bar ≥ {least})", ratio >= least))
         if "trl" in found:
-            peak, theirs = ours["peak_rss_mib"], found["trl"]["peak_rss_mib"]
-            lines.append(f"{setting}: peak {peak:.0f} MiB (bar ≤ TRL's {theirs:.0f}): {_word(peak <= theirs)}")
+            peak, theirs = ours["peak_mib"], found["trl"]["peak_mib"]
+            lines.append(bar(f"{setting}: peak {peak:.0f} MiB (bar ≤ TRL's {theirs:.0f})", peak <= theirs))
     return lines
-
-
-def _word(met: bool) -> str:
-    return "met" if met else "missed"
 
 
 def make_environments(root: Path) -> None:

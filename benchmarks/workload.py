@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RANK, ALPHA, LR = 16, 32.0, 1e-4
+RANK, ALPHA, LR = 16, 32, 1e-4
 PAD = 0
 MICRO_TOKENS = 1536
 """Tokens of a micro-batch on a CPU: the fastest of 192 to 1,536 measured at hidden 256, for the limit and for TRL."""
@@ -48,6 +48,7 @@ def small_shape(hidden: int, layers: int, vocab: int) -> Shape:
 
 SHAPES = {
     "tiny": small_shape(64, 2, 128),
+    "128": small_shape(128, 3, 512),
     "256": small_shape(256, 4, 512),
     "512": small_shape(512, 8, 8192),
     "1.7b": Shape(2048, 28, 151_936, 6144, 16, 8, 128),
@@ -153,13 +154,13 @@ class Measured:
     sampling_cpu_s: float
     update_cpu_s: float
     tokens: int
-    peak_rss_mib: float
+    peak_mib: float
 
     def json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def peak_rss_mib() -> float:
+def peak_mib() -> float:
     """Highest resident memory of this process so far, MiB; of its GPU allocator where that is in use."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_allocated():
@@ -190,15 +191,15 @@ def measure(sample: Callable[[], Any], update: Callable[[Any], Any], count: Call
     sampling = laps.lap()
     update(sampled)
     updating = laps.lap()
-    return Measured(sampling[0], updating[0], sampling[1], updating[1], count(sampled), peak_rss_mib())
+    return Measured(sampling[0], updating[0], sampling[1], updating[1], count(sampled), peak_mib())
 
 
-def serve(step: Callable[[], Measured]) -> None:
-    """Answer each line of stdin with one measured step, as JSON on the real stdout.
+def serve(step: Callable[[], Measured], **facts: float) -> None:
+    """Say what is known beforehand, then answer each line of stdin with one measured step; JSON on the real stdout.
 
     A side waits between its steps, so that only one of them works at a time.
     """
-    answer("ready")
+    answer(json.dumps(facts))
     for _ in sys.stdin:
         answer(step().json())
 
@@ -221,7 +222,7 @@ def faster_dtype(hidden: int, device: str) -> str:
         weight = torch.ones(3 * hidden, hidden, dtype=dtype, device=device)
         laps, times = Laps(), []
         for _ in range(6):
-            x @ weight.t()
+            torch.mm(x, weight.t())
             times.append(laps.lap()[0])
         seconds[str(dtype).removeprefix("torch.")] = min(times[1:])
     return min(seconds, key=seconds.__getitem__)
