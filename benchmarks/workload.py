@@ -116,7 +116,11 @@ def model_directory(root: Path, shape_name: str) -> Path:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of the end token beyond the vocabulary
     shape = SHAPES[shape_name]
     words = {"<pad>": PAD} | {f"t{i}": i for i in range(1, shape.vocab)} | {"<end>": shape.vocab}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -141,6 +145,7 @@ def model_directory(root: Path, shape_name: str) -> Path:
     if shape.hidden >= 2048:
         model.to(torch.bfloat16)
     model.save_pretrained(directory)
+    logging.set_verbosity(verbosity)
     fast.save_pretrained(directory)
     return directory
 

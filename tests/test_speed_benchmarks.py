@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -92,3 +93,106 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(models):
     found, worst = side._gradient(list(pieces))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
     assert worst < 1e-4
+
+
+class InProcess:
+    """A side of ``campaign.py`` without a process of its own."""
+
+    def __init__(self, name, command, setting, *, models, threads, device="cpu", runs=1):
+        import ours
+        import workload
+
+        arguments = list(map(str, command))
+        first = int(arguments[arguments.index("--first") + 1]) if "--first" in arguments else 0
+        self.name, self.setting, self.steps = name, setting, []
+        self.context = ours.cohort(setting, models, ours.FIVE[first : first + runs], device)
+        self.cohort = self.context.__enter__()
+        self.facts = {
+            "imported_mib": workload.peak_mib(),
+            "base_mib": 1.0,
+            "run_mib": ours.run_mib(self.cohort, setting),
+        }
+
+    def step(self, keep):
+        import ours
+
+        measured = ours.step(self.cohort)
+        if keep:
+            self.steps.append(measured)
+
+    def close(self):
+        self.context.__exit__(None, None, None)
+
+
+def test_five_lanes_are_compared_with_five_runs_on_equal_tokens(models, tmp_path, monkeypatch, capsys):
+    import campaign
+
+    monkeypatch.setattr(campaign, "Side", InProcess)
+    file = tmp_path / "campaign.json"
+    monkeypatch.setattr(sys, "argv", ["campaign.py", "--quick", "--models", str(models), "--json", str(file)])
+    campaign.main()
+    assert "tinyx8: decode" in capsys.readouterr().out
+    found = json.loads(file.read_text())["settings"]["tinyx8"]
+    tokens = {name: steps[0]["tokens"] for name, steps in found["steps"].items()}
+    assert tokens == {"five lanes": 5 * 512} | {f"alone {i}": 512 for i in range(5)}
+    ratio = found["alone"]["sampling_s"] / found["lanes"]["sampling_s"]
+    assert found["decode"] == pytest.approx(ratio)
+
+
+def test_decoding_is_set_against_roofline_and_prediction(models, tmp_path, monkeypatch, capsys):
+    import decode
+
+    file, plots = tmp_path / "decode.json", tmp_path / "plots"
+    arguments = ["--quick", "--threads", "1", "--models", models, "--json", file, "--plots", plots]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *map(str, arguments)])
+    decode.main()
+    assert "share of the roofline" in capsys.readouterr().out
+    points = json.loads(file.read_text())["grid"]
+    assert all(p["predicted_s"] >= p["roofline_s"] > 0 and p["tokens_per_s"] > 0 for p in points)
+    for axis in ("lanes", "new-tokens", "group", "rank"):
+        svg = ElementTree.parse(plots / f"decode-{axis}.svg").getroot()
+        assert len(svg.findall(".//{*}circle[@class='measured']")) == 3  # two points and the legend
+
+
+def test_the_roofline_counts_what_a_step_reads_and_computes(models):
+    """By hand for one layer: every weight once, every row's two operations per weight."""
+    import decode
+    import workload
+
+    shape = workload.Shape(hidden=8, layers=1, vocab=16, inner=12, heads=2, kv_heads=1, head_dim=4)
+    case = decode.Case(lanes=3, group=1, prompts=2, new_tokens=4, prompt_tokens=8, rank=2)
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12 + 8 * 16
+    adapter = 2 * (16 + 2 * 12 + 16 + 3 * 20)
+    read = 4 * (weights + 3 * adapter + 6 * 10 * 2 * 4)
+    operations = 6 * 2 * (weights + adapter + 2 * 8 * 10)
+    assert decode.roofline(shape, case, decode.Machine(1.0, 1e9, 4)) == pytest.approx(read)
+    assert decode.roofline(shape, case, decode.Machine(1e9, 1.0, 4)) == pytest.approx(operations)
+
+
+def test_overhead_is_read_from_a_real_run(models):
+    out = script("overhead.py", "--quick", "--threads", 1, "--models", models)
+    assert "| sampling and update |" in out
+    assert "% is not sampling or update (bar ≤ 5 %)" in out
+
+
+def test_overhead_counts_what_is_outside_sampling_and_update(models):
+    import overhead
+
+    def step(at):
+        spans = [("rollout", at, at + 5), ("credit", at + 5, at + 6), ("update", at + 6, at + 9)]
+        return [{"name": n, "wall_start": a, "wall_end": b, "duration": b - a} for n, a, b in spans]
+
+    steps = [step(0.0), step(10.0), step(20.0)]
+    record = {"name": "record", "wall_start": 19.2, "wall_end": 19.7, "duration": 0.5}
+    steps[2].insert(0, record)  # of step 1, told by the next line
+    assert overhead.shares(steps) == [{"total": 10.0, "model": 8.0, "other": 2.0, "credit": 1.0, "record": 0.5}]
+
+
+@pytest.mark.parametrize("peer", ["trl", "retrain03"])
+def test_peers_do_the_same_work(peer, models, tmp_path):
+    python = os.environ.get(f"BENCHMARK_{peer.upper()}_PYTHON")
+    if not python:
+        pytest.skip(f"BENCHMARK_{peer.upper()}_PYTHON names no environment with the peer")
+    file = tmp_path / "step.json"
+    script("step.py", "--quick", "--only", peer, f"--{peer}-python", python, "--models", models, "--json", file)
+    assert json.loads(file.read_text())["settings"]["tinyx8"][peer][0]["tokens"] == 8 * 8 * 8

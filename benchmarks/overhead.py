@@ -1,0 +1,163 @@
+"""What of a step is not model arithmetic, and how long ``retrain train`` takes to its first sampled token.
+
+    python benchmarks/overhead.py [--setting 512x64] [--steps 8]
+    python benchmarks/overhead.py --startup
+
+The share comes from the ``timing_spans.jsonl`` of a real run: from the start of one step's sampling to the start of the
+next one's, everything outside sampling and update (scoring in worker processes, credit, records, checkpoints, and
+whatever lies between the spans), median over the steps after the first. Start-up is a fresh process each time, from its
+creation to the end of its first one-token sampling, beside a fresh process that only imports torch, transformers and
+peft; the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import workload
+from ours import toml
+from sides import HERE, bar
+from workload import Setting
+
+BAR_OVERHEAD, BAR_STARTUP = 0.05, 1.3
+MODEL_SPANS = ("rollout", "update", "eval")
+IMPORTS = "import torch, transformers, peft"
+REWARD = """\
+import zlib
+
+
+def score(completion, answer):
+    return float(zlib.crc32(completion.encode()) % 2)
+"""
+
+
+def train(folder: Path, setting: Setting, models: Path, steps: int, threads: int) -> tuple[Path, float, float]:
+    """``retrain train`` in its own process: the run directory, when the process was made, its processor seconds."""
+    text = toml(setting, workload.model_directory(models, setting.shape), folder / "data.jsonl", (TRAINED,), "cpu")
+    text = text.replace("max_steps = 1000000", f"max_steps = {steps}")
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in workload.prompt_texts(setting, 8 * setting.prompts)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "parity.py").write_text(REWARD)
+    (folder / "run.toml").write_text(text + '[reward]\ntype = "custom"\ncustom_module = "parity.py"\n')
+    out = folder / f"out{len(list(folder.glob('out*')))}"
+    began, used = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "retrain", "train", folder / "run.toml", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(threads))
+    if done.returncode:
+        raise SystemExit(f"retrain train failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return out, began, children_cpu(used)
+
+
+TRAINED = ("maxrl", "gtpo_sepa")
+"""The standard condition with most to do besides the model."""
+
+
+def environment(threads: int) -> dict[str, str]:
+    here = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | here | {"PYTHONPATH": str(HERE.parent)}
+
+
+def children_cpu(before: resource.struct_rusage) -> float:
+    """Processor seconds of child processes that ended since ``before``."""
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+
+
+def spans(run: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(line)["spans"] for line in (run / "timing_spans.jsonl").read_text().splitlines()]
+
+
+def shares(steps: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]]:
+    """Of every step but the first and last: its seconds, those of the model, and each other part's."""
+    begins = [next(s["wall_start"] for s in step if s["name"] == "rollout") for step in steps]
+    found = []
+    for i in range(1, len(steps) - 1):
+        inside = [
+            span
+            for span in (*steps[i], *steps[i + 1])  # a step's records are told by the next one's line
+            if begins[i] <= span["wall_start"] < begins[i + 1]
+        ]
+        parts = dict.fromkeys(("total", "model", "other"), 0.0)
+        for span in inside:
+            name = "model" if span["name"] in MODEL_SPANS else span["name"]
+            if name != "cohort":  # waiting for other runs' updates: none here
+                parts[name] = parts.get(name, 0.0) + span["duration"]
+        parts["total"] = begins[i + 1] - begins[i]
+        parts["other"] = parts["total"] - parts["model"]
+        found.append(parts)
+    return found
+
+
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    setting = Setting.parse(options.setting)
+    with tempfile.TemporaryDirectory() as temporary:
+        run, _, _ = train(Path(temporary), setting, options.models, options.steps + 2, options.threads)
+        steps = shares(spans(run))
+    names = sorted({name for step in steps for name in step} - {"total", "model", "other"})
+    mid = {name: workload.median([step.get(name, 0.0) for step in steps]) for name in ("total", "model", *names)}
+    share = workload.median([step["other"] / step["total"] for step in steps])
+    print("| part | ms per step | share |\n|---|--:|--:|")
+    print(f"| sampling and update | {1e3 * mid['model']:.1f} | {100 * mid['model'] / mid['total']:.2f} % |")
+    for name in names:
+        print(f"| {name} | {1e3 * mid[name]:.1f} | {100 * mid[name] / mid['total']:.2f} % |")
+    rest = mid["total"] - mid["model"] - sum(mid[name] for name in names)
+    print(f"| between the spans | {1e3 * rest:.1f} | {100 * rest / mid['total']:.2f} % |")
+    label = f"{setting.name}: {100 * share:.2f} % is not sampling or update (bar ≤ {100 * BAR_OVERHEAD:.0f} %)"
+    print(bar(label, share <= BAR_OVERHEAD))
+    return {"setting": setting.name, "share": share, "steps": steps}
+
+
+def startup(options: argparse.Namespace) -> dict[str, Any]:
+    setting = Setting(options.setting.rpartition("x")[0], 1, prompts=1, samples=2)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        workload.model_directory(options.models, setting.shape)
+        for turn in range(1 + options.repeats):  # the first turn fills the file cache
+            began, used = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=environment(options.threads))
+            imports, imports_cpu = time.time() - began, children_cpu(used)
+            run, began, cpu = train(Path(temporary), setting, options.models, 1, options.threads)
+            first = next(s["wall_end"] for s in spans(run)[0] if s["name"] == "rollout") - began
+            if turn:
+                rows.append({"imports_s": imports, "imports_cpu_s": imports_cpu, "first_token_s": first, "cpu_s": cpu})
+    mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
+    ratio = workload.median([row["first_token_s"] / row["imports_s"] for row in rows])
+    print("| | s | processor s |\n|---|--:|--:|")
+    print(f"| importing torch, transformers and peft | {mid['imports_s']:.2f} | {mid['imports_cpu_s']:.2f} |")
+    print(f"| `retrain train` to its first token | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |")
+    print(bar(f"first token after {ratio:.2f}× the imports (bar ≤ {BAR_STARTUP})", ratio <= BAR_STARTUP))
+    return {"setting": setting.name, "ratio": ratio, "turns": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", default="512x64", help="SHAPExTOKENS")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--startup", action="store_true", help="measure start-up instead")
+    parser.add_argument("--repeats", type=int, default=5, help="of --startup")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
+    parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
+    options = parser.parse_args()
+    if options.quick:
+        options.setting, options.steps, options.repeats = "tinyx8", 2, 1
+    with tempfile.TemporaryDirectory() as temporary:
+        options.models = options.models or Path(temporary)
+        found = startup(options) if options.startup else overhead(options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
