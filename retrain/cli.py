@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import look, setup, status, train
+from retrain.commands import compare, look, setup, status, train
 from retrain.errors import RetrainError
 
 
@@ -52,6 +52,7 @@ app.command(rich_help_panel=RUN)(train.squeeze)
 app.command(rich_help_panel=LOOK)(look.check)
 app.command(rich_help_panel=LOOK)(look.explain)
 app.command(rich_help_panel=LOOK)(status.status)
+app.command(rich_help_panel=LOOK)(compare.compare)
 app.command(rich_help_panel=START)(setup.init)
 app.command(rich_help_panel=START)(setup.schema)
 app.command(rich_help_panel=START)(setup.doctor)

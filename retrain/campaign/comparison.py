@@ -15,8 +15,9 @@ seed has the same adapter, the same order of problems and the same random number
     conditions  one object for each, the baseline first:
         label, seeds (planned), finished (seeds with a value, in order), after_values (theirs)
         before            mean of the untrained model, or null
-        after_mean, interval            mean over seeds with its 95 % t interval [low, high] (shares cut at 0 and 1)
-        mean_bootstrap, iqm             {estimate, low, high}: bootstrap over seeds; ends null below 5 seeds
+        after_mean, interval            mean over seeds with Hall's 95 % interval [low, high] (shares cut at 0 and 1)
+        iqm               {estimate, low, high}: interquartile mean with the trimmed t interval, null below 4 seeds
+        mean_bootstrap, iqm_bootstrap   {estimate, low, high}: expanded bootstrap over seeds, null below 5 seeds
         difference, difference_interval     mean paired difference to the baseline with its 95 % t interval
         differences       by seed, in the order of paired_seeds
         iqm_difference, probability_of_improvement      {estimate, low, high}: bootstrap over whole pairs
@@ -41,6 +42,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ from retrain.campaign.results import METRIC, Measure, RunResult, read_run, requi
 from retrain.campaign.words import missing_words, sentence, verdict
 from retrain.errors import UsageError
 from retrain.files import write_json
+from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import (
     Interval,
     bootstrap_ci,
@@ -154,8 +157,9 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
         "before": float(np.mean(before)) if before else None,
         **_level(after, measure),
         "after_values": after,
+        "iqm": _iqm(after, max((run.resolution for run in finished), default=0.0) if measure == Measure() else 0.0),
         "mean_bootstrap": _bootstrap(after, np.mean),
-        "iqm": _bootstrap(after, iqm),
+        "iqm_bootstrap": _bootstrap(after, iqm),
         "difference": None,
         "difference_interval": None,
         "differences": [],
@@ -191,14 +195,18 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _level(values: Sequence[float], measure: Measure) -> dict[str, Any]:
-    """Mean of the seeds with its t interval; a share's interval stays within [0, 1]."""
+    """Mean of the seeds with its interval; a share's interval stays within [0, 1]."""
     if not values:
         return {"after_mean": None, "interval": None}
-    own = paired_comparison(values, [0.0] * len(values))
+    own = mean_interval(values)
     interval = None
     if own.low is not None and own.high is not None:
         interval = [max(0.0, own.low), min(1.0, own.high)] if measure.is_share else [own.low, own.high]
-    return {"after_mean": own.mean, "interval": interval}
+    return {"after_mean": own.estimate, "interval": interval}
+
+
+def _iqm(values: Sequence[float], resolution: float) -> dict[str, float | None] | None:
+    return asdict(iqm_interval(values, resolution=resolution)) if values else None
 
 
 def _ends(interval: Interval, pairs: int) -> dict[str, float | None]:

@@ -13,8 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from retrain.config.root import sections
 from retrain.errors import UsageError
-from retrain.files import read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.record.catalogue import BY_KEY
 
 METRIC = "eval/heldout/correct_rate"
@@ -26,6 +27,7 @@ MERITS = r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+
 LAST_SHARE = 10
 """The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
 
+SECTIONS = frozenset(sections())
 SHARED_SPANS = ("rollout", "eval")
 OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
 
@@ -134,6 +136,13 @@ class RunResult:
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
     @property
+    def resolution(self) -> float:
+        """The step of the scale of held-out accuracy: one answer of one problem; 0 where it is not known."""
+        last = self.evaluations[-1] if self.evaluations else {}
+        answers = (last.get("eval/heldout/problems") or 0) * (last.get("samples") or 1)
+        return 1.0 / answers if answers else 0.0
+
+    @property
     def tokens(self) -> int:
         """Tokens of prompts and completions in training, evaluations not counted."""
         return int(self.rows[-1].get("num_tokens") or 0) if self.rows else 0
@@ -155,6 +164,8 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
     """A manifest's run from its files; rows that are not there yet are simply missing."""
     path = directory / entry["path"]
+    facts = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     return RunResult(
         run_id=entry["run_id"],
         label=entry["label"],
@@ -162,9 +173,11 @@ def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
         state=entry["state"],
         reason=entry.get("reason"),
         path=path,
-        pair=(0, entry["seed"]),
+        pair=(config.get("campaign", {}).get("seed", 0), entry["seed"]),
         rows=read_jsonl(path / "metrics.jsonl"),
         evaluations=read_jsonl(path / "evals.jsonl"),
+        config=config,
+        facts=facts,
     )
 
 

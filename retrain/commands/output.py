@@ -29,15 +29,11 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """What a finished campaign ends with: the comparison, the squeeze table, the recommended rank, failures, paths."""
-    from rich.console import Console
-
-    from retrain.record import tables
 
     plain = plain or not sys.stdout.isatty()
     print()
     if summary["comparison"]:
-        comparison = summary["comparison"]
-        print(tables.comparison_text(comparison)) if plain else Console().print(tables.comparison_table(comparison))
+        print_comparison(summary["comparison"], plain)
         print()
     if summary["squeeze"]:
         print_squeeze(summary["squeeze"], plain)
@@ -47,6 +43,18 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
             print(f"failed      {run['run_id']}: {run['reason']}")
     for name, path in summary["paths"].items():
         print(f"{name:<12}{path}")
+
+
+def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
+    """Conditions against the baseline, with the findings in words; ``secondary`` measures too when asked for."""
+    from rich.console import Console
+
+    from retrain.record import tables
+
+    print(tables.comparison_text(report)) if plain else Console().print(tables.comparison_table(report))
+    if secondary and report["secondary"]:
+        print("\nAlso measured, without a verdict and without correction for their number")
+        print_table(tables.SECONDARY_COLUMNS, tables.secondary_rows(report), left=("metric", "condition"))
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:

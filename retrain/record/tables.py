@@ -53,12 +53,14 @@ class _Comparison:
             table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
         verdicts = []
         for condition in report["conditions"]:
-            texts = map(Text, comparison_cells(condition, report["baseline"]))
+            texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
             cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
             verdict = cells["verdict"]
             verdict.stylize("green" if verdict.plain.startswith("better") else "")
             table.add_row(*(cells[heading] for heading in columns))
-            if verdict.plain not in ("", "baseline") and not wide:
+            if condition.get("sentence"):
+                verdicts.append(Text(printable(condition["sentence"])))
+            elif verdict.plain not in ("", "baseline") and not wide:
                 verdicts.append(Text(f"{printable(condition['label'])}: ") + verdict)
         yield table
         yield from verdicts
@@ -69,36 +71,81 @@ class _Comparison:
 
 def comparison_text(report: Report) -> str:
     """The same as aligned plain text, one line per condition."""
-    rows = [comparison_cells(condition, report["baseline"]) for condition in report["conditions"]]
+    rows = [
+        comparison_cells(condition, report["baseline"], report.get("share", True)) for condition in report["conditions"]
+    ]
     table = aligned(COMPARISON_COLUMNS, rows, left=("condition", "verdict"))
-    lines = [comparison_title(report), *table, comparison_costs(report)]
+    sentences = [printable(one["sentence"]) for one in report["conditions"] if one.get("sentence")]
+    lines = [comparison_title(report), *table, *sentences, comparison_costs(report)]
     return "\n".join([*lines, printable(report["note"])] if report.get("note") else lines)
 
 
 def comparison_title(report: Report) -> str:
     """What is compared, in words."""
-    return "Held-out accuracy by condition" if report["metric"].startswith("eval/") else "Conditions compared"
+    metric = report["metric"]
+    if metric == "eval/heldout/correct_rate":
+        mean = ", mean over training" if report.get("summary") == "auc" else ""
+        return f"Held-out accuracy by condition{mean}"
+    return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
 
 
-def comparison_cells(condition: Report, baseline: str) -> list[str]:
-    """One row of the comparison."""
-    failed = condition.get("failed", 0)
-    seeds = f"{len(condition['seeds']) - failed}/{len(condition['seeds'])}" if failed else str(len(condition["seeds"]))
+def comparison_cells(condition: Report, baseline: str, share: bool = True) -> list[str]:
+    """One row of the comparison; ``share``: whether the metric lies in [0, 1] and is told in per cent."""
+    seeds, counted = len(condition["seeds"]), len(condition.get("finished", condition["seeds"]))
+    counted -= 0 if "finished" in condition else condition.get("failed", 0)
     is_baseline = condition["label"] == baseline
-    difference = "baseline" if is_baseline else points(condition.get("difference"))
-    if not is_baseline and condition.get("difference_interval"):
-        low, high = condition["difference_interval"]
-        difference += f" [{points(low)}, {points(high)}]"
+    told = rate if share else plain_number
+    difference = NOTHING if condition.get("difference") is None else told_difference(condition, share)
+    ends = condition.get("interval")
     p_value = condition.get("p_holm", condition.get("p_value"))
     return [
         printable(condition["label"]),
-        seeds,
-        f"{rate(condition.get('before'))} → {rate(condition.get('after_mean'))}",
-        interval(condition.get("interval")),
-        difference,
+        str(seeds) if counted == seeds else f"{counted}/{seeds}",
+        f"{told(condition.get('before'))} → {told(condition.get('after_mean'))}",
+        interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
+        "baseline" if is_baseline else difference,
         NOTHING if p_value is None else f"{p_value:.3f}",
         printable(condition.get("verdict", "")),
     ]
+
+
+SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
+
+
+def secondary_rows(report: Report) -> list[list[str]]:
+    """Further measures of a comparison, one row for each measure and condition."""
+    rows = []
+    for measure in report["secondary"]:
+        short_name = measure["metric"].removeprefix("eval/heldout/")
+        told = rate if measure["share"] else plain_number
+        for condition in measure["conditions"]:
+            difference = NOTHING if condition["difference"] is None else told_difference(condition, measure["share"])
+            is_baseline = condition["label"] == report["baseline"]
+            rows.append(
+                [
+                    f"{measure['summary']} {printable(short_name)}",
+                    printable(condition["label"]),
+                    str(len(condition["finished"])),
+                    f"{told(condition['before'])} → {told(condition['after_mean'])}",
+                    "baseline" if is_baseline else difference,
+                ]
+            )
+    return rows
+
+
+def told_difference(condition: Report, share: bool) -> str:
+    """A difference with its interval: points of a share, the plain number of anything else."""
+    told = points if share else plain_number
+    text = told(condition["difference"])
+    if condition.get("difference_interval"):
+        low, high = condition["difference_interval"]
+        text += f" [{told(low)}, {told(high)}]"
+    return text
+
+
+def plain_number(value: float | None) -> str:
+    """Three digits."""
+    return NOTHING if value is None else f"{value:.3g}"
 
 
 def comparison_costs(report: Report) -> str:
@@ -106,7 +153,8 @@ def comparison_costs(report: Report) -> str:
     conditions = report["conditions"]
     tokens = sum(condition.get("tokens") or 0 for condition in conditions)
     seconds = sum(condition.get("seconds") or 0.0 for condition in conditions)
-    return f"metric {report['metric']}; {short(tokens)} tokens, {duration(seconds)} of run time altogether"
+    summary = f"{report['summary']} " if report.get("summary") else ""
+    return f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of run time altogether"
 
 
 def squeeze_table(report: Report) -> RenderableType:

@@ -1,0 +1,206 @@
+"""Runs of several directories in one comparison: what may be pooled, what is kept apart, and what is refused.
+
+Refused are numbers that measure different things: other held-out problems, or the same ones sampled otherwise. Runs of
+one condition are pooled over directories when their settings agree; when not, they are kept apart as
+``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.comparison import compare_runs
+from retrain.campaign.manifest import MANIFEST
+from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.errors import UsageError
+from retrain.files import read_json
+
+WITHOUT_EFFECT = (
+    "campaign", "logging", "squeeze", "backpressure", "resume", "types", "training.seed", "training.save_every",
+    "training.keep_last", "training.micro_batch_tokens", "backend.adapter_path", "model.local_files_only",
+    "evaluation.at_start", "training.eval_every", "inference.max_rows",
+)  # fmt: skip
+"""Sections and keys in which runs of one condition may differ: they change records and speed, not what is learned."""
+TOLD_KEYS = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """One directory: its runs in their order, its labels with the baseline first."""
+
+    name: str
+    runs: list[RunResult]
+    labels: list[str]
+
+
+def compare_directories(
+    directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None
+) -> dict[str, Any]:
+    """The comparison (as ``compare_runs`` describes it) of all runs of these campaigns and runs.
+
+    ``metric`` and ``baseline`` are as a person writes them; unset, they are what the first campaign declared and its
+    first condition. Raises UsageError when a directory holds no runs, or when what they measured differs.
+    """
+    directories = list({path.resolve(): path for path in directories}.values())
+    sources = [read_source(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    everything = [run for source in sources for run in source.runs]
+    declared, margin, warnings = _declared(sources, metric)
+    if Measure.parse(metric or declared or "final").is_held_out:
+        _same_yardstick(sources)
+    warnings += _pool(sources)
+    labels = list(dict.fromkeys(label for source in sources for label in source.labels))
+    runs, twice = _without_repeats(everything)
+    warnings += twice + _differences(runs)
+    return compare_runs(
+        runs, labels, metric=metric or declared, baseline=baseline, margin=margin, warnings=warnings
+    ) | {"directories": [str(path) for path in directories]}
+
+
+def read_source(directory: Path, name: str = "") -> Source:
+    """The runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
+    if not (directory / MANIFEST).is_file():
+        campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
+        hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
+        raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
+    entries = read_json(directory / MANIFEST)["runs"]
+    runs = [read_run(directory, entry) for entry in entries]
+    return Source(name or directory.name, runs, list(dict.fromkeys(run.label for run in runs)))
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """Short names that tell the directories apart."""
+    names = [path.resolve().name for path in directories]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(directories, names, strict=True)]
+
+
+def _declared(sources: Sequence[Source], metric: str | None) -> tuple[str | None, float | None, list[str]]:
+    """What the campaigns declared as deciding, their margin, and what a reader must know of it."""
+    found = [_declaration(source) for source in sources]
+    first, margin = next((pair for pair in found if pair[0] is not None), (None, None))
+    said = []
+    others = sorted({str(pair[0]) for pair in found if pair[0] not in (None, first)})
+    if others and metric is None:
+        said.append(f"The campaigns declared different metrics ({first}, {', '.join(others)}); {first} is compared.")
+    if len({pair[1] for pair in found if pair[0] is not None}) > 1:
+        said.append("The campaigns declared different equivalence margins; none is applied.")
+        margin = None
+    chosen, before = Measure.parse(metric or "final"), Measure.parse(first or "final")
+    if metric is not None and chosen != before:
+        said.append(f"{chosen.name} was not declared as deciding ({before.name} was): what it shows is exploratory.")
+        margin = margin if chosen.key == before.key else None
+    return (None if first == "final" else first), margin, said
+
+
+def _declaration(source: Source) -> tuple[str | None, float | None]:
+    for run in source.runs:
+        campaign = run.config.get("campaign")
+        if campaign is not None:
+            return campaign.get("primary_metric", "final"), campaign.get("equivalence_margin")
+    return None, None
+
+
+def _same_yardstick(sources: Sequence[Source]) -> None:
+    """Raise UsageError when held-out problems, or how they are sampled and graded, differ between directories."""
+    seen: dict[str, tuple[str, Any]] = {}
+    for source in sources:
+        for run in source.runs:
+            evaluation = run.config.get("evaluation")
+            if evaluation is None or not run.evaluations:
+                continue
+            facts = {
+                "held-out problems": run.facts.get("heldout_hash") or run.facts.get("data_hash"),
+                **{f"[evaluation] {key}": evaluation.get(key) for key in ("samples", "temperature", "max_tokens")},
+                "[data] prompt_template": run.config.get("data", {}).get("prompt_template"),
+            }
+            for what, value in facts.items():
+                name, other = seen.setdefault(what, (source.name, value))
+                if other != value:
+                    told = "" if "problems" in what else f" ({other} and {value})"
+                    raise UsageError(
+                        f"{name} and {source.name} cannot be compared on held-out problems: {what} differ{told}; "
+                        "compare them one by one, or with --metric on a number of training"
+                    )
+
+
+def _pool(sources: Sequence[Source]) -> list[str]:
+    """Rename conditions (in place) whose settings differ from those of the same label elsewhere; say so."""
+    said: list[str] = []
+    first: dict[str, tuple[Source, dict[str, Any]]] = {}
+    for source in sources:
+        for place, label in enumerate(list(source.labels)):
+            own = next((run.config for run in source.runs if run.label == label and run.config), None)
+            if own is None:
+                continue
+            other, settings = first.setdefault(label, (source, own))
+            keys = differing(settings, own)
+            if other is source or not keys:
+                continue
+            source.labels[place] = renamed = f"{label}@{source.name}"
+            for run in source.runs:
+                run.label = renamed if run.label == label else run.label
+            said.append(
+                f"{label} has other settings in {source.name} than in {other.name} ({_told(keys)}): kept apart."
+            )
+    return said
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ in a way that changes what is learned, with both values."""
+    left, right = dict(_leaves(a)), dict(_leaves(b))
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    return {
+        key: (left.get(key), right.get(key))
+        for key in keys
+        if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_EFFECT)
+    }
+
+
+def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _told(keys: dict[str, tuple[Any, Any]]) -> str:
+    """The first differing keys with their values."""
+    told = [f"{key} {b} instead of {a}" for key, (a, b) in list(keys.items())[:TOLD_KEYS]]
+    return ", ".join(told) + (f" and {len(keys) - TOLD_KEYS} more" if len(keys) > TOLD_KEYS else "")
+
+
+def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
+    """One run for each condition and seed: repeating a seed adds no replicate. A finished one is preferred."""
+    chosen: dict[tuple[str, tuple[int, int]], RunResult] = {}
+    repeated: list[str] = []
+    for run in runs:
+        key = (run.label, run.pair)
+        if key not in chosen:
+            chosen[key] = run
+            continue
+        if run.done and not chosen[key].done:
+            chosen[key] = run
+        repeated.append(run.run_id)
+    if not repeated:
+        return list(chosen.values()), []
+    names = ", ".join(dict.fromkeys(repeated))
+    return list(chosen.values()), [f"The same seeds were run more than once; one of each counts: {names}."]
+
+
+def _differences(runs: Sequence[RunResult]) -> list[str]:
+    """What else is not the same for all runs."""
+    said = []
+    for what, values in (
+        ("base weights", [run.facts.get("base", {}).get("fingerprint") for run in runs]),
+        ("training data", [run.facts.get("data_hash") for run in runs]),
+        ("numbers of steps", [run.config.get("training", {}).get("max_steps") for run in runs]),
+        ("code revisions", [(run.facts.get("git") or {}).get("revision") for run in runs]),
+        ("versions of torch", [run.facts.get("packages", {}).get("torch") for run in runs]),
+    ):
+        known = {value for value in values if value is not None}
+        if len(known) > 1:
+            said.append(f"The runs were made with different {what}.")
+    return said

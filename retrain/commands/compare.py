@@ -1,0 +1,55 @@
+"""``compare``: the verdict of one or several campaigns, from their files alone; works while they still run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain.commands.arguments import AsJson
+from retrain.commands.output import print_comparison
+from retrain.errors import UsageError
+from retrain.files import dumps
+
+
+def compare(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR…", help="Directories of campaigns or runs.", show_default=False),
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="METRIC",
+            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4.",
+            show_default="what the campaign declared",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            metavar="LABEL",
+            help="Condition that the others are compared with.",
+            show_default="the first condition",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare conditions over seeds: paired differences with intervals, exact p-values, and the verdict in words.
+
+    Runs of several directories are pooled by condition. Only finished runs count; all others are named.
+    """
+    from retrain.campaign.pooling import compare_directories
+
+    for directory in directories:
+        if not directory.is_dir():
+            raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    report = compare_directories(directories, metric=metric, baseline=baseline)
+    if as_json:
+        print(dumps(report, indent=2))
+    else:
+        print_comparison(report, plain=not sys.stdout.isatty(), secondary=True)

@@ -1,0 +1,325 @@
+"""Verdicts from run directories: what is compared, what is refused, what is said, whatever state the runs are in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+from retrain.campaign.comparison import compare, compare_runs
+from retrain.campaign.pooling import compare_directories
+from retrain.campaign.results import METRIC, Measure, RunResult, area_under
+from retrain.cli import app
+from retrain.config import parse_dict
+from retrain.errors import UsageError
+from retrain.files import append_jsonl, read_json, write_json
+from retrain.maths.statistics import holm, pairs_for_verdict, sign_flip_p
+
+BASE = [0.60, 0.64, 0.58, 0.66, 0.62, 0.59, 0.65, 0.61]
+STATES = ("pending", "running", "interrupted", "done", "failed")
+
+
+def campaign(
+    folder: Path,
+    results: Mapping[str, Sequence[float | None]],
+    config: dict[str, Any] | None = None,
+    states: dict[str, str] | None = None,
+    heldout: str = "problems A",
+    seeds: list[int] | None = None,
+) -> Path:
+    """A campaign's directory: held-out accuracy 0.5 before, half-way there, and the given values by seed."""
+    runs = []
+    for label, values in results.items():
+        for seed, value in zip(seeds or range(1, len(values) + 1), values, strict=True):
+            run_id = f"{label}_s{seed}"
+            path = folder / "runs" / run_id
+            state = (states or {}).get(run_id, "done")
+            sections = {
+                "training": {"seed": seed, "lr": 0.001, "max_steps": 20},
+                "campaign": {"seed": 0},
+                "evaluation": {"samples": 2, "temperature": 1.0, "max_tokens": 80},
+            }
+            for name, table in (config or {}).items():
+                sections[name] = {**sections.get(name, {}), **table}
+            write_json(path / "config.json", {**sections, "heldout_hash": heldout, "data_hash": "d", "git": None})
+            rows = [
+                {
+                    "step": step,
+                    "correct_rate": 0.4,
+                    "num_tokens": 100 * (step + 1),
+                    "time/update": 2.0,
+                    "time/rollout": 4.0,
+                    "cohort_size": 4,
+                }
+                for step in range(20 if state == "done" else 7)
+            ]
+            append_jsonl(path / "metrics.jsonl", rows)
+            points = [(0, 0.5), (10, 0.5 if value is None else (0.5 + value) / 2), (20, value)]
+            append_jsonl(
+                path / "evals.jsonl",
+                [
+                    {
+                        "step": step,
+                        "name": "heldout",
+                        "samples": 2,
+                        METRIC: v,
+                        "eval/heldout/problems": 50,
+                        "eval/heldout/hard/correct_rate": v,
+                        "eval/heldout/mean_length": 30.0 + seed,
+                    }
+                    for step, v in (points if state == "done" else points[:1])
+                ],
+            )
+            reason = "CUDA out of memory" if state == "failed" else None
+            runs.append({"run_id": run_id, "label": label, "seed": seed, "state": state, "reason": reason,
+                         "path": f"runs/{run_id}"})  # fmt: skip
+    write_json(folder / "manifest.json", {"format": 1, "runs": runs})
+    return folder
+
+
+def shifted(by: float, noise: float = 0.004) -> list[float | None]:
+    return [value + by + noise * (-1) ** i for i, value in enumerate(BASE)]
+
+
+def invoke(*arguments: str | Path):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_a_verdict_that_can_be_quoted(tmp_path):
+    report = compare_directories([campaign(tmp_path, {"grpo": list(BASE), "maxrl": shifted(0.03)})])
+    base, other = report["conditions"]
+    d = np.array(other["differences"])
+    assert d == pytest.approx(np.array(shifted(0.03)) - BASE)
+    theirs = stats.ttest_rel(shifted(0.03), BASE).confidence_interval(0.95)
+    assert other["difference_interval"] == pytest.approx([theirs.low, theirs.high])
+    assert other["p_value"] == other["p_holm"] == sign_flip_p(d) == 2**-7
+    assert (base["verdict"], other["verdict"]) == ("baseline", "better")
+    assert other["sentence"] == (
+        "maxrl − grpo: +3.0 points [2.6, 3.4], p = 0.0078, 8 pairs: better; less than 2.6 points is excluded; "
+        "1.00 times the device time per run."
+    )
+    assert (base["tokens_per_run"], base["seconds_per_run"]) == (2000, 20 * (2.0 + 4.0 / 4))
+    assert other["probability_of_improvement"]["estimate"] == pytest.approx(
+        np.mean([a > b for a in shifted(0.03) for b in BASE])
+    )
+    assert report["secondary"][0]["summary"] == "auc"
+
+
+def test_no_difference_shown_says_what_is_excluded(tmp_path):
+    noise = [0.010, -0.012, 0.004, 0.008, -0.006, 0.011, -0.009, 0.005]
+    values = [b + d for b, d in zip(BASE, noise, strict=True)]
+    report = compare_directories([campaign(tmp_path, {"a": list(BASE), "b": values})])
+    found = report["conditions"][1]
+    low, high = found["difference_interval"]
+    assert found["verdict"] == "no difference shown"
+    assert f"differences above {100 * max(-low, high):.1f} points are excluded" in found["sentence"]
+    assert found["equivalence_p"] is None
+    declared = campaign(tmp_path / "m", {"a": list(BASE), "b": values}, {"campaign": {"equivalence_margin": 0.02}})
+    found = compare_directories([declared])["conditions"][1]
+    low, high = (
+        stats.ttest_1samp(noise, 0.02, alternative="less"),
+        stats.ttest_1samp(noise, -0.02, alternative="greater"),
+    )
+    assert found["equivalence_p"] == pytest.approx(max(low.pvalue, high.pvalue))
+    assert found["verdict"] == "no difference beyond 2.0 points"
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 5])
+def test_few_seeds_cannot_tell(tmp_path, seeds):
+    results = {"a": list(BASE[:seeds]), "b": [v + 0.3 for v in BASE[:seeds]]}
+    report = compare_directories([campaign(tmp_path, results)])
+    found = report["conditions"][1]
+    assert found["verdict"] == f"cannot tell: {seeds} pair{'s' * (seeds > 1)} of seeds, 6 needed"
+    assert found["p_value"] is None
+    assert "cannot tell, 6 are needed" in found["sentence"]
+    assert "a verdict needs 6 or more" in report["note"]
+    assert (found["difference_interval"] is None) == (seeds == 1)
+
+
+def test_holm_counts_conditions_that_could_not_be_tested(tmp_path):
+    """A family is what was planned: failures must not make the other conditions more significant."""
+    results = {
+        "a": list(BASE),
+        "b": shifted(0.03),
+        "c": shifted(0.04),
+        "d": shifted(0.0),
+    }
+    states = {f"c_s{seed}": "failed" for seed in range(1, 9)}
+    report = compare_directories([campaign(tmp_path, results, states=states)])
+    b, c, d = report["conditions"][1:]
+    assert c["p_value"] is None
+    assert c["verdict"] == "cannot tell: no pair of finished runs"
+    expected = holm([b["p_value"], 1.0, d["p_value"]])
+    assert [b["p_holm"], d["p_holm"]] == pytest.approx([expected[0], expected[2]])
+    assert "corrected for 3 comparisons" in b["sentence"]
+    assert report["pairs_needed"] == pairs_for_verdict(3) == 7
+
+
+def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_path):
+    states = {"b_s2": "failed", "b_s3": "running", "a_s4": "pending", "b_s5": "interrupted"}
+    results = {"a": list(BASE), "b": [*shifted(0.02)[:7], None]}
+    folder = campaign(tmp_path, results, states=states)
+    report = compare_directories([folder])
+    a, b = report["conditions"]
+    assert {run["run_id"]: run["state"] for run in b["missing"]} == {
+        "b_s2": "failed", "b_s3": "running", "b_s5": "interrupted", "b_s8": "done",
+    }  # fmt: skip
+    assert b["missing"][0]["reason"] == "CUDA out of memory"
+    assert "no final:eval/heldout/correct_rate" in b["missing"][3]["reason"]
+    assert (b["seeds"], b["finished"], b["failed"]) == (list(range(1, 9)), [1, 4, 6, 7], 1)
+    assert (a["finished"], b["pairs"], b["paired_seeds"]) == ([1, 2, 3, 5, 6, 7, 8], 3, [1, 6, 7])
+    output = invoke(folder).output
+    for run_id in ("b_s2", "b_s3", "b_s5", "b_s8", "a_s4"):
+        assert run_id in output
+    assert "flatter" in output
+    assert "4/8" in output
+    assert report["failed"] == ["b_s2"]
+
+
+def test_a_campaign_that_has_hardly_begun(tmp_path):
+    folder = campaign(tmp_path, {"a": [0.6], "b": [0.7]}, states={"a_s1": "running", "b_s1": "pending"})
+    assert compare_directories([folder])["conditions"][1]["verdict"] == "cannot tell: no pair of finished runs"
+    for path in folder.rglob("*.jsonl"):
+        path.unlink()
+    result = invoke(folder)
+    assert result.exit_code == 0
+    assert "2 unfinished runs are not in the means" in result.output
+
+
+def test_directories_are_pooled_by_condition(tmp_path):
+    one = campaign(tmp_path / "one", {"a": list(BASE[:4]), "b": shifted(0.03)[:4]})
+    two = campaign(tmp_path / "two", {"a": list(BASE[4:]), "b": shifted(0.03)[4:]}, seeds=[5, 6, 7, 8])
+    report = compare_directories([one, two])
+    whole = compare_directories([campaign(tmp_path / "whole", {"a": list(BASE), "b": shifted(0.03)})])
+    assert report["conditions"] == whole["conditions"]
+    assert report["conditions"][1]["verdict"] == "better"
+    again = compare_directories([one, two, one, tmp_path / "one" / ".." / "one"])
+    assert again["conditions"] == report["conditions"]
+
+
+def test_repeated_seeds_are_no_replicates(tmp_path):
+    one = campaign(tmp_path / "one", {"a": list(BASE), "b": shifted(0.03)}, states={"b_s1": "failed"})
+    two = campaign(tmp_path / "two", {"a": list(BASE), "b": shifted(0.03)})
+    report = compare_directories([one, two])
+    assert report["conditions"][1]["pairs"] == 8  # the finished run takes the place of the failed one
+    assert any("more than once" in warning for warning in report["warnings"])
+
+
+def test_other_settings_are_kept_apart_and_named(tmp_path):
+    one = campaign(tmp_path / "one", {"a": list(BASE)})
+    two = campaign(tmp_path / "two", {"a": shifted(0.03)}, {"training": {"lr": 0.002}, "logging": {"x": 1}})
+    report = compare_directories([one, two])
+    assert [one["label"] for one in report["conditions"]] == ["a", "a@two"]
+    assert report["conditions"][1]["verdict"] == "better"
+    assert any("training.lr 0.002 instead of 0.001" in warning for warning in report["warnings"])
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    ({"heldout": "problems B"}, "held-out problems"),
+    ({"config": {"evaluation": {"temperature": 0.0}}}, "[evaluation] temperature differ (1.0 and 0.0)"),
+    ({"config": {"evaluation": {"samples": 8}}}, "[evaluation] samples"),
+])  # fmt: skip
+def test_another_yardstick_is_refused(tmp_path, change, what):
+    one, two = campaign(tmp_path / "one", {"a": [0.6]}), campaign(tmp_path / "two", {"b": [0.7]}, **change)
+    result = invoke(one, two)
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert "Traceback" not in result.stderr
+    assert invoke(one, two, "--metric", "final:num_tokens").exit_code == 0  # a number of training is another matter
+
+
+def test_metrics_and_baseline_are_chosen(tmp_path):
+    folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)})
+    report = json.loads(invoke(folder, "--json", "--metric", "auc", "--baseline", "b").stdout)
+    assert (report["baseline"], report["summary"]) == ("b", "auc")
+    assert report["conditions"][0]["after_values"][0] == pytest.approx((0.5 + BASE[0] + 0.034) / 2)
+    assert report["conditions"][1]["verdict"] == "worse"
+    assert any("not declared as deciding" in warning for warning in report["warnings"])
+    longer = compare_directories([folder], metric="mean_length")
+    assert not longer["share"]
+    assert longer["conditions"][1]["sentence"].startswith("b − a: +0 [0, 0], p = 1, 8 pairs: no difference shown")
+    result = invoke(folder, "--metric", "corect_rate")
+    assert result.exit_code == 2
+    assert "did you mean correct_rate" in result.stderr
+    assert "the conditions are a, b" in invoke(folder, "--baseline", "c").stderr
+
+
+def test_what_is_no_campaign_is_told(tmp_path):
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert "not the directory of a campaign or run" in result.stderr
+    folder = campaign(tmp_path / "c", {"a": [0.5]})
+    assert "its campaign is" in invoke(folder / "runs/a_s1").stderr
+    assert "is not a directory" in invoke(tmp_path / "nowhere").stderr
+
+
+def test_what_the_campaign_declared_decides(tmp_path):
+    folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)}, {"campaign": {"primary_metric": "auc"}})
+    report = compare_directories([folder])
+    assert (report["summary"], report["warnings"]) == ("auc", [])
+    runs = read_json(folder / "manifest.json")["runs"]
+    at_the_end = compare(folder, runs, ["a", "b"], metric="auc")
+    assert at_the_end["conditions"] == report["conditions"]
+    assert read_json(folder / "comparison.json") == json.loads(json.dumps(at_the_end))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=8), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_swapping_conditions_mirrors_everything(values, missing):
+    runs = []
+    for seed, pair in enumerate(values):
+        for label, value in zip("ab", pair, strict=True):
+            evaluations = [{"step": 9, "name": "heldout", METRIC: value / 100}]
+            state = "failed" if seed < missing and label == "b" else "done"
+            runs.append(RunResult(f"{label}_s{seed}", label, seed, state, None, Path(), (0, seed), [], evaluations))
+    forth, back = compare_runs(runs, ["a", "b"]), compare_runs(runs, ["a", "b"], baseline="b")
+    b, a = forth["conditions"][1], back["conditions"][1]
+    assert b["pairs"] == a["pairs"] == max(0, len(values) - missing)
+    assert (b["p_value"], b["p_holm"]) == (a["p_value"], a["p_holm"])
+    if b["pairs"]:
+        assert b["difference"] == pytest.approx(-a["difference"])
+        improvements = [one["probability_of_improvement"]["estimate"] for one in (a, b)]
+        assert sum(improvements) == pytest.approx(1.0)
+    assert forth["conditions"] == compare_runs(runs[::-1], ["a", "b"])["conditions"]  # no order, no chance
+
+
+def test_names_of_measures():
+    assert Measure.parse("final") == Measure.parse("correct_rate") == Measure()
+    assert Measure.parse("auc:pass@4") == Measure("auc", "eval/heldout/pass@4")
+    assert Measure.parse("hard/correct_rate").key == "eval/heldout/hard/correct_rate"
+    assert Measure.parse("final:completions/mean_length").key == "completions/mean_length"
+    assert Measure.parse("eval/heldout/maj@8").is_share
+    assert Measure.parse("eval/heldout/hard/pass@8").is_share
+    assert not Measure.parse("mean_length").is_share
+    assert Measure.parse("mean_reward").higher_is_better
+    assert not Measure.parse("entropy").higher_is_better
+    assert area_under([(0, 0.0), (10, 1.0), (30, 1.0)]) == pytest.approx(25 / 30)
+    assert area_under([(5, 1.0)]) is None
+
+
+@pytest.mark.parametrize(("campaign_keys", "other", "message"), [
+    ('primary_metric = "best"', "", "not final or auc"),
+    ('primary_metric = "auc"', "", "eval_every"),
+    ('primary_metric = "final:pass@4"', "", "4 samples"),
+    ('primary_metric = "auc"', "[evaluation]\nproblems = 0", "held-out problems"),
+    ("equivalence_margin = 0.0", "", "equivalence_margin"),
+])  # fmt: skip
+def test_what_cannot_be_measured_cannot_be_declared(campaign_keys, other, message):
+    import tomllib
+
+    text = f"[campaign]\n{campaign_keys}\n{other}"
+    with pytest.raises(UsageError, match=message):
+        parse_dict(tomllib.loads(text))
+    parse_dict(
+        tomllib.loads(
+            '[campaign]\nprimary_metric = "auc:pass@4"\n[training]\neval_every = 5\n[evaluation]\nsamples = 4'
+        )
+    )
