@@ -229,6 +229,11 @@ def assign_credit(
         signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if id(group) in signal else "zero_advantage"
+    by_token: dict[int, list[np.ndarray | None]] = {id(group): [None] * len(group.completions) for group in groups}
+    for row, (group, i) in enumerate(rows):
+        by_token[id(group)][i] = advantages[row, : len(completions[row])]
+    for group in groups:
+        group.token_advantages = by_token[id(group)]
     counted = credit.denominator_mask_B_T
     sequences = []
     for row, (group, _) in enumerate(rows):

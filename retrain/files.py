@@ -72,15 +72,16 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(path, error) from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
 
+    ``durable = False`` leaves the disk its time: after a power cut the file may be gone, but no reader sees half of it.
     Raises StorageError when it cannot be written; ``path`` is then as it was.
     """
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8"), durable)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
@@ -88,13 +89,15 @@ def write_bytes(path: Path, data: bytes) -> None:
         try:
             with open(aside, "wb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(aside, path)
         except OSError:
             aside.unlink(missing_ok=True)
             raise
-        fsync_directory(path.parent)
+        if durable:
+            fsync_directory(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

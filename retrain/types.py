@@ -36,6 +36,8 @@ class Prompt:
     problem: Problem
     text: str
     token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    """The conversation that ``text`` was rendered from, system prompt and template included."""
 
 
 @dataclass
@@ -96,6 +98,8 @@ class Group:
     discarded: str | None = None
     planning: list[np.ndarray] | None = None
     """Per completion a bool array [T]: which tokens are planning tokens."""
+    token_advantages: list[np.ndarray | None] | None = None
+    """Per completion the advantage of each token [T] after credit assignment; None without a reward."""
 
     @property
     def rewards_N(self) -> np.ndarray:

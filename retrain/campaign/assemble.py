@@ -15,7 +15,7 @@ from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, rec
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.checkpoints import checkpoint_directories, common_step
-from retrain.credit import Modes, load_modes
+from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.environments import Dataset, load_data
@@ -27,6 +27,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
 from retrain.record.environment import module_hashes, run_facts, write_environment
+from retrain.record.notes import Note
 from retrain.record.recorder import RunRecorder
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
@@ -90,6 +91,7 @@ def assemble(
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
     graders: dict[str, Grader] = {}
     runs, used = [], []
+    told: set[str] = set()
     for spec, mode in zip(specs, modes, strict=True):
         key = spec.config.reward.model_dump_json()
         if key not in graders:
@@ -102,6 +104,7 @@ def assemble(
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
+        run.recorder.remark = _remarks(observer, spec, told)
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(graders[key])
@@ -184,7 +187,12 @@ def _build_run(
         ranges=chart_ranges(grader.ranges, spec.config.reward),
         folder=folder,
     )
-    recorder = RunRecorder(where, context, warn=lambda text: observer.message(f"{spec.run_id}: {text}", "warning"))
+    recorder = RunRecorder(
+        where,
+        context,
+        warn=lambda text: observer.message(f"{spec.run_id}: {text}", "warning"),
+        token_text=lambda completion: completion_offsets(completion, base),
+    )
     stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
@@ -210,3 +218,14 @@ def _build_run(
     write_environment(where)
     recorder.start(facts)
     return run
+
+
+def _remarks(observer: Any, spec: RunSpec, told: set[str]) -> Callable[[Note], None]:
+    """Passes a run's remarks on; what is harmless is said of the first run of a cohort only."""
+
+    def remark(note: Note) -> None:
+        if note.level != "info" or note.key not in told:
+            told.add(note.key)
+            observer.message(f"{spec.run_id}: step {note.step}: {note}", note.level)
+
+    return remark

@@ -103,6 +103,11 @@ class Logging(Section):
     """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
     """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
+    rollouts_every: Natural = 10
+    """Write the page and the logtree of every n-th step, of the last one, and of every evaluation; 0 writes none.
+    The summary lines of all trajectories are written at every step."""
+    num_groups_to_log: Natural = 4
+    """Groups of a page and logtree that appear with their texts; what is known of the others in numbers always does."""
     log_kl: bool = False
     """Record the KL divergence to the frozen base; costs one more forward pass."""
 
@@ -150,4 +155,14 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (backpressure_rules, squeeze_rules)
+def logging_rules(config: Config) -> Iterator[Finding]:
+    """Without pages there is nothing to choose for them."""
+    if config.logging.rollouts_every == 0 and "num_groups_to_log" in config.logging.model_fields_set:
+        yield Finding(
+            ("logging.num_groups_to_log", "logging.rollouts_every"),
+            "has no effect with rollouts_every = 0",
+            "remove one of the two",
+        )
+
+
+RULES = (backpressure_rules, squeeze_rules, logging_rules)

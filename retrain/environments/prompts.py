@@ -29,7 +29,7 @@ def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
         token_ids = tokenizer(text)["input_ids"]
     if not token_ids:
         raise DataError(f"problem {problem.id} has no tokens")
-    return Prompt(problem, text, tuple(int(token) for token in token_ids))
+    return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
 
 def conversation(problem: Problem, data: Any) -> list[Message]:

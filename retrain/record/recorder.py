@@ -15,11 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from retrain.errors import StorageError
-from retrain.files import truncate_jsonl, write_json
-from retrain.record.context import RunContext
+from retrain.files import read_jsonl, truncate_jsonl, write_json
+from retrain.record.context import RunContext, setting
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
+from retrain.record.notes import WINDOW, Note, explain
+from retrain.record.rollouts import TRAIN, Batch, TokenText, remove_after, write_pages, write_summaries
 from retrain.record.samples import collect
+from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
 from retrain.types import EvalRecord, Group, StepRecord
@@ -28,7 +31,9 @@ PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
 
 
-STEP_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
+STEP_FILES = (
+    "metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "notes.jsonl",
+)  # fmt: skip
 
 
 class RunRecorder:
@@ -38,7 +43,9 @@ class RunRecorder:
     step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
     must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
     (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``. Any call raises
-    RunFailed (of a disk, StorageError) when an earlier record could not be written.
+    RunFailed (of a disk, StorageError) when an earlier record could not be written. ``token_text`` places a
+    completion's tokens in its text, for the pages; ``remark`` (also an attribute) hears what odd
+    numbers mean.
     """
 
     def __init__(
@@ -47,6 +54,8 @@ class RunRecorder:
         context: RunContext,
         trackers: Sequence[Tracker] | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        token_text: TokenText | None = None,
+        remark: Callable[[Note], None] = lambda note: None,
     ):
         self.directory = Path(run_dir)
         self.context = context
@@ -59,6 +68,10 @@ class RunRecorder:
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
         self._tracker_state: dict[str, Any] = {}
+        self._token_text, self.remark = token_text, remark
+        self._rows: list[Row] = []  # the first row and the newest, for remarks
+        self._noted: set[str] = set()
+        self._dtype = "float32"
         self._started = False
         self._marker = self.directory
 
@@ -80,6 +93,7 @@ class RunRecorder:
         if facts is not None:
             self._marker = self.directory / "config.json"
             write_json(self._marker, facts)
+            self._dtype = setting(facts, "built.dtype", self._dtype)
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             name = reporter.tracker.name
@@ -102,17 +116,44 @@ class RunRecorder:
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
         self._known_keys.update(dict.fromkeys(row))
-        self._files.write(lambda: self._write_step(record, row))
+        notes = self._remarks(row)
+        self._files.write(lambda: self._write_step(record, row, notes))
         for reporter in self._reporters:
             reporter.log(record.step, row)
         return row
 
-    def _write_step(self, record: StepRecord, row: Row) -> None:
+    def _remarks(self, row: Row) -> list[Note]:
+        """What is odd about this row and was not said before, told to the log and to whoever listens."""
+        self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
+        notes = explain(self._rows, self.context.config, self._dtype, self._noted)
+        for note in notes:
+            self._noted.add(note.key)
+            self.log(f"step {note.step}: {note}", level=note.level)
+            self.remark(note)
+        return notes
+
+    def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """All files of one step; runs on the files' thread."""
         self._files.append("metrics.jsonl", [row])
         self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
         self._files.append("emergence/generations.jsonl", generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
+        self._files.append("notes.jsonl", [note.as_dict() for note in notes])
+        batch = self._batch(TRAIN, record.step, record.groups, record.step_start)
+        write_summaries(self.directory, batch)
+        every = self._setting("rollouts_every", 10)
+        if every and (record.step % every == 0 or record.step + 1 == self.context.max_steps):
+            write_pages(self.directory, batch, self._setting("num_groups_to_log", 4))
+
+    def _write_timeline(self) -> None:
+        write_timeline(self.directory)
+
+    def _batch(self, split: str, iteration: int, groups: Sequence[Group], started: float) -> Batch:
+        names = (self.context.run_id, self.context.condition)
+        return Batch(split, iteration, groups, iteration, *names, started, self._token_text)
+
+    def _setting(self, key: str, default: int) -> int:
+        return setting(self.context.config, f"logging.{key}", default)
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -124,10 +165,11 @@ class RunRecorder:
         self._still_there()
         row = eval_row(record, self.context.tags)
         self._evaluations.update(row)
-        self._files.write(lambda: self._write_eval(record, row))
+        started = time.time() - record.seconds
+        self._files.write(lambda: self._write_eval(record, row, started))
         return row
 
-    def _write_eval(self, record: EvalRecord, row: Row) -> None:
+    def _write_eval(self, record: EvalRecord, row: Row, started: float) -> None:
         """All files of one evaluation; runs on the files' thread."""
         facts = {
             "step": record.step,
@@ -140,6 +182,10 @@ class RunRecorder:
         }
         self._files.append("evals.jsonl", [facts | row])
         self._files.append("emergence/evaluations.jsonl", evaluated(record))
+        batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
+        write_summaries(self.directory, batch)
+        if self._setting("rollouts_every", 10):
+            write_pages(self.directory, batch, self._setting("num_groups_to_log", 4))
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
@@ -183,6 +229,10 @@ class RunRecorder:
         truncate_jsonl(self.directory / "evals.jsonl", done)
         truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
+        remove_after(self.directory, step)
+        rows = read_jsonl(self.directory / "metrics.jsonl")
+        self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
+        self._noted = {row["key"] for row in read_jsonl(self.directory / "notes.jsonl")}
         self.log(f"records truncated to the {step} finished steps")
 
     def state(self) -> dict[str, Any]:
@@ -209,6 +259,7 @@ class RunRecorder:
             self._started = False
             for reporter in self._reporters:
                 reporter.finish(failed)
+            self._files.write(self._write_timeline, always=True)
             self.log("failed" if failed else "closed")
         return self._files.close()
 

@@ -1,0 +1,256 @@
+"""Every trajectory of an iteration on disk: summary lines, a logtree, and its HTML twin.
+
+The formats are those of the Tinker cookbook, so that readers written for it work: one line per trajectory before any
+filtering; the logtree's top is ``title, started_at, path, root``, a node is ``tag, attrs, children`` and, for a
+conversation, ``data``. Strings among a logtree's children are HTML-escaped, as the cookbook's are; the messages in
+``data`` are the plain text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.files import dumps, write_text
+from retrain.record.html import escape
+from retrain.types import Completion, Group, RewardResult
+
+Row = dict[str, Any]
+
+TokenText = Callable[[Completion], tuple[str, Any]]
+"""Text of a completion and the characters [start, end) of each of its tokens."""
+
+MESSAGE_CHARACTERS = 200_000
+"""Longest message in a logtree; what is cut off is counted in its place."""
+LOGTREE_CHARACTERS = 4_000_000
+"""All messages of a logtree together: with many samples each gets its share, but at least 2,000 characters."""
+LEAST_CHARACTERS = 2_000
+SCHEMA_VERSION = 1
+TRAIN = "train"
+
+_FILE_NAME = re.compile(r"(train|eval_.+)_iteration_(\d{6,})(?:\.html|_logtree\.json|_rollout_summaries\.jsonl)")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one iteration sampled. ``iteration`` counts from 0; of an evaluation it is the number of updates done.
+
+    ``split`` is ``train`` or ``eval/<name>``; ``policy_step`` is how many updates the sampling weights had; ``run``
+    and ``condition`` name the run; ``token_text`` places tokens in texts where that is known; ``started`` is in
+    seconds since the epoch.
+    """
+
+    split: str
+    iteration: int
+    groups: Sequence[Group]
+    policy_step: int
+    run: str
+    condition: str
+    started: float
+    token_text: TokenText | None = None
+
+    @property
+    def name(self) -> str:
+        """Stem of the files: ``train_iteration_000010``, ``eval_<name>_iteration_000010``."""
+        kind, _, name = self.split.partition("/")
+        return (
+            f"{kind}_{sanitised(name)}_iteration_{self.iteration:06d}"
+            if name
+            else f"{kind}_iteration_{self.iteration:06d}"
+        )
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        kind, _, name = self.split.partition("/")
+        return f"evaluation {name}, after {self.iteration} updates" if name else f"{kind} iteration {self.iteration}"
+
+
+def sanitised(name: str) -> str:
+    """``name`` as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
+
+
+def write_summaries(directory: Path, batch: Batch) -> None:
+    """Write ``<name>_rollout_summaries.jsonl``."""
+    text = "".join(dumps(row) + "\n" for row in summary_rows(batch))
+    write_text(directory / f"{batch.name}_rollout_summaries.jsonl", text, durable=False)
+
+
+def write_pages(directory: Path, batch: Batch, shown: int) -> None:
+    """Write ``<name>_logtree.json`` and ``<name>.html``; ``shown`` groups appear with their texts."""
+    from retrain.record.rollout_page import rollout_page
+
+    write_text(directory / f"{batch.name}_logtree.json", dumps(logtree(batch, shown)) + "\n", durable=False)
+    write_text(directory / f"{batch.name}.html", rollout_page(batch, shown), durable=False)
+
+
+def remove_after(directory: Path, step: int) -> None:
+    """Delete what belongs to ``step`` (the next to run) and later; an evaluation after ``step`` updates stays."""
+    for path in directory.glob("*_iteration_*"):
+        match = _FILE_NAME.fullmatch(path.name)
+        if match:
+            first_lost = step if match[1] == TRAIN or step == 0 else step + 1
+            if int(match[2]) >= first_lost:
+                path.unlink()
+
+
+def summary_rows(batch: Batch) -> list[Row]:
+    """One object per trajectory, in sampling order; a reward that could not be had is None."""
+    return [
+        {
+            "schema_version": SCHEMA_VERSION,
+            "split": batch.split,
+            "iteration": batch.iteration,
+            "group_idx": index,
+            "traj_idx": sample,
+            "tags": list(dict.fromkeys((*group.prompt.problem.tags, *reward.tags))),
+            "sampling_client_step": batch.policy_step,
+            "total_reward": reward.total_reward,
+            "final_reward": 0.0,  # what a whole group would get besides; a single turn is rewarded in its step
+            "trajectory_metrics": metrics_of(reward),
+            "steps": [
+                {
+                    "step_idx": 0,
+                    "ob_len": len(group.prompt.token_ids),
+                    "ac_len": len(completion),
+                    "reward": reward.total_reward,
+                    "episode_done": True,
+                    "stop_reason": completion.stop_reason,
+                    "metrics": metrics_of(reward),
+                    "logs": {"error": reward.error[:500]} if reward.error else {},
+                }
+            ],
+            "final_ob_len": 0,
+            "problem_id": group.prompt.problem.id,
+            "stop_reason": completion.stop_reason,
+            "advantage": advantage_of(group, sample),
+            "discarded": group.discarded,
+        }
+        for index, group in enumerate(batch.groups)
+        for sample, completion, reward in trajectories(group)
+    ]
+
+
+def trajectories(group: Group) -> Iterator[tuple[int, Completion, RewardResult]]:
+    """(place, completion, reward) of each sample."""
+    for sample, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
+        yield sample, completion, reward
+
+
+def metrics_of(reward: RewardResult) -> Row:
+    """``correct``, ``format`` where one is defined, each component and each sample metric."""
+    values: Row = {"correct": float(reward.is_correct)}
+    if reward.format_ok is not None:
+        values["format"] = float(reward.format_ok)
+    return {**reward.sample_metrics, **reward.components, **values}
+
+
+def advantage_of(group: Group, sample: int) -> float | None:
+    """The completion's advantage; None where there is none (no reward, or an evaluation)."""
+    value = float(group.advantages_N[sample])
+    return value if np.isfinite(value) else None
+
+
+def conversation_of(group: Group) -> list[dict[str, str]]:
+    """The messages that the model was asked with."""
+    messages = group.prompt.messages
+    if not messages:
+        prompt = group.prompt.problem.prompt
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    return [{"role": str(m.get("role", "user")), "content": str(m.get("content", ""))} for m in messages]
+
+
+def fair_share(total: int, most: int, count: int) -> int:
+    """Characters for each of ``count`` texts that together should not pass ``total``; at least LEAST_CHARACTERS."""
+    return min(most, max(LEAST_CHARACTERS, total // max(1, count)))
+
+
+# -- the logtree ------------------------------------------------------------------------------------------------
+
+
+def logtree(batch: Batch, shown: int) -> Row:
+    """The tree of one iteration: texts and grading of the first ``shown`` groups, details of every trajectory."""
+    count = sum(len(group.completions) for group in batch.groups[:shown])
+    limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
+    title = f"{batch.run}: {batch.title}"
+    started = datetime.datetime.fromtimestamp(batch.started, datetime.UTC).isoformat(timespec="seconds")
+    children: list[Any] = [node("h1", "lt-title", escape(title)), node("div", "lt-subtitle", f"Generated {started}")]
+    for index, group in enumerate(batch.groups):
+        body = _group_body(group, limit) if index < shown else []
+        details = _section("Trajectory Details", 3, [_details_table(group)])
+        children.append(_section(f"Group {index}: {group.prompt.problem.id}", 2, [*body, details]))
+    if len(batch.groups) > shown:
+        text = f"{len(batch.groups) - shown} more groups without their texts: [logging] num_groups_to_log = {shown}"
+        children.append(node("p", "lt-p", escape(text)))
+    return {
+        "title": title,
+        "started_at": started,
+        "path": f"{batch.name}.html",
+        "root": node("div", "lt-root", *children),
+    }
+
+
+def node(tag: str, css: str, *children: Any, data: Row | None = None) -> Row:
+    """One node; strings among the children must be escaped."""
+    made: Row = {"tag": tag, "attrs": {"class": css} if css else {}, "children": list(children)}
+    return made | ({"data": data} if data is not None else {})
+
+
+def _section(title: str, level: int, body: list[Any]) -> Row:
+    heading = node(f"h{level}", f"lt-h{level}", escape(title))
+    return node("section", "lt-section", heading, node("div", "lt-section-body", *body))
+
+
+def _group_body(group: Group, limit: int) -> list[Row]:
+    asked = [{**message, "content": cut(message["content"], limit)} for message in conversation_of(group)]
+    body = []
+    for sample, completion, reward in trajectories(group):
+        messages = [*asked, {"role": "assistant", "content": cut(completion.text, limit)}]
+        graded = f"Reward: {_number(reward.total_reward)}, correct: {'yes' if reward.is_correct else 'no'}"
+        parts = [
+            _conversation(messages),
+            node("div", "answer", escape(f"Reference answer: {cut(group.prompt.problem.answer, LEAST_CHARACTERS)}")),
+            node("div", "reward", escape(graded)),
+        ]
+        if reward.error:
+            parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))
+        body.append(_section(f"Trajectory {sample}", 3, parts))
+    return body
+
+
+def _conversation(messages: list[dict[str, str]]) -> Row:
+    lines = [
+        node("div", f"lt-message lt-role-{sanitised(message['role'])}",
+             node("div", "lt-message-role", escape(message["role"])),
+             node("div", "lt-message-content", escape(message["content"])))
+        for message in messages
+    ]  # fmt: skip
+    return node("div", "lt-conversation", *lines, data={"type": "conversation", "messages": messages})
+
+
+def _details_table(group: Group) -> Row:
+    names = ("trajectory", "ob_len", "ac_len", "reward", "advantage", "stop_reason")
+    head = node("tr", "", *(node("th", "", name) for name in names))
+    rows = [
+        node("tr", "", *(node("td", "", str(value)) for value in (
+            sample, len(group.prompt.token_ids), len(completion), _number(reward.total_reward),
+            _number(advantage_of(group, sample)), completion.stop_reason)))
+        for sample, completion, reward in trajectories(group)
+    ]  # fmt: skip
+    return node("table", "lt-table", head, *rows)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def cut(text: str, limit: int) -> str:
+    """``text``, or its beginning and how much more there was."""
+    return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit:,} more characters not shown"

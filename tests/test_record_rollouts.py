@@ -1,0 +1,296 @@
+"""Rollout records: the cookbook's readers work on them, pages are inert and bounded, resuming continues exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile import HOSTILE, MARKER, MEGABYTE
+from record_cases import completion, config, context, evaluation, group, step
+from test_record_html import Reader
+
+from retrain.files import read_jsonl
+from retrain.record import RunRecorder
+from retrain.record.html import visible
+from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
+from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, remove_after, summary_rows, write_pages
+from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+
+ACT = f"window.{MARKER}=1"
+SHOW = "document.documentElement.dataset.hit=1"
+
+
+def batch(groups: list[Group], split: str = "train", iteration: int = 3, **changes: Any) -> Batch:
+    return Batch(split, iteration, groups, iteration, "grpo+none_s1", "grpo+none", 1000.0, **changes)
+
+
+def characters(one: Completion) -> tuple[str, np.ndarray]:
+    """Tokens of one character each, the rest of the tokens empty."""
+    ends = np.minimum(np.arange(1, len(one) + 1), len(one.text))
+    return one.text, np.stack([np.minimum(np.arange(len(one)), len(one.text)), ends], axis=1)
+
+
+def find_conversations(node: Any) -> list[dict[str, Any]]:
+    """As the cookbook's users write it."""
+    results = []
+    if isinstance(node, dict):
+        if node.get("data", {}).get("type") == "conversation":
+            results.append(node["data"])
+        for child in node.get("children", []):
+            if isinstance(child, dict):
+                results.extend(find_conversations(child))
+    return results
+
+
+def test_one_summary_line_for_every_trajectory():
+    groups = [
+        group([RewardResult(1.0, {"depth": 2.0}, ("hard",), format_ok=True), 0.0], [4, 5], tags=("sums",)),
+        group([None, None], [2, 3], discarded="no_reward", problem_id="p1", stops=[True, False]),
+    ]
+    rows = summary_rows(batch(groups))
+    assert [(row["group_idx"], row["traj_idx"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first = rows[0]
+    assert {key: first[key] for key in ("schema_version", "split", "iteration", "sampling_client_step")} == {
+        "schema_version": 1, "split": "train", "iteration": 3, "sampling_client_step": 3,
+    }  # fmt: skip
+    assert first["tags"] == ["sums", "hard"]
+    assert (first["total_reward"], first["final_reward"], first["final_ob_len"]) == (1.0, 0.0, 0)
+    assert first["total_reward"] == first["final_reward"] + sum(s["reward"] for s in first["steps"])
+    assert first["trajectory_metrics"] == {"depth": 2.0, "correct": 1.0, "format": 1.0}
+    assert {key: first["steps"][0][key] for key in ("step_idx", "ob_len", "ac_len", "reward", "episode_done")} == {
+        "step_idx": 0, "ob_len": 3, "ac_len": 4, "reward": 1.0, "episode_done": True,
+    }  # fmt: skip
+    assert (first["problem_id"], first["advantage"], first["stop_reason"]) == ("p0", 0.5, "stop")
+    assert (rows[3]["total_reward"], rows[3]["advantage"], rows[3]["stop_reason"]) == (None, None, "length")
+    assert rows[3]["steps"][0]["logs"] == {"error": "timed out"}
+
+
+def test_the_cookbook_s_readers_find_conversations(tmp_path):
+    groups = [group([1.0, 0.0], [4, 5], problem_id=f"p{i}") for i in range(6)]
+    with RunRecorder(tmp_path, context()) as recorder:
+        recorder.record_eval(evaluation(groups, number=0, name="held out/1"))
+        recorder.record_step(step(groups))
+    for name in ("train_iteration_000000", "eval_held_out_1_iteration_000000"):
+        tree = json.loads((tmp_path / f"{name}_logtree.json").read_text())
+        assert set(tree) == {"title", "started_at", "path", "root"}
+        assert tree["path"] == f"{name}.html"
+        assert (tmp_path / tree["path"]).is_file()
+        found = find_conversations(tree["root"])
+        assert len(found) == 8  # two samples of each of the four groups that are shown
+        assert [message["role"] for message in found[0]["messages"]] == ["user", "assistant"]
+        assert found[2]["messages"][0]["content"] == "What is p1?"
+        assert found[0]["messages"][1]["content"] == "so \\boxed{4}"
+        check_node(tree["root"])
+        text = json.dumps(tree)
+        assert text.count("Trajectory Details") == 6
+        assert text.count("lt-table") == 6
+        with open(tmp_path / f"{name}_rollout_summaries.jsonl") as file:
+            assert len([json.loads(line) for line in file]) == 12
+    assert json.loads(text)["title"].endswith("evaluation held out/1, after 0 updates")
+
+
+def check_node(node: Any) -> None:
+    """``tag, attrs, children`` and at most ``data``; no string among the children is markup."""
+    assert {"tag", "attrs", "children"} <= set(node) <= {"tag", "attrs", "children", "data"}
+    assert re.fullmatch(r"[a-z][a-z0-9]*", node["tag"])
+    assert all(isinstance(value, str) for value in node["attrs"].values())
+    for child in node["children"]:
+        if isinstance(child, str):
+            assert Reader(child).tags == []
+        else:
+            check_node(child)
+
+
+def hostile_groups() -> list[Group]:
+    """Each hostile text everywhere a text can stand."""
+    made = []
+    for name, raw in HOSTILE.items():
+        text = raw.replace(ACT, SHOW)
+        one = Completion(list(range(len(text))), text, np.full(len(text), -1.0), None, "stop")
+        made.append(
+            Group(
+                Prompt(
+                    Problem(text, text, text, (text,) if text else ()), text, (1, 2), ({"role": text, "content": text},)
+                ),
+                [one, completion(3)],
+                [RewardResult(None, {text: 1.0}, (text,), error=text), RewardResult(1.0, {name: 1.0})],
+                np.array([np.nan, 0.0]),
+                planning=[np.zeros(len(text), bool), np.ones(3, bool)],
+            )
+        )
+    return made
+
+
+def test_hostile_texts_are_inert(tmp_path):
+    groups = hostile_groups()
+    whole = batch(groups, token_text=characters, split="eval/" + HOSTILE["path"])
+    assert re.fullmatch(r"eval_[\w.+~=-]+_iteration_000003", whole.name)
+    write_pages(tmp_path, whole, len(groups))
+    text = (tmp_path / f"{whole.name}.html").read_text(encoding="utf-8")
+    reader = Reader(text)
+    assert reader.tags.count("script") == 2
+    assert not {"img", "svg", "link", "iframe", "object", "base", "form"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on") or name == "src"]
+    assert {value for name, value in reader.attributes if name == "href"} == {f"#g{i}" for i in range(len(groups))}
+    shown = "".join(reader.texts)
+    for raw in HOSTILE.values():
+        assert visible(raw.replace(ACT, SHOW)) in shown
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    tree = json.loads((tmp_path / f"{whole.name}_logtree.json").read_text(encoding="utf-8"))
+    check_node(tree["root"])
+    assert len(find_conversations(tree["root"])) == 2 * len(groups)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=4000", "--dump-dom",
+)  # fmt: skip
+
+
+def dom_after(page: Path, fragment: str, profile: Path) -> str:
+    """The document as Chromium has it after its scripts have run."""
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", page.as_uri() + fragment]
+    return subprocess.run(command, capture_output=True, check=True, timeout=120).stdout.decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; the same pages are parsed in the test above")
+def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
+    groups = hostile_groups()
+    write_pages(tmp_path, batch(groups, token_text=characters), len(groups))
+    dom = dom_after(tmp_path / "train_iteration_000003.html", "#color=s", tmp_path / "profile")
+    assert 'class="t su h2"' in dom  # one nat of surprisal: our script ran, and coloured
+    assert "data-hit" not in dom.replace("dataset.hit", "")
+
+
+def test_pages_are_bounded_and_say_what_is_left_out():
+    groups = [group([1.0, 0.0], [4, 5]) for _ in range(700)]
+    for one in groups[0].completions:
+        one.text = MEGABYTE
+    groups[0].rewards[0] = RewardResult(None, error=MEGABYTE)
+    text = rollout_page(batch(groups, token_text=characters), 4)
+    assert len(text) < 1_500_000
+    assert f"{len(MEGABYTE) - SAMPLE_CHARACTERS:,} more characters not shown" in text
+    assert "696 more groups are not shown with their texts" in text
+    assert "444 more groups not shown" in text
+    assert f"{1400 - TABLE_ROWS} more not shown" in text
+    tree = logtree(batch(groups), 4)
+    message = find_conversations(tree["root"])[0]["messages"][1]["content"]
+    assert message.endswith(f"{len(MEGABYTE) - MESSAGE_CHARACTERS:,} more characters not shown")
+    many = [group([0.0] * 64, [4] * 64)]
+    for one in many[0].completions:
+        one.text = MEGABYTE
+    text = rollout_page(batch(many), 1)
+    assert "32 more samples not shown" in text
+    assert len(text) < 3_000_000
+    assert len(json.dumps(logtree(batch(many), 1))) < 20_000_000
+
+
+def test_tokens_carry_surprisal_advantage_and_planning():
+    one = Completion([1, 2, 3, 4], "ab🙂d", np.array([-0.5, -4.0, -0.004, -np.inf]), None, "stop")
+    made = Group(
+        Prompt(Problem("p", "q", "a"), "q", (1,)), [one], [RewardResult(1.0)], np.array([1.0]),
+        planning=[np.array([False, True, True, False])], token_advantages=[np.array([0.5, -1.25, 0.0, np.nan])],
+    )  # fmt: skip
+    text = rollout_page(batch([made], token_text=characters), 1)
+    assert ' data-l="1 1 1 1" data-s="50 400 0 0" data-a="500 -1250 0 0" data-p="1 2 1">ab🙂d</div>' in text
+    other = rollout_page(batch([made], token_text=lambda c: ("something else", [])), 1)
+    assert "data-l" not in other.split("</style>")[1].split("<script>")[0]
+    assert 'data-mode="a"' in text
+    untrained = rollout_page(batch([group([1.0], [3])]), 1)
+    assert 'data-mode="a"' not in untrained
+    assert 'data-mode="p"' not in untrained
+
+
+@pytest.mark.parametrize(
+    ("text", "folded", "rest"),
+    [
+        ("<think>a b</think>c", "<think>a b</think>", "c"),
+        ("a b c</think>d", "a b c</think>", "d"),
+        ("<think>no end", "<think>no end", ""),
+        ("plain", "", "plain"),
+        ("<reasoning>x</reasoning>y", "<reasoning>x</reasoning>", "y"),
+    ],
+)
+def test_thinking_is_folded(text, folded, rest):
+    made = group([1.0], [3])
+    made.completions[0].text = text
+    body = rollout_page(batch([made]), 1)
+    part = body.split('class="text sample">')[1].split("</article>")[0].split("\n")[0]
+    inside = re.search(r'<details class="think"><summary>.*?</summary><div>(.*?)</div></details>', part)
+    assert (Reader(inside[1]).texts if inside else [""]) == [folded]
+    assert part.startswith("<details") == bool(folded)
+    outside = re.sub(r"<details.*?</details>", "", part).removesuffix("</div>")
+    assert outside == rest
+
+
+def files(directory: Path) -> dict[str, str]:
+    """All rollout records by name, the moment of their making aside."""
+    return {
+        path.name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", path.read_text())
+        for path in sorted(directory.glob("*_iteration_*"))
+    }
+
+
+def play(recorder: RunRecorder, first: int, last: int) -> None:
+    for number in range(first, last):
+        if number == 0:
+            recorder.record_eval(evaluation([group([0.0, 0.0], [3, 4])], number=0))
+        groups = [group([1.0, 0.0], [4, 5 + number]), group([0.0, None], [2, 3])]
+        recorder.record_step(step(groups, number, {"loss": 0.0, "optim/grad_norm": 1.0}))
+        if number % 2 == 1:
+            recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4])], number=number + 1))
+
+
+def test_resuming_leaves_the_same_files(tmp_path):
+    every_two = context(config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
+    with RunRecorder(tmp_path / "whole", every_two) as recorder:
+        play(recorder, 0, 7)
+    with RunRecorder(tmp_path / "broken", every_two) as first:
+        play(first, 0, 3)
+        saved = json.loads(json.dumps(first.state()))
+        play(first, 3, 6)
+    second = RunRecorder(tmp_path / "broken", every_two)
+    second.restore(saved)
+    second.truncate(3)
+    assert "train_iteration_000003_rollout_summaries.jsonl" not in files(tmp_path / "broken")
+    assert "eval_heldout_iteration_000002.html" in files(tmp_path / "broken")
+    play(second, 3, 7)
+    second.close()
+    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+    whole = set(files(tmp_path / "whole"))
+    assert {f"train_iteration_{n:06d}.html" for n in (0, 2, 4, 6)} == {
+        name for name in whole if name.startswith("train") and name.endswith("html")
+    }
+    assert len([name for name in whole if name.startswith("train") and name.endswith("jsonl")]) == 7
+    notes = [read_jsonl(tmp_path / name / "notes.jsonl") for name in ("whole", "broken")]
+    assert notes[0] == notes[1]
+    assert [note["key"] for note in notes[0]] == ["not_graded", "loss_near_zero", "adapter_unchanged"]
+
+
+def test_pages_can_be_switched_off_and_the_last_step_has_one(tmp_path):
+    none = context(config=config(logging={"rollouts_every": 0}))
+    with RunRecorder(tmp_path / "none", none) as recorder:
+        play(recorder, 0, 2)
+    assert [path.name for path in (tmp_path / "none").glob("*.html")] == ["timeline.html"]
+    assert len(list((tmp_path / "none").glob("*_rollout_summaries.jsonl"))) == 4
+    with RunRecorder(tmp_path / "last", context(max_steps=4)) as recorder:
+        play(recorder, 0, 4)
+    assert (tmp_path / "last" / "train_iteration_000003.html").is_file()
+    assert not (tmp_path / "last" / "train_iteration_000002.html").exists()
+
+
+def test_only_what_is_ours_is_removed(tmp_path):
+    names = ("notes_iteration_000009.html", "train_iteration_9.html", "train_iteration_000009.txt", "x.html")
+    for name in (*names, "train_iteration_000009.html", "eval_a_iteration_000003_logtree.json"):
+        (tmp_path / name).write_text("")
+    remove_after(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "eval_a_iteration_000003_logtree.json"}
+    remove_after(tmp_path, 0)
+    assert {path.name for path in tmp_path.iterdir()} == set(names)

@@ -1,0 +1,111 @@
+"""The timeline: seconds by phase add up to the steps, the page is inert and bounded."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from itertools import pairwise
+
+import pytest
+from record_cases import context, group, step
+from test_record_html import Reader
+from test_record_rollouts import CHROMIUM, dom_after
+
+from retrain.record import RunRecorder
+from retrain.record.timeline import BARS, SPANS_SHOWN, duration, steps_of, timeline_page, write_timeline
+
+
+def rows(count: int, seconds: float = 4.0) -> list[dict]:
+    """Steps of rollout, update, then half a second without a name; the record of a step stands in the next row."""
+    made = []
+    for number in range(count):
+        start = 1000.0 + number * seconds
+        spans = [("rollout", start, start + 2.0), ("update", start + 2.0, start + seconds - 0.5)]
+        if number:
+            spans.insert(0, ("record", start - 0.5, start - 0.25))
+        made.append({
+            "step": number,
+            "spans": [{"name": n, "duration": b - a, "wall_start": a, "wall_end": b} for n, a, b in spans],
+        })  # fmt: skip
+    return made
+
+
+def test_phases_add_up_to_the_steps():
+    steps = steps_of(rows(5))
+    assert [one.number for one in steps] == [0, 1, 2, 3, 4]
+    for before, one in pairwise(steps):
+        assert one.start == before.end
+        assert sum(one.seconds.values()) == pytest.approx(one.end - one.start)
+        assert one.seconds["other"] == pytest.approx(0.25)
+    assert steps[0].seconds == pytest.approx({"rollout": 2.0, "update": 1.5, "other": 0.0})
+
+
+def test_the_gap_of_a_resume_belongs_to_no_step():
+    made = rows(2)
+    for span in made[1]["spans"]:
+        span["wall_start"] += 3600.0
+        span["wall_end"] += 3600.0
+    steps = steps_of(made)
+    assert steps[1].end - steps[1].start < 5
+
+
+def test_the_page_says_where_the_time_went(tmp_path):
+    text = timeline_page(steps_of(rows(5)), "run <b>")
+    reader = Reader(text)
+    assert reader.tags.count("script") == 3
+    assert "b" not in reader.tags
+    words = " ".join(reader.texts)
+    assert re.search(r"rollout\s+10\.0 s\s+51\.3 %", words)
+    data = json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
+    assert data["lanes"] == ["rollout", "update", "record"]
+    assert data["steps"][0] == [0, 0.0, 3500.0, [0, 0.0, 2000.0, 1, 2000.0, 3500.0]]
+
+
+def test_a_name_from_elsewhere_stays_text():
+    made = rows(1)
+    made[0]["spans"][0]["name"] = "</script><script>alert(1)</script>"
+    reader = Reader(timeline_page(steps_of(made), "run"))
+    assert reader.tags.count("script") == 3
+
+
+def test_a_long_run_is_bounded():
+    steps = steps_of(rows(10_000))
+    text = timeline_page(steps, "run")
+    assert text.count('<g class="bar"') <= BARS
+    assert re.search(r"The first [\d,]+ steps are not shown here", text)
+    data = json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
+    assert sum(len(one[3]) // 3 for one in data["steps"]) <= SPANS_SHOWN
+    assert len(text) < 1_500_000
+
+
+def test_the_recorder_writes_it_at_the_end(tmp_path):
+    with RunRecorder(tmp_path, context()) as recorder:
+        recorder.record_step(step([group([1.0, 0.0], [3, 4])]))
+        recorder.flush()
+        assert not (tmp_path / "timeline.html").exists()
+    assert "<title>Timeline" in (tmp_path / "timeline.html").read_text()
+    with RunRecorder(tmp_path / "empty", context()) as recorder:
+        recorder.start()
+    assert not (tmp_path / "empty" / "timeline.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0"), (0.0042, "4.2 ms"), (0.25, "250 ms"), (0.9996, "1.0 s"), (99, "99.0 s"), (185, "3:05"),
+     (3723, "1:02:03")],
+)  # fmt: skip
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; the page's data is checked above")
+def test_a_browser_draws_the_detail(tmp_path):
+    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
+    path = write_timeline(tmp_path)
+    assert path is not None
+    try:
+        dom = dom_after(path, "", tmp_path / "profile")
+    except subprocess.TimeoutExpired:  # pragma: no cover
+        pytest.fail("Chromium did not end")
+    assert dom.count('class="span p1"') == 5
