@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from retrain.checkpoints import SaveQueue, Snapshot
@@ -31,7 +30,8 @@ from retrain.record.observer import Observer
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader
 from retrain.run import Mark, Run
-from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, StepRecord
+from retrain.scoring import Scoring
+from retrain.types import EvalRecord, Group, Problem, Prompt, StepRecord
 
 UNGRADED_STEPS = 3
 """A run fails after so many steps in a row in which no completion at all could be graded."""
@@ -92,13 +92,8 @@ class Cohort:
             run.last_end = run.last_end or time.time()
             before[id(run)] = run.mark()
         prompts = [run.next_prompts() for run, _ in active]
-        with _span([run for run, _ in active], "rollout"):
-            sampled = self._sample(active, prompts)
-        graded: dict[int, list[Group]] = {}
-        for (run, grader), batch, completions in zip(active, prompts, sampled, strict=True):
-            with _span([run], "score"):
-                graded[id(run)] = _grade(grader, batch, completions)
-        numbers = self._learn_all([run for run, _ in active], graded)
+        graded = self._sample(active, prompts)
+        numbers = self._learn_all([run for run, _ in active if run.error is None], graded)
         due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
         self._evaluate(due)
         for run, _ in active:
@@ -112,20 +107,36 @@ class Cohort:
 
     def _sample(
         self, active: Sequence[tuple[Run, Grader]], prompts: Sequence[Sequence[Prompt]]
-    ) -> list[list[list[Completion]]]:
-        """Completions of every prompt of every run, from one decode batch."""
+    ) -> dict[int, list[Group]]:
+        """Graded groups of every prompt of every run, from one decode batch; a run whose grader raises fails."""
         requests = [r for lane, (run, _) in enumerate(active) for r in run.requests(prompts[lane], lane)]
+        jobs = [(grader, prompt) for (_, grader), batch in zip(active, prompts, strict=True) for prompt in batch]
         if self.pressure is not None:
             self.engine.max_rows = self.pressure.max_rows
-        begin = time.time()
-        groups = self.engine.sample(requests, [run.adapter for run, _ in active])
-        if self.pressure is not None:
-            tokens, rows = sum(len(c) for group in groups for c in group), sum(r.samples for r in requests)
-            context = sum(r.samples * len(r.prompt_ids) for r in requests) / rows + tokens / (2 * rows)
-            self.pressure.observe(tokens, time.time() - begin, context)
-            self.engine.max_rows = None
-        sampled = iter(groups)
-        return [[next(sampled) for _ in batch] for batch in prompts]
+        runs = [run for run, _ in active]
+        with Scoring(jobs) as scoring:
+            begin = time.time()
+            with _span(runs, "rollout"):
+                sampled = self.engine.sample(requests, [run.adapter for run in runs], scoring.add)
+            if self.pressure is not None:
+                tokens, rows = sum(len(c) for group in sampled for c in group), sum(r.samples for r in requests)
+                context = sum(r.samples * len(r.prompt_ids) for r in requests) / rows + tokens / (2 * rows)
+                self.pressure.observe(tokens, time.time() - begin, context)
+                self.engine.max_rows = None
+            with _span(runs, "score"):
+                found = scoring.groups()
+        graded, groups = {}, iter(found)
+        for (run, _), batch in zip(active, prompts, strict=True):
+            graded[id(run)] = self._graded(run, [next(groups) for _ in batch])
+        return graded
+
+    def _graded(self, run: Run, found: Sequence[Group | Exception]) -> list[Group]:
+        """The groups of one run; what its grader raised ends it."""
+        errors = [group for group in found if isinstance(group, Exception)]
+        if errors:
+            run.fail(errors[0])
+            self.observer.run_finished(run.spec, "failed", run.error or "")
+        return [group for group in found if isinstance(group, Group)]
 
     def _learn_all(self, runs: Sequence[Run], graded: dict[int, list[Group]]) -> dict[int, dict[str, Any]]:
         """Credit and update of every run, side by side where that is faster; what one raises ends that run alone."""
@@ -309,7 +320,7 @@ class Cohort:
                 self._tell_evaluation([run for run, _ in pairs], known)
         records = self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
         for setting, record in zip(settings, records, strict=True):
-            if self.yardstick:
+            if self.yardstick and len(record.groups) == len(self.heldout):
                 self.yardstick.put(setting, record)
 
     def _evaluate(
@@ -333,17 +344,22 @@ class Cohort:
                 for i, prompt in enumerate(batch)
             ]
         counted = list(shared) if shared is not None else [[pair] for pair in due]
+        jobs = [(grader, prompt) for (_, grader), batch in zip(due, prompts, strict=True) for prompt in batch]
         everyone = [run for pairs in counted for run, _ in pairs]
         records = []
         with _span(everyone, "eval"):
-            sampled = iter(self.engine.sample(requests, [run.adapter for run, _ in due]))
-            for (run, grader), batch, pairs in zip(due, prompts, counted, strict=True):
-                completions = [next(sampled) for _ in batch]
-                groups = _grade(grader, batch, completions)
+            with Scoring(jobs) as scoring:
+                self.engine.sample(requests, [run.adapter for run, _ in due], scoring.add)
+                found = iter(scoring.groups())
+            for (run, _), batch, pairs in zip(due, prompts, counted, strict=True):
+                part = [next(found) for _ in batch]
+                groups = [group for group in part if isinstance(group, Group)]
+                for other, _ in pairs:
+                    self._graded(other, part)
                 temperature, samples, max_tokens = run.evaluation_sampling
                 seconds = time.time() - begin
                 records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
-                self._tell_evaluation([other for other, _ in pairs], records[-1])
+                self._tell_evaluation([other for other, _ in pairs if other.error is None], records[-1])
         return records
 
     def _heldout_prompts(self, run: Run) -> list[Prompt]:
@@ -410,16 +426,6 @@ def _span(runs: Sequence[Run], name: str) -> Iterator[None]:
         end = time.time()
         for run in runs:
             run.spans.append((name, begin, end))
-
-
-def _grade(grader: Grader, prompts: Sequence[Prompt], completions: Sequence[list[Completion]]) -> list[Group]:
-    """Groups with their rewards; advantages are still to come."""
-    items = [(p.problem, c.text) for p, batch in zip(prompts, completions, strict=True) for c in batch]
-    results = iter(grader.grade(items))
-    return [
-        Group(prompt, batch, [next(results) for _ in batch], np.full(len(batch), np.nan))
-        for prompt, batch in zip(prompts, completions, strict=True)
-    ]
 
 
 def _correct_rate(groups: Sequence[Group]) -> float:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from toymodels import toy_base
 
+from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import ModelError
@@ -58,7 +59,7 @@ def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     ids = torch.tensor([list(prompt_ids) + list(token_ids)])
     with torch.no_grad(), lanes.single(adapter):
         logits = base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, -1)
+    logprobs = torch.log_softmax((logits.float() if logits.dtype == torch.bfloat16 else logits) / temperature, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
 
@@ -101,8 +102,10 @@ def test_batching_does_not_change_what_is_sampled(base, lanes):
         )[0]
         for r in asked
     ]
+    plain = LocalEngine(base, lanes, dense=False).sample(asked, adapters)
     ids = [[c.token_ids for c in group] for group in together]
     assert ids == [[c.token_ids for c in group] for group in waves]
+    assert ids == [[c.token_ids for c in group] for group in plain]
     assert ids == [[c.token_ids for c in group] for group in alone]
     for one, other in zip(together, alone, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -189,12 +192,19 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+DENSE = {
+    "llama": {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+"""Driven by ``engines.dense``."""
 FAMILIES = {
-    "llama": {},
-    "mistral": {"sliding_window": 6},
+    **DENSE,
     "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_neox": {},
+    "windowed mistral": {"sliding_window": 6},
 }
 
 
@@ -204,7 +214,7 @@ def test_decoders_of_other_families_sample_right(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = AutoConfig.for_model(family.split()[-1], **SIZES, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
     class Words:
@@ -215,11 +225,97 @@ def test_decoders_of_other_families_sample_right(family):
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, size=0.05) for seed in (3, 4)]
     asked = [SampleRequest(lane, tuple(range(2, 2 + n)), 3, 14, 1.0, ("w", n)) for lane in (0, 1) for n in (4, 11)]
-    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, adapters), strict=True):
+    engine = LocalEngine(base, lanes)
+    assert engine.fast == (family in DENSE)
+    for request, group in zip(asked, engine.sample(asked, adapters), strict=True):
         for completion in group:
             adapter = adapters[request.lane]
             expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch):
+    """Few rows, sequences of very different lengths, one lane with much more to do: the same tokens in fewer steps
+    than waves would take, and every request is reported as soon as it is complete."""
+    adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
+    ends, base.eos_ids = base.eos_ids, tuple(sorted({*base.eos_ids, *range(20, 60)}))
+    try:
+        asked = [
+            request
+            for lane, prompts in enumerate((1, 2, 9))
+            for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
+        ]
+        free = LocalEngine(base, lanes).sample(asked, adapters)
+        steps, reported, step = [], [], DenseDecoder.step
+        monkeypatch.setattr(DenseDecoder, "step", lambda self, *a: steps.append(len(a[0])) or step(self, *a))
+        tight = LocalEngine(base, lanes, max_rows=8).sample(
+            asked, adapters, lambda request, completions: reported.append((request, len(steps), len(completions)))
+        )
+        assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
+        for one, other in zip(tight, free, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert a.stop_reason == b.stop_reason
+                np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
+        assert max(steps) <= 8
+        assert sum(steps) < 1.6 * sum(len(c) for group in free for c in group)  # few rows ever stood idle
+        assert sorted(request for request, _, _ in reported) == list(range(len(asked)))
+        assert all(count == 3 for _, _, count in reported)
+        assert reported[0][1] < len(steps) / 2  # the first was reported long before the last had ended
+    finally:
+        base.eos_ids = ends
+
+
+def test_more_lanes_than_rows_still_sample(base, lanes):
+    adapters = [trained(lanes, i) for i in range(4)]
+    asked = [request for lane in range(4) for request in requests(lane, prompts=1 + lane, samples=2, max_tokens=5)]
+    free = LocalEngine(base, lanes).sample(asked, adapters)
+    tight = LocalEngine(base, lanes, max_rows=1).sample(asked, adapters)
+    assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
+
+
+def test_a_model_that_the_fast_path_does_not_reproduce_takes_the_other(tmp_path):
+    """Same class and config, but a layer that computes something else: the probe notices."""
+    base = toy_base(tmp_path / "toy")
+    base.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.1)
+    lanes = Lanes(base)
+    engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
+    assert not engine.fast
+    asked = requests(prompts=1)
+    for completion in engine.sample(asked, [adapter])[0]:
+        expected, _ = fresh_logprobs(base, lanes, adapter, asked[0].prompt_ids, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_precisions(tmp_path, dtype):
+    """float64 differs by the norms and angles that transformers computes in float32; bfloat16 adds the adapters
+    unmerged and stays near the forward pass."""
+    base = toy_base(tmp_path / "toy", dtype)
+    lanes = Lanes(base)
+    engine, adapters = LocalEngine(base, lanes), [trained(lanes, i, size=0.1) for i in range(2)]
+    assert engine.fast
+    for used in (adapters[:1], adapters):
+        asked = [request for lane in range(len(used)) for request in requests(lane)]
+        for request, group in zip(asked, engine.sample(asked, used), strict=True):
+            for completion in group:
+                expected, _ = fresh_logprobs(
+                    base, lanes, used[request.lane], request.prompt_ids, completion.token_ids, 1.0
+                )
+                np.testing.assert_allclose(
+                    completion.logprobs_T, expected.astype(float), atol=1e-5 if dtype == "float64" else 0.5
+                )
+
+
+def test_sampling_with_logits_that_are_not_numbers_does_not_crash(base, lanes):
+    """A lane whose weights have blown up is found by its update; the sampling of the others must go on."""
+    good, bad = trained(lanes, 0), trained(lanes, 1)
+    asked = [request for lane in range(2) for request in requests(lane)]
+    alone = LocalEngine(base, lanes).sample(requests(0), [good])
+    with torch.no_grad():
+        bad.flat.fill_(float("nan"))
+    groups = LocalEngine(base, lanes).sample(asked, [good, bad])
+    assert [[c.token_ids for c in g] for g in groups[:3]] == [[c.token_ids for c in g] for g in alone]
+    assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
 
 
 def test_workers_side_by_side_sample_the_same(base, lanes):

@@ -1,277 +1,164 @@
 """The in-process engine: one decode batch for every prompt of every run of a cohort.
 
-The batch is a grid: lanes × slots. Each lane owns an equal consecutive share of the rows, so that the LoRA product
-of all lanes is one batched matrix product. A prompt is prefilled once and its cache repeated for its samples.
-Rows that have finished leave as soon as a quarter of the grid is idle. Each sequence draws one uniform number per
-token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
+Dense decoders run through ``engines.dense`` and ``engines.slots``; every other decoder that transformers loads goes
+through the model's own forward pass (``engines.grid``), slower and in waves. Each sequence draws one uniform number
+per token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from retrain.engines.cache import DecodeCache
-from retrain.engines.protocol import SampleRequest
+from retrain.engines.dense import Additions, dense_decoder
+from retrain.engines.grid import Grid
+from retrain.engines.protocol import Finished, SampleRequest
+from retrain.engines.slots import Row, SlotBatch
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
-from retrain.policy.logprobs import position_ids
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.memory import available_memory
 from retrain.policy.threads import Workers
-from retrain.rng import uniforms
 from retrain.types import Completion
 
-IDLE_SHARE = 0.25
-"""Rows are compacted when at least this share of the grid would be freed (a copy of the cache is the price)."""
-
-
-@dataclass
-class _Row:
-    """One sequence to be: where its completion goes and which request it samples."""
-
-    request: int
-    sample: int
+MOST_ROWS = {"cpu": 1024, "cuda": 4096}
+"""Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
 
 
 class LocalEngine:
-    """Samples with the base model and lanes that also train: the weights are never copied.
+    """Samples with the base model and lanes that also train.
 
-    ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows on a GPU, 1,024 on a CPU);
-    it changes speed and memory, not what is sampled beyond rounding.
+    ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows, see ``MOST_ROWS``); it
+    changes speed and memory, not what is sampled beyond rounding. ``fast`` tells whether the model decodes through
+    ``engines.dense``; ``dense=False`` forces the slow path.
     """
 
     gives_entropy = True
 
-    def __init__(self, base: BaseModel, lanes: Lanes, max_rows: int | None = None, workers: Workers | None = None):
+    def __init__(
+        self,
+        base: BaseModel,
+        lanes: Lanes,
+        max_rows: int | None = None,
+        workers: Workers | None = None,
+        dense: bool = True,
+    ):
         self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
+        self.decoder = dense_decoder(base) if dense else None
 
-    def sample(self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter]) -> list[list[Completion]]:
+    @property
+    def fast(self) -> bool:
+        """Whether the model decodes as plain matrix products."""
+        return self.decoder is not None
+
+    def sample(
+        self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
+    ) -> list[list[Completion]]:
         """Completions of every request (see ``Engine.sample``).
 
         Raises ModelError when a prompt and its completion exceed the model's context.
         """
-        done: list[list[Completion | None]] = [[None] * request.samples for request in requests]
-        parts = [part for wave in self._waves(requests) for part in self._parts(wave)]
-
-        def decode(part: list[_Row]) -> list[tuple[_Row, Completion]]:
-            lanes_used = sorted({requests[row.request].lane for row in part})
-            with torch.no_grad(), self.lanes.stacked([adapters[lane] for lane in lanes_used]):
-                return self._decode(requests, part, lanes_used)
-
-        for finished in self.workers.map(decode, parts):
-            for row, completion in finished:
-                done[row.request][row.sample] = completion
-        return [[completion for completion in group if completion is not None] for group in done]
-
-    def _parts(self, wave: list[_Row]) -> list[list[_Row]]:
-        """A wave cut into one piece per worker: whole lanes first, then whole requests, as even as they come."""
-        pieces = min(self.workers.count, len({row.request for row in wave}))
-        size, parts, last = -(-len(wave) // pieces), [[]], None
-        for row in wave:
-            if row.request != last and len(parts[-1]) >= size and len(parts) < pieces:
-                parts.append([])
-            parts[-1].append(row)
-            last = row.request
-        return parts
-
-    def _waves(self, requests: Sequence[SampleRequest]) -> list[list[_Row]]:
-        """Split the work into batches of at most ``max_rows`` rows, as many from each lane as it has."""
-        by_lane: dict[int, list[_Row]] = {}
-        longest = 0
-        for index, request in enumerate(requests):
-            by_lane.setdefault(request.lane, []).extend(_Row(index, k) for k in range(request.samples))
-            longest = max(longest, len(request.prompt_ids) + request.max_tokens)
+        longest = max((len(r.prompt_ids) + r.max_tokens for r in requests), default=0)
         if longest > self.base.context_length:
             raise ModelError(
                 f"prompt + max_tokens = {longest} tokens, {self.base.name} holds {self.base.context_length}: "
                 "lower [training] max_tokens"
             )
-        most = max((len(rows) for rows in by_lane.values()), default=0)
-        slots = max(1, (self.max_rows or self._affordable_rows(longest)) // max(1, len(by_lane)))
-        slots = max(1, -(-most // max(1, -(-most // slots))))  # waves of equal size
-        waves = []
-        for start in range(0, most, slots):
-            waves.append([row for lane in sorted(by_lane) for row in by_lane[lane][start : start + slots]])
-        return waves
+        done: list[list[Completion]] = [[] for _ in requests]
+
+        def keep(request: int, completions: list[Completion]) -> None:
+            done[request] = completions
+            if finished is not None:
+                finished(request, completions)
+
+        work = [
+            Row(index, sample)
+            for lane in sorted({request.lane for request in requests})
+            for index, request in enumerate(requests)
+            if request.lane == lane
+            for sample in range(request.samples)
+        ]
+        rows = self.max_rows or self._affordable_rows(longest)
+        pieces = self._pieces(work)
+        if self.decoder is not None:
+            lanes = sorted({request.lane for request in requests})
+            with torch.no_grad():
+                added = self.decoder.additions([adapters[lane] for lane in lanes])
+            self.workers.map(
+                lambda piece: self._dense(requests, piece, lanes, added, rows // len(pieces), keep), pieces
+            )
+        else:
+            waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
+            self.workers.map(lambda wave: self._plain(requests, wave, adapters, keep), waves)
+        return done
+
+    def _dense(
+        self,
+        requests: Sequence[SampleRequest],
+        work: list[Row],
+        lanes: list[int],
+        added: Additions,
+        rows: int,
+        keep: Finished,
+    ) -> None:
+        assert self.decoder is not None
+        used = sorted({requests[row.request].lane for row in work})
+        own = self.decoder.of_lanes(added, [lanes.index(lane) for lane in used], len(lanes))
+        with torch.no_grad():
+            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep).run()
+
+    def _plain(
+        self, requests: Sequence[SampleRequest], wave: list[Row], adapters: Sequence[Adapter], keep: Finished
+    ) -> None:
+        used = sorted({requests[row.request].lane for row in wave})
+        with torch.no_grad(), self.lanes.stacked([adapters[lane] for lane in used]):
+            grid = Grid(self.base, requests, wave, used)
+            logits = grid.prefill()
+            for step in range(grid.max_tokens):
+                grid.draw(logits, step)
+                if grid.compact_or_finished(step):
+                    break
+                logits = grid.forward(step)
+            completions = grid.completions()
+        for request in dict.fromkeys(row.request for row in wave):
+            keep(request, [completion for row, completion in completions if row.request == request])
+
+    def _pieces(self, work: list[Row]) -> list[list[Row]]:
+        """The work cut into one piece per worker: whole requests, as even as they come."""
+        count = max(1, min(self.workers.count, len({row.request for row in work})))
+        size, pieces, last = -(-len(work) // count), [[]], None
+        for row in work:
+            if row.request != last and len(pieces[-1]) >= size and len(pieces) < count:
+                pieces.append([])
+            pieces[-1].append(row)
+            last = row.request
+        return pieces if work else []
 
     def _affordable_rows(self, length: int) -> int:
-        """Rows whose cache fits in 80 % of the free GPU memory; on a CPU the fixed 1,024."""
-        if self.base.device.type != "cuda":
-            return 1024
-        config = self.base.model.config.get_text_config()
+        """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""
+        config, kind = self.base.model.config.get_text_config(), self.base.device.type
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         row_bytes = 2 * config.num_hidden_layers * heads * size * length * self.base.dtype.itemsize
-        logits_bytes = 5 * 4 * self.base.vocab_size  # fp32 logits, probabilities, their sum and two temporaries
-        free, _ = torch.cuda.mem_get_info(self.base.device)
-        free += torch.cuda.memory_reserved(self.base.device) - torch.cuda.memory_allocated(self.base.device)
-        return max(1, min(4096, int(0.8 * free) // (2 * row_bytes + logits_bytes)))
-
-    def _decode(
-        self, requests: Sequence[SampleRequest], rows: list[_Row], lanes_used: list[int]
-    ) -> list[tuple[_Row, Completion]]:
-        grid = _Grid(self.base, requests, rows, lanes_used)
-        logits = grid.prefill()
-        for step in range(grid.max_tokens):
-            grid.draw(logits, step)
-            if grid.compact_or_finished(step):
-                break
-            logits = grid.forward(step)
-        return grid.completions()
+        logits_bytes = 5 * 4 * self.base.vocab_size  # fp32 logits, their mass, its sum and two temporaries
+        share = 0.8 if kind == "cuda" else 0.5
+        # Resizing the batch copies the cache: twice its bytes.
+        fitting = int(share * available_memory(self.base.device)) // (2 * row_bytes + logits_bytes)
+        return max(1, min(MOST_ROWS.get(kind, 1024), fitting))
 
 
-class _Grid:
-    """The state of one decode batch; rows are ordered lane by lane, each lane with equally many slots."""
-
-    def __init__(self, base: BaseModel, requests: Sequence[SampleRequest], rows: list[_Row], lanes_used: list[int]):
-        self.base, self.requests = base, requests
-        device = base.device
-        by_lane = [[row for row in rows if requests[row.request].lane == lane] for lane in lanes_used]
-        self.lanes, self.slots = len(lanes_used), max(len(lane) for lane in by_lane)
-        # A lane with fewer sequences is filled up with idle copies of its first one.
-        self.rows = [lane[i] if i < len(lane) else lane[0] for lane in by_lane for i in range(self.slots)]
-        idle = [i >= len(lane) for lane in by_lane for i in range(self.slots)]
-        used = [requests[row.request] for row in self.rows]
-        self.max_tokens = max(request.max_tokens for request in used)
-        self.width = max(len(request.prompt_ids) for request in used)
-        self.cache = DecodeCache(base.model.config.get_text_config(), self.width + self.max_tokens)
-
-        draws = np.zeros((len(self.rows), self.max_tokens))
-        for i, row in enumerate(self.rows):
-            if not idle[i]:
-                request = requests[row.request]
-                draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
-        real = base.dtype if base.dtype == torch.float64 else torch.float32
-        self.uniforms_BT = torch.from_numpy(draws).to(device)
-        # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.
-        self.temperature_B1 = torch.tensor([[r.temperature or 1.0] for r in used], device=device, dtype=real)
-        self.greedy_B1 = torch.tensor([[r.temperature == 0] for r in used], device=device)
-        self.any_greedy = any(r.temperature == 0 for r in used)
-        self.limit_B = torch.tensor([r.max_tokens for r in used], device=device)
-        self.alive_B = ~torch.tensor(idle, device=device)
-        self.eos = torch.tensor(base.eos_ids, device=device)
-        self.row_B = torch.arange(len(self.rows), device=device)  # current batch row -> row of the outputs
-        shape = (len(self.rows), self.max_tokens)
-        self.tokens_BT = torch.full(shape, base.pad_id, dtype=torch.long, device=device)
-        self.logprobs_BT = torch.zeros(shape, device=device, dtype=real)
-        self.entropy_BT = torch.zeros(shape, device=device, dtype=real)
-        self.lengths_B = torch.zeros(len(self.rows), dtype=torch.long, device=device)
-        self.stopped_B = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
-        self.mask_BK: torch.Tensor
-        self.token_B: torch.Tensor
-        self.check_every = 1 if device.type == "cpu" else 8  # tokens between looks at the device's answer
-
-    def prefill(self) -> torch.Tensor:
-        """Run each distinct (lane, prompt) once and spread its cache over its samples; logits [B, V]."""
-        prompts = [self.requests[row.request].prompt_ids for row in self.rows]
-        distinct: list[list[int]] = []  # per lane the rows that stand first with their request
-        source = []
-        for lane in range(self.lanes):
-            first: dict[int, int] = {}
-            for i in range(lane * self.slots, (lane + 1) * self.slots):
-                first.setdefault(self.rows[i].request, i)
-            distinct.append(list(first.values()))
-        share = max(len(rows) for rows in distinct)
-        order = [rows[min(i, len(rows) - 1)] for rows in distinct for i in range(share)]
-        for lane, rows in enumerate(distinct):
-            place = {self.rows[row].request: lane * share + i for i, row in enumerate(rows)}
-            source += [place[self.rows[i].request] for i in range(lane * self.slots, (lane + 1) * self.slots)]
-        device, pad = self.base.device, self.base.pad_id
-        ids = torch.tensor([[pad] * (self.width - len(prompts[i])) + list(prompts[i]) for i in order], device=device)
-        mask = torch.tensor(
-            [[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device
-        )
-        out = self.base.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids(mask),
-            past_key_values=self.cache.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        index = torch.tensor(source, device=device)
-        self.cache.select_rows(index)
-        self.mask_BK = torch.ones(len(self.rows), self.width + self.max_tokens, dtype=torch.bool, device=device)
-        self.mask_BK[:, : self.width] = mask.bool()[index]
-        self.start_B = self.mask_BK[:, : self.width].sum(1)
-        return out.logits[:, -1][index]
-
-    def draw(self, logits_BV: torch.Tensor, step: int) -> None:
-        """Sample one token per row by inverting the cumulative distribution; record logprob and entropy."""
-        scaled_BV = logits_BV.to(self.logprobs_BT.dtype) / self.temperature_B1
-        logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
-        probs_BV = logprobs_BV.exp()
-        cdf_BV = probs_BV.cumsum(-1)
-        total_B1 = cdf_BV[:, -1:]
-        target_B1 = (self.uniforms_BT[self.row_B, step].unsqueeze(1) * total_B1).to(cdf_BV.dtype)
-        target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-        token_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
-        if self.any_greedy:
-            token_B1 = torch.where(self.greedy_B1, logits_BV.argmax(-1, keepdim=True), token_B1)
-        alive, rows = self.alive_B, self.row_B
-        logprob_B = logprobs_BV.gather(1, token_B1).squeeze(1)
-        entropy_B = -(probs_BV * logprobs_BV.clamp_min(torch.finfo(logprobs_BV.dtype).min)).sum(-1)
-        token_B = torch.where(alive, token_B1.squeeze(1), self.base.pad_id)
-        self.tokens_BT[rows, step] = token_B
-        self.logprobs_BT[rows, step] = torch.where(alive, logprob_B, 0)
-        self.entropy_BT[rows, step] = torch.where(alive, entropy_B, 0)
-        self.lengths_B[rows] += alive
-        ended = alive & torch.isin(token_B, self.eos)
-        self.stopped_B[rows] |= ended
-        self.alive_B = alive & ~ended & (self.limit_B > step + 1)
-        self.token_B = token_B
-
-    def compact_or_finished(self, step: int) -> bool:
-        """True when no sequence is left; otherwise drop idle rows once enough of them have gathered."""
-        if step % self.check_every and step + 1 < self.max_tokens:
-            return False
-        alive = self.alive_B.view(self.lanes, self.slots).cpu()
-        busiest = int(alive.sum(1).max())
-        if busiest == 0:
-            return True
-        if busiest > (1 - IDLE_SHARE) * self.slots:
-            return False
-        # Living rows of each lane first, in order; idle ones fill its share up.
-        order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)[:, :busiest]
-        keep = (order + torch.arange(self.lanes).unsqueeze(1) * self.slots).flatten().to(self.base.device)
-        self.cache.select_rows(keep)
-        for name in ("mask_BK", "start_B", "alive_B", "limit_B", "temperature_B1", "greedy_B1", "row_B", "token_B"):
-            setattr(self, name, getattr(self, name)[keep])
-        self.slots = busiest
-        return False
-
-    def forward(self, step: int) -> torch.Tensor:
-        """One decode step: logits [B, V] after the tokens just drawn."""
-        mask = self.mask_BK[:, : self.width + step + 1]
-        out = self.base.model(
-            input_ids=self.token_B.unsqueeze(1),
-            attention_mask=mask[:, None, None, :] if self.cache.plain else mask,
-            position_ids=(self.start_B + step).unsqueeze(1),
-            past_key_values=self.cache.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]
-
-    def completions(self) -> list[tuple[_Row, Completion]]:
-        """Everything that was sampled, on the host."""
-        tokens, lengths, stopped = (t.cpu().numpy() for t in (self.tokens_BT, self.lengths_B, self.stopped_B))
-        logprobs, entropy = (t.cpu().numpy() for t in (self.logprobs_BT, self.entropy_BT))
-        result, seen = [], set()
-        for i, row in enumerate(self.rows):
-            if (row.request, row.sample) in seen:
-                continue  # an idle copy
-            seen.add((row.request, row.sample))
-            ids = tokens[i, : lengths[i]].tolist()
-            completion = Completion(
-                token_ids=ids,
-                text=self.base.decode(ids),
-                logprobs_T=logprobs[i, : lengths[i]].copy(),
-                entropy_T=entropy[i, : lengths[i]].copy(),
-                stop_reason="stop" if stopped[i] else "length",
-            )
-            result.append((row, completion))
-        return result
+def _waves(requests: Sequence[SampleRequest], work: list[Row], rows: int) -> list[list[Row]]:
+    """Whole requests in batches of about ``rows`` rows, as many from each lane as it has."""
+    by_lane: dict[int, list[int]] = {}
+    for request in dict.fromkeys(row.request for row in work):
+        by_lane.setdefault(requests[request].lane, []).append(request)
+    most = max(requests[row.request].samples for row in work)
+    each = max(1, rows // len(by_lane) // most)
+    longest = max(map(len, by_lane.values()))
+    each = -(-longest // -(-longest // each))  # waves of equal size
+    waves = []
+    for start in range(0, longest, each):
+        chosen = {request for own in by_lane.values() for request in own[start : start + each]}
+        waves.append([row for row in work if row.request in chosen])
+    return waves

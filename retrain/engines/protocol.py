@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,9 @@ class SampleRequest:
     stream: tuple[int | str, ...]
 
 
+Finished = Callable[[int, list[Completion]], None]
+
+
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: whether completions carry full-vocabulary entropies. ``max_rows``: most sequences
     to decode at once, None for as many as fit; it changes speed and memory only."""
@@ -33,6 +36,12 @@ class Engine(Protocol):
     gives_entropy: bool
     max_rows: int | None
 
-    def sample(self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter]) -> list[list[Completion]]:
-        """One list of completions per request, in order; ``request.lane`` indexes ``adapters``."""
+    def sample(
+        self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """One list of completions per request, in order; ``request.lane`` indexes ``adapters``.
+
+        ``finished(index, completions)`` is called once per request, from any thread, as soon as its completions are
+        all there, while others are still being drawn.
+        """
         ...

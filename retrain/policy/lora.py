@@ -181,8 +181,8 @@ class Lanes:
         rank, dtype, stacks = max(adapter.rank for adapter in adapters), self.base.dtype, {}
         with torch.no_grad():
             for shape in self.shapes:
-                a = self._padded([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
-                b = self._padded([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
+                a = self.padded([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
+                b = self.padded([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
                 stacks[shape.name] = (a.to(dtype), b.to(dtype))
         return stacks
 
@@ -196,7 +196,7 @@ class Lanes:
             self.mode.stacks = None
 
     @staticmethod
-    def _padded(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
+    def padded(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
         """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, ranks padded with zeros."""
         padded = [
             part

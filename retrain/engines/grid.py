@@ -1,0 +1,167 @@
+"""The decode batch for any decoder that transformers loads, through the model's own forward pass.
+
+For what ``engines.dense`` does not drive: mixtures of experts, sliding windows, other norms. The batch is a grid of
+lanes × slots: each lane owns an equal consecutive share of the rows, so that the LoRA product of all lanes is one
+batched matrix product. A prompt is prefilled once and its cache repeated for its samples. Rows that have finished
+leave as soon as a quarter of the grid is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from retrain.engines.cache import DecodeCache
+from retrain.engines.draw import draw
+from retrain.engines.protocol import SampleRequest
+from retrain.engines.slots import IDLE_SHARE, Row
+from retrain.policy.base import BaseModel
+from retrain.policy.logprobs import position_ids
+from retrain.rng import uniforms
+from retrain.types import Completion
+
+
+class Grid:
+    """The state of one decode batch; rows are ordered lane by lane, each lane with equally many slots."""
+
+    def __init__(self, base: BaseModel, requests: Sequence[SampleRequest], rows: list[Row], lanes_used: list[int]):
+        self.base, self.requests = base, requests
+        device = base.device
+        by_lane = [[row for row in rows if requests[row.request].lane == lane] for lane in lanes_used]
+        self.lanes, self.slots = len(lanes_used), max(len(lane) for lane in by_lane)
+        # A lane with fewer sequences is filled up with idle copies of its first one.
+        self.rows = [lane[i] if i < len(lane) else lane[0] for lane in by_lane for i in range(self.slots)]
+        idle = [i >= len(lane) for lane in by_lane for i in range(self.slots)]
+        used = [requests[row.request] for row in self.rows]
+        self.max_tokens = max(request.max_tokens for request in used)
+        self.width = max(len(request.prompt_ids) for request in used)
+        self.cache = DecodeCache(base.model.config.get_text_config(), self.width + self.max_tokens)
+
+        draws = np.zeros((len(self.rows), self.max_tokens))
+        for i, row in enumerate(self.rows):
+            if not idle[i]:
+                request = requests[row.request]
+                draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
+        real = base.dtype if base.dtype == torch.float64 else torch.float32
+        self.uniforms_BT = torch.from_numpy(draws).to(device)
+        # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.
+        self.temperature_B1 = torch.tensor([[r.temperature or 1.0] for r in used], device=device, dtype=real)
+        self.greedy_B1 = torch.tensor([[r.temperature == 0] for r in used], device=device)
+        self.any_greedy = any(r.temperature == 0 for r in used)
+        self.limit_B = torch.tensor([r.max_tokens for r in used], device=device)
+        self.alive_B = ~torch.tensor(idle, device=device)
+        self.eos = torch.tensor(base.eos_ids, device=device)
+        self.row_B = torch.arange(len(self.rows), device=device)  # current batch row -> row of the outputs
+        shape = (len(self.rows), self.max_tokens)
+        self.tokens_BT = torch.full(shape, base.pad_id, dtype=torch.long, device=device)
+        self.logprobs_BT = torch.zeros(shape, device=device, dtype=real)
+        self.entropy_BT = torch.zeros(shape, device=device, dtype=real)
+        self.lengths_B = torch.zeros(len(self.rows), dtype=torch.long, device=device)
+        self.stopped_B = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
+        self.mask_BK: torch.Tensor
+        self.token_B: torch.Tensor
+        self.check_every = 1 if device.type == "cpu" else 8  # tokens between looks at the device's answer
+
+    def prefill(self) -> torch.Tensor:
+        """Run each distinct (lane, prompt) once and spread its cache over its samples; logits [B, V]."""
+        prompts = [self.requests[row.request].prompt_ids for row in self.rows]
+        distinct: list[list[int]] = []  # per lane the rows that stand first with their request
+        source = []
+        for lane in range(self.lanes):
+            first: dict[int, int] = {}
+            for i in range(lane * self.slots, (lane + 1) * self.slots):
+                first.setdefault(self.rows[i].request, i)
+            distinct.append(list(first.values()))
+        share = max(len(rows) for rows in distinct)
+        order = [rows[min(i, len(rows) - 1)] for rows in distinct for i in range(share)]
+        for lane, rows in enumerate(distinct):
+            place = {self.rows[row].request: lane * share + i for i, row in enumerate(rows)}
+            source += [place[self.rows[i].request] for i in range(lane * self.slots, (lane + 1) * self.slots)]
+        device, pad = self.base.device, self.base.pad_id
+        ids = torch.tensor([[pad] * (self.width - len(prompts[i])) + list(prompts[i]) for i in order], device=device)
+        mask = torch.tensor(
+            [[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device
+        )
+        out = self.base.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask),
+            past_key_values=self.cache.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        index = torch.tensor(source, device=device)
+        self.cache.select_rows(index)
+        self.mask_BK = torch.ones(len(self.rows), self.width + self.max_tokens, dtype=torch.bool, device=device)
+        self.mask_BK[:, : self.width] = mask.bool()[index]
+        self.start_B = self.mask_BK[:, : self.width].sum(1)
+        return out.logits[:, -1][index]
+
+    def draw(self, logits_BV: torch.Tensor, step: int) -> None:
+        """Sample one token per row; record log-probability and entropy."""
+        rows, alive = self.row_B, self.alive_B
+        greedy = self.greedy_B1 if self.any_greedy else None
+        token_B, logprob_B, entropy_B = draw(logits_BV, self.uniforms_BT[rows, step], self.temperature_B1, greedy)
+        token_B = torch.where(alive, token_B, self.base.pad_id)
+        self.tokens_BT[rows, step] = token_B
+        self.logprobs_BT[rows, step] = torch.where(alive, logprob_B, 0)
+        self.entropy_BT[rows, step] = torch.where(alive, entropy_B, 0)
+        self.lengths_B[rows] += alive
+        ended = alive & torch.isin(token_B, self.eos)
+        self.stopped_B[rows] |= ended
+        self.alive_B = alive & ~ended & (self.limit_B > step + 1)
+        self.token_B = token_B
+
+    def compact_or_finished(self, step: int) -> bool:
+        """True when no sequence is left; otherwise drop idle rows once enough of them have gathered."""
+        if step % self.check_every and step + 1 < self.max_tokens:
+            return False
+        alive = self.alive_B.view(self.lanes, self.slots).cpu()
+        busiest = int(alive.sum(1).max())
+        if busiest == 0:
+            return True
+        if busiest > (1 - IDLE_SHARE) * self.slots:
+            return False
+        # Living rows of each lane first, in order; idle ones fill its share up.
+        order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)[:, :busiest]
+        keep = (order + torch.arange(self.lanes).unsqueeze(1) * self.slots).flatten().to(self.base.device)
+        self.cache.select_rows(keep)
+        for name in ("mask_BK", "start_B", "alive_B", "limit_B", "temperature_B1", "greedy_B1", "row_B", "token_B"):
+            setattr(self, name, getattr(self, name)[keep])
+        self.slots = busiest
+        return False
+
+    def forward(self, step: int) -> torch.Tensor:
+        """One decode step: logits [B, V] after the tokens just drawn."""
+        mask = self.mask_BK[:, : self.width + step + 1]
+        out = self.base.model(
+            input_ids=self.token_B.unsqueeze(1),
+            attention_mask=mask[:, None, None, :] if self.cache.plain else mask,
+            position_ids=(self.start_B + step).unsqueeze(1),
+            past_key_values=self.cache.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def completions(self) -> list[tuple[Row, Completion]]:
+        """Everything that was sampled, on the host."""
+        tokens, lengths, stopped = (t.cpu().numpy() for t in (self.tokens_BT, self.lengths_B, self.stopped_B))
+        logprobs, entropy = (t.cpu().numpy() for t in (self.logprobs_BT, self.entropy_BT))
+        result, seen = [], set()
+        for i, row in enumerate(self.rows):
+            if (row.request, row.sample) in seen:
+                continue  # an idle copy
+            seen.add((row.request, row.sample))
+            ids = tokens[i, : lengths[i]].tolist()
+            completion = Completion(
+                token_ids=ids,
+                text=self.base.decode(ids),
+                logprobs_T=logprobs[i, : lengths[i]].copy(),
+                entropy_T=entropy[i, : lengths[i]].copy(),
+                stop_reason="stop" if stopped[i] else "length",
+            )
+            result.append((row, completion))
+        return result
