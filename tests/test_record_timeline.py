@@ -84,6 +84,10 @@ def test_the_recorder_writes_it_at_the_end(tmp_path):
         recorder.record_step(step([group([1.0, 0.0], [3, 4])]))
         recorder.flush()
         assert not (tmp_path / "timeline.html").exists()
+        recorder.record_checkpoint({"name": "000001", "batch": 1})
+        recorder.flush()
+        assert (tmp_path / "timeline.html").is_file()
+        (tmp_path / "timeline.html").unlink()
     assert "<title>Timeline" in (tmp_path / "timeline.html").read_text()
     with RunRecorder(tmp_path / "empty", context()) as recorder:
         recorder.start()

@@ -37,7 +37,7 @@ class Note:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.remedy}."
+        return f"{self.text}. {self.remedy[:1].upper()}{self.remedy[1:]}."
 
 
 def explain(rows: Sequence[Row], config: Any, dtype: str = "float32", told: Collection[str] = ()) -> list[Note]:

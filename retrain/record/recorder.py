@@ -196,6 +196,7 @@ class RunRecorder:
         line = dict(row)
         self._files.write(lambda: self._files.append("checkpoints.jsonl", [line]))
         self.flush()
+        self._files.write(self._write_timeline)  # so that a killed run has one too
 
     def flush(self) -> None:
         """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name.

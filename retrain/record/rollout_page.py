@@ -40,7 +40,7 @@ TABLE_ROWS = 1_000
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
-THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)|\A(?:(?!<think).)*?</think>", re.DOTALL)
+THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>\s*|\Z)|\A(?:(?!<think).)*?</think>\s*", re.DOTALL)
 """What a model thinks before it answers: between tags, or up to a closing tag whose opening stood in the prompt."""
 
 
@@ -168,7 +168,8 @@ def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
     more = len(group.completions) - len(samples)
     left = f'<p class="muted">{more} more samples not shown; they are in the table.</p>' if more > 0 else ""
     answer = _message("answer", problem.answer, LEAST_CHARACTERS) if problem.answer else ""
-    return f"""<section class="group" id="g{index}"><h2>Group {index} <span class="muted">{escape(problem.id)}</span>
+    single = " one" if len(group.completions) == 1 else ""
+    return f"""<section class="group{single}" id="g{index}"><h2>Group {index} <span class="muted">{escape(problem.id)}</span>
 {tags}{note}</h2><div class="card prompt">{messages}{answer}{raw}</div>
 <div class="samples">{"".join(samples)}</div>{left}</section>"""
 
@@ -189,8 +190,10 @@ def _sample(batch: Batch, group: Group, sample: int, completion: Completion, rew
     if completion.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
     parts = {k: v for k, v in metrics_of(reward).items() if k not in ("correct", "format") and v is not None}
+    if list(parts.values()) == [total]:
+        parts = {}  # the only component is the reward itself
     extra = "".join(f"<span>{escape(name)} {value:g}</span>" for name, value in list(parts.items())[:12])
-    error = f'<p class="bad">{_shortened(reward.error, 500)}</p>' if reward.error else ""
+    error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
     text, data = _tokens(batch, group, sample, completion, limit)
     left = len(text) - limit
     note = f'<p class="muted">{left:,} more characters not shown</p>' if left > 0 else ""

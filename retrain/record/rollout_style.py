@@ -37,6 +37,9 @@ h2 .chip { margin-left: .5em; font-weight: 400; }
   text-overflow: ellipsis; max-width: 100%; }
 .group { scroll-margin-top: 64px; }
 .prompt { background: var(--sunken); }
+.small { font-size: .82rem; }
+.group.one { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 0 10px; align-items: start; }
+.group.one h2 { grid-column: 1 / -1; } .group.one .samples { margin-top: 0; }
 .message { display: grid; grid-template-columns: 5.5em minmax(0, 1fr); gap: 0 8px; }
 .role { color: var(--muted); font-size: .8rem; line-height: 1.9; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
@@ -63,6 +66,7 @@ h2 .chip { margin-left: .5em; font-weight: 400; }
 .t.dn { background: color-mix(in srgb, var(--c5) var(--h, 0%), transparent); }
 .t.pl { background: color-mix(in srgb, var(--c4) 45%, transparent); }
 @media (max-width: 640px) {
+  .group.one { display: block; } .group.one .samples { margin-top: 10px; }
   .message { grid-template-columns: minmax(0, 1fr); } .raw { margin-left: 0; }
   .toolbar { position: static; } .facts { gap: 8px 22px; } #readout { margin-left: 0; width: 100%; }
 }
