@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 from retrain.errors import CheckpointError, StorageError, UsageError
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -23,7 +25,7 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return value
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in value) else value
+        return value if value.isascii() else _SURROGATES.sub("?", value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -39,8 +41,11 @@ def jsonable(value: Any) -> Any:
 
 def dumps(value: Any, indent: int | None = None) -> str:
     """Strict JSON text of ``value``; characters that some readers take for line ends are escaped."""
-    text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return text.translate(_LINE_ENDS)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):  # something in it is not plain, or not a number
+        text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text if text.isascii() else _SURROGATES.sub("?", text).translate(_LINE_ENDS)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -169,8 +169,8 @@ def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
     left = f'<p class="muted">{more} more samples not shown; they are in the table.</p>' if more > 0 else ""
     answer = _message("answer", problem.answer, LEAST_CHARACTERS) if problem.answer else ""
     single = " one" if len(group.completions) == 1 else ""
-    return f"""<section class="group{single}" id="g{index}"><h2>Group {index} <span class="muted">{escape(problem.id)}</span>
-{tags}{note}</h2><div class="card prompt">{messages}{answer}{raw}</div>
+    return f"""<section class="group{single}" id="g{index}"><h2>Group {index}
+<span class="muted">{escape(problem.id)}</span>{tags}{note}</h2><div class="card prompt">{messages}{answer}{raw}</div>
 <div class="samples">{"".join(samples)}</div>{left}</section>"""
 
 
