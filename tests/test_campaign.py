@@ -196,6 +196,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path)
             run / "final/adapter_model.safetensors"
         ).read_bytes()
         assert (mine / "emergence/generations.jsonl").read_bytes() == (run / "emergence/generations.jsonl").read_bytes()
+        assert rollout_files(mine) == rollout_files(run)
+        assert (mine / "notes.jsonl").read_bytes() == (run / "notes.jsonl").read_bytes()
+
+
+def rollout_files(run: Path) -> dict[str, str]:
+    """Pages, logtrees and summaries by name, without the moment at which they were made."""
+    found = {path.name: path.read_text(encoding="utf-8") for path in run.glob("*_iteration_*")}
+    assert {"train_iteration_000000.html", "eval_heldout_iteration_000002_logtree.json"} <= set(found)
+    return {name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", text) for name, text in found.items()}
 
 
 def test_a_crash_between_checkpoints_leaves_no_duplicate_rows(finished, model, tmp_path):
