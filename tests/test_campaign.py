@@ -16,7 +16,7 @@ from toymodels import qwen3_directory
 from retrain.campaign.launch import launch, resume
 from retrain.campaign.squeeze import squeeze
 from retrain.config import load
-from retrain.errors import UsageError
+from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
 
@@ -285,7 +285,7 @@ def test_a_run_whose_records_cannot_be_written_fails_alone(model, tmp_path):
 
 def test_an_unusable_model_stops_before_anything_is_trained(model, tmp_path):
     path = campaign(tmp_path, model)
-    with pytest.raises(Exception, match="cannot load model") as error:
+    with pytest.raises(RetrainError, match="cannot load model") as error:
         train(path, tmp_path / "out", sets=[f'model.model="{tmp_path / "nothing"}"'])
     assert error.value.exit_status == 2
     assert train(path, tmp_path / "other", sets=["campaign.max_steps=1"]).exit_status == 0

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from record_cases import context, group, step
@@ -29,6 +30,13 @@ def rows(count: int, seconds: float = 4.0) -> list[dict]:
             "spans": [{"name": n, "duration": b - a, "wall_start": a, "wall_end": b} for n, a, b in spans],
         })  # fmt: skip
     return made
+
+
+def spans_of(text: str) -> dict[str, Any]:
+    """The data that the page's script reads."""
+    match = re.search(r'id="spans">(.*?)</script>', text)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def test_phases_add_up_to_the_steps():
@@ -57,7 +65,7 @@ def test_the_page_says_where_the_time_went(tmp_path):
     assert "b" not in reader.tags
     words = " ".join(reader.texts)
     assert re.search(r"rollout\s+10\.0 s\s+51\.3 %", words)
-    data = json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
+    data = spans_of(text)
     assert data["lanes"] == ["rollout", "update", "record"]
     assert data["steps"][0] == [0, 0.0, 3500.0, [0, 0.0, 2000.0, 1, 2000.0, 3500.0]]
 
@@ -74,7 +82,7 @@ def test_a_long_run_is_bounded():
     text = timeline_page(steps, "run")
     assert text.count('<g class="bar"') <= BARS
     assert re.search(r"The first [\d,]+ steps are not shown here", text)
-    data = json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
+    data = spans_of(text)
     assert sum(len(one[3]) // 3 for one in data["steps"]) <= SPANS_SHOWN
     assert len(text) < 1_500_000
 
