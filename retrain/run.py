@@ -31,6 +31,7 @@ from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
 from retrain.policy.adapter_io import read_adapter, write_peft
 from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget
 from retrain.policy.lora import Lanes
 from retrain.policy.update import LossSettings, default_token_budget, new_optimizer
 from retrain.pressure import Pressure
@@ -143,9 +144,7 @@ class Run:
             ratio_cap=config.algorithm.cispo_cap,
             temperature=training.temperature,
             max_tokens=training.max_tokens,
-            micro_batch_tokens=(
-                default_token_budget(self.base, config.algorithm.entropy_coef > 0) if budget == "auto" else budget
-            ),
+            micro_batch_tokens=(default_token_budget(self.base) if budget == "auto" else budget),
             grad_clip_norm=optimizer.grad_clip_norm,
             dropout=config.lora.dropout,
             log_kl=config.logging.log_kl,
@@ -155,6 +154,7 @@ class Run:
             kl_coef=config.algorithm.kl_coef,
             entropy_coef=config.algorithm.entropy_coef,
         )
+        self.budget = Budget(self.loss_settings.micro_batch_tokens)
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -264,6 +264,7 @@ class Run:
             "base": self.base.fingerprint,
             "run_id": self.run_id,
             "pressure": self.pressure.state() if self.pressure else None,
+            "budget": self.budget.state(),
         }
 
     def snapshot(self) -> Snapshot:
@@ -377,6 +378,7 @@ class Run:
         self.skipped_updates = state.get("skipped_updates", 0)
         self.recorder.restore(state["recorder"])
         self.saved_pressure = state.get("pressure")
+        self.budget.restore(state.get("budget"))
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""

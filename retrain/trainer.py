@@ -139,16 +139,18 @@ class Cohort:
         return [group for group in found if isinstance(group, Group)]
 
     def _learn_all(self, runs: Sequence[Run], graded: dict[int, list[Group]]) -> dict[int, dict[str, Any]]:
-        """Credit and update of every run, side by side where that is faster; what one raises ends that run alone."""
+        """Credit and update of every run, side by side where that is faster (of one run: its micro-batches); what one
+        raises ends that run alone."""
         begin, numbers, ends = time.time(), {}, {}
+        alone = self.workers if len(runs) == 1 else Workers()
 
         def learn(run: Run) -> None:
             start = time.time()
             run.spans.append(("cohort", begin, start))
-            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)])}))
+            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)], alone)}))
             ends[id(run)] = time.time()
 
-        self.workers.map(learn, runs)
+        (Workers() if len(runs) == 1 else self.workers).map(learn, runs)
         end = time.time()
         for run in runs:
             run.spans.append(("cohort", ends[id(run)], end))
@@ -156,7 +158,7 @@ class Cohort:
                 self.observer.run_finished(run.spec, "failed", run.error)
         return numbers
 
-    def _learn(self, run: Run, groups: list[Group]) -> dict[str, Any]:
+    def _learn(self, run: Run, groups: list[Group], workers: Workers) -> dict[str, Any]:
         """What one run does with its graded completions; returns the numbers of its policy and controllers."""
         with _span([run], "credit"):
             fill_advantages(groups, run.modes.advantage, run.config.reward.type)
@@ -170,11 +172,11 @@ class Cohort:
                 run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, correct_rate, credit.exec_variance)
         self._check_grading(run, groups)
         with _span([run], "update"):
-            update = self._update(run, credit)
+            update = self._update(run, credit, workers)
         run.step += 1
         return {"update": update, "state": state}
 
-    def _update(self, run: Run, credit: Any) -> dict[str, Any]:
+    def _update(self, run: Run, credit: Any, workers: Workers) -> dict[str, Any]:
         """The optimizer step; left out and recorded as such when loss or gradient is not finite, up to a limit."""
         try:
             update = train_step(
@@ -187,6 +189,8 @@ class Cohort:
                 credit.denominators,
                 run.lr(),
                 (*run.stream, "dropout", run.step),
+                run.budget,
+                workers,
             )
         except NonFinite as error:
             run.skipped_updates += 1
@@ -197,6 +201,9 @@ class Cohort:
             run.recorder.log(f"step {run.step}: {error}", "warning")
             left_out = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
             return {**left_out, "optim/lr": run.lr(), "num_datums": len(credit.sequences), "optim/skipped": True}
+        finally:
+            for note in run.budget.take_notes():
+                run.recorder.log(f"step {run.step}: {note}", "warning")
         if credit.sequences:
             run.skipped_updates = 0
         return {**update, "optim/skipped": False}

@@ -12,6 +12,7 @@ from toymodels import toy_base
 
 from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
+from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
@@ -351,3 +352,169 @@ def test_updates_side_by_side_equal_one_after_the_other(base, lanes):
     workers.close()
     for alone, other in zip(one_by_one, together, strict=True):
         assert torch.equal(alone, other)
+
+
+def test_micro_batches_side_by_side_change_no_bit(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings = LossSettings(grad_clip_norm=0, micro_batch_tokens=60, kl_coef=0.1)
+    results = []
+    for workers in (Workers(), Workers(3)):
+        adapter = trained(lanes, 0)
+        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+        metrics = train_step(
+            base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, workers=workers
+        )
+        workers.close()
+        results.append((adapter.flat.grad, adapter.flat.detach(), metrics["loss"], metrics["val/ratio"]))
+    for alone, together in zip(*results, strict=True):
+        assert torch.equal(torch.as_tensor(alone), torch.as_tensor(together))
+
+
+def test_a_completion_without_signal_is_counted_but_not_differentiated(base, lanes, monkeypatch):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for s in sequences[::2]:
+        s.advantages_T = np.zeros(len(s.completion_ids))
+    settings = LossSettings(grad_clip_norm=0)
+    _, metrics = gradient(base, lanes, 0, sequences, settings)
+    expected, _ = gradient(base, lanes, 0, sequences[1::2], settings, totals(sequences))
+    trained_tokens = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda self: (trained_tokens.append(1), backward(self)))
+    grad, counted = gradient(base, lanes, 0, sequences, replace(settings, micro_batch_tokens=1))
+    assert len(trained_tokens) == len(sequences[1::2])
+    assert float((grad - expected).norm() / expected.norm()) < 1e-5
+    for key in ("val/ratio", "kl_sample_train_v2", "loss"):
+        assert counted[key] == pytest.approx(metrics[key], abs=1e-6)
+    with_kl = LossSettings(grad_clip_norm=0, micro_batch_tokens=1, kl_coef=0.1)
+    gradient(base, lanes, 0, sequences, with_kl)
+    assert len(trained_tokens) == len(sequences[1::2]) + len(sequences)
+
+
+def test_a_completion_without_a_trained_token_costs_nothing(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    masked = [replace(s, loss_mask_T=np.zeros(len(s.completion_ids), bool)) for s in sequences[:6]] + sequences[6:]
+    settings = LossSettings(grad_clip_norm=0)
+    whole, metrics = gradient(base, lanes, 0, masked, settings, totals(sequences))
+    without, other = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
+    assert torch.equal(whole, without)
+    assert metrics["num_datums"] == len(sequences)
+    assert other["val/ratio"] == metrics["val/ratio"]
+
+
+class SmallMemory(torch.nn.Module):
+    """A base whose first layer runs out of memory above so many tokens."""
+
+    def __init__(self, embedding, most: int, error: Exception):
+        super().__init__()
+        self.embedding, self.most, self.error, self.asked = embedding, most, error, []
+
+    def forward(self, ids):
+        self.asked.append(ids.numel())
+        if ids.numel() > self.most:
+            raise self.error
+        return self.embedding(ids)
+
+    @property
+    def weight(self):
+        return self.embedding.weight
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    MemoryError(),
+]
+
+
+@pytest.fixture
+def small_memory(base):
+    plain = base.model.get_input_embeddings()
+
+    def shrink(most: int, error: Exception) -> SmallMemory:
+        small = SmallMemory(plain, most, error)
+        base.model.set_input_embeddings(small)
+        return small
+
+    yield shrink
+    base.model.set_input_embeddings(plain)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu", "python"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_out_of_memory_is_made_again_with_half_the_tokens_and_remembered(
+    base, lanes, small_memory, error, workers
+):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings = LossSettings(grad_clip_norm=0, micro_batch_tokens=1000)
+    whole, expected = gradient(base, lanes, 0, sequences, settings)
+    small = small_memory(70, error)
+    adapter, budget, pool = trained(lanes, 0), Budget(1000), Workers(workers)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    job = (base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 0.0, (), budget, pool)
+    metrics = train_step(*job)
+    assert float((adapter.flat.grad - whole).norm() / whole.norm()) < 1e-5
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert budget.tokens <= 70 * 2
+    assert not budget.checkpointing
+    notes = budget.take_notes()
+    assert len(notes) >= 1
+    assert "made again with" in notes[0]
+    failed, small.asked[:] = max(small.asked), []
+    train_step(*job)
+    pool.close()
+    assert failed > 70 >= max(small.asked)  # remembered: no second failure
+    assert budget.take_notes() == []
+    later = Budget(1000)
+    later.restore(budget.state())
+    assert later.tokens == budget.tokens
+    smaller = Budget(8)
+    smaller.restore(budget.state())
+    assert smaller.tokens == 8
+
+
+def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(base, lanes, small_memory):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings = LossSettings(grad_clip_norm=0)
+    small_memory(3, ERRORS[0])
+    adapter, budget = trained(lanes, 0), Budget(1000)
+    before = adapter.flat.detach().clone()
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    with pytest.raises(RunFailed, match=r"one sequence of \d+ tokens does not fit .* max_tokens"):
+        train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, budget=budget)
+    assert budget.checkpointing
+    assert torch.equal(before, adapter.flat)
+    assert any("computed twice" in note for note in budget.take_notes())
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [({}, 1), ({"dropout": 0.3}, 1), ({"kl_coef": 0.2, "entropy_coef": 0.1}, 1), ({}, 2)],
+    ids=str,
+)
+def test_layers_computed_twice_give_the_same_gradient_and_keep_less(base, lanes, options, workers):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    settings, results = LossSettings(grad_clip_norm=0, micro_batch_tokens=80, **options), []
+    for twice in (False, True):
+        kept, adapter, pool = [], trained(lanes, 0), Workers(workers)
+        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t):
+            train_step(
+                base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, ("s",),
+                Budget(80, checkpointing=twice), pool,
+            )  # fmt: skip
+        pool.close()
+        results.append((adapter.flat.grad.clone(), sum(kept)))
+    (once, much), (again, little) = results
+    assert torch.equal(once, again)
+    if workers == 1:
+        assert little < 0.7 * much
+
+
+def test_another_error_is_no_reason_to_try_again(base, lanes, small_memory):
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    small = small_memory(3, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    adapter = trained(lanes, 0)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    with pytest.raises(RuntimeError, match="shapes cannot"):
+        train_step(base, lanes, adapter, optimizer, sequences, LossSettings(), totals(sequences), 1e-3)
+    assert len(small.asked) == 1

@@ -83,6 +83,12 @@ class Adapter:
                 self.A[name].copy_(a)
                 self.B[name].copy_(b)
 
+    def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of ``loss`` in the order of ``flat``; ``flat.grad`` is left alone."""
+        weights = [store[s.name] for s in self.shapes for store in (self.A, self.B)]
+        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in found])
+
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Detached (A, B) of every layer."""
         return {s.name: (self.A[s.name].detach(), self.B[s.name].detach()) for s in self.shapes}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,9 +68,16 @@ class Trunk:
 
     def hidden(self, layout: Layout) -> torch.Tensor:
         """Hidden states [M, H] of the places that predict a completion token."""
-        with _fused(), laid_out(layout if layout.spread_SL is not None else None):
+        with as_in_forward(layout):
             states: torch.Tensor = _run(self.decoder, layout).last_hidden_state
         return states.flatten(0, 1).index_select(0, layout.rows_M)
+
+
+@contextmanager
+def as_in_forward(layout: Layout) -> Iterator[None]:
+    """What the base's layers find around them while the update runs them over this layout."""
+    with _fused(), laid_out(layout if layout.spread_SL is not None else None):
+        yield
 
 
 def _run(module: Any, layout: Layout, **options: Any) -> Any:
@@ -82,7 +89,7 @@ def _run(module: Any, layout: Layout, **options: Any) -> Any:
 
 def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
     """Logits [M, V] of the places that predict a completion token, for models that do not come apart."""
-    with _fused(), laid_out(layout if layout.spread_SL is not None else None):
+    with as_in_forward(layout):
         logits: torch.Tensor = _run(base.model, layout).logits
     return logits.flatten(0, 1).index_select(0, layout.rows_M)
 
@@ -212,8 +219,6 @@ def _checkpointed_forward(forward: Any) -> Any:
         context = _mode.checkpointed
         if context is None or not torch.is_grad_enabled():
             return forward(*args, **options)
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (_fused(), context()), **options
-        )  # fmt: skip
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **options)
 
     return layer

@@ -1,0 +1,79 @@
+"""How many tokens a micro-batch may have, and what a step that ran out of memory teaches about it.
+
+A step that does not fit is made again with half the tokens, down to one sequence at a time; then decoder layers are
+computed a second time in the backward pass instead of being kept. What was learnt stays, also in checkpoints.
+Micro-batching changes neither loss nor gradient beyond rounding, so the step made again is the step that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from retrain.errors import RunFailed
+
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
+"""What a CPU's allocator and drivers say in a plain RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of the device or of the host, is used up."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+@dataclass
+class Budget:
+    """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
+
+    ``notes`` are lines for the run's log that nobody has taken yet.
+    """
+
+    tokens: int
+    checkpointing: bool = False
+    learnt: bool = False
+    notes: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+
+    def tell(self, *lines: str) -> None:
+        """Add lines to the notes, each once."""
+        self.notes += [line for line in lines if line not in self.told]
+        self.told.update(lines)
+
+    def take_notes(self) -> list[str]:
+        """The notes since the last call."""
+        taken, self.notes = self.notes, []
+        return taken
+
+    def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
+        """Make room after micro-batches of so many sequences (``sizes``) did not fit; ``lengths`` are all sequences'
+        tokens. Raises RunFailed when nothing is left to give up."""
+        words = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        if max(sizes) > 1:
+            self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
+            self.tell(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({words})")
+        elif not self.checkpointing:
+            self.checkpointing = True
+            self.tell(
+                f"out of memory with one sequence at a time: layers are now computed twice instead of kept ({words})"
+            )
+        else:
+            raise RunFailed(
+                f"one sequence of {max(lengths)} tokens does not fit in memory, even with layers computed twice: lower "
+                f"[training] max_tokens or [model] lora_rank, or take a smaller model ({words})"
+            )
+        self.learnt = True
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps: None unless something was learnt."""
+        return {"tokens": self.tokens, "checkpointing": self.checkpointing} if self.learnt else None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Start from what an earlier process learnt; a smaller setting of the user's stays."""
+        if state is not None:
+            self.tokens, self.checkpointing = min(self.tokens, state["tokens"]), state["checkpointing"]
+            self.learnt = True
