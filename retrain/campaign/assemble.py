@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
+from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.checkpoints import checkpoint_directories, common_step
@@ -75,7 +76,10 @@ def assemble(
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
-    engine = LocalEngine(base, lanes, workers=workers)
+    check_memory(base, lanes, specs)
+    engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
+    if not engine.fast:
+        observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     data = load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
     )

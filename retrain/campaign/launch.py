@@ -122,16 +122,19 @@ def base_key(spec: RunSpec) -> str:
     )  # fmt: skip
 
 
-def _lane_count(specs: Sequence[RunSpec], conditions: int) -> int:
+def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:
     """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches."""
-    asked = specs[0].config.campaign.lanes
+    asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
-    import torch
-
-    on_gpu = torch.cuda.is_available() and specs[0].config.backend.devices != "cpu"
     most = GPU_LANES if on_gpu else CPU_LANES
     return max(1, most // conditions * conditions if conditions <= most else most)
+
+
+def _on_gpu(spec: RunSpec) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and spec.config.backend.devices != "cpu"
 
 
 def _planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
@@ -144,7 +147,7 @@ def _planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[
         if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
     ]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
-    lanes = lanes or _lane_count(specs, len({spec.label for spec in specs}))
+    lanes = lanes or lane_count(specs, _on_gpu(specs[0]))
     rest = [spec for spec in specs if not any(spec.run_id in group for group in begun)]
     planned = [[known[name] for name in group if name in known] for group in begun] + cohorts(rest, lanes)
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned])
@@ -175,7 +178,7 @@ def _carry_out(
     with stop.listening(observer):
         for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
             try:
-                _train_cohort(manifest, group, folder, observer, ending, restart)
+                _train_fitting(manifest, group, folder, observer, ending, restart)
             except (Interrupted, KeyboardInterrupt) as end:
                 interrupted, saved = True, isinstance(end, Interrupted)
                 break
@@ -230,12 +233,35 @@ def summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _train_fitting(
+    manifest: Manifest, specs: list[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool],
+    restart: Restart,
+) -> None:  # fmt: skip
+    """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest."""
+    from retrain.campaign.fitting import DoesNotFit, smaller_cohorts
+
+    try:
+        return _train_cohort(manifest, specs, folder, observer, stop, restart)
+    except DoesNotFit as short:
+        parts = smaller_cohorts(specs, short)
+        observer.message(f"{short}: they train in {len(parts)} cohorts, one after another", "warning")
+    names, now = {spec.run_id for spec in specs}, manifest.content["cohorts"]
+    place = next(i for i, cohort in enumerate(now) if names & set(cohort))
+    cut = [[spec.run_id for spec in part] for part in parts]
+    rest = [[name for name in cohort if name not in names] for cohort in now]
+    manifest.note(lanes=len(parts[0]), cohorts=[cohort for cohort in rest[:place] + cut + rest[place:] if cohort])
+    for part in parts:
+        _train_fitting(manifest, part, folder, observer, stop, restart)
+
+
 def _train_cohort(
     manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool],
     restart: Restart,
 ) -> None:  # fmt: skip
     """Build the runs of one cohort, restore what was saved of them, and train them together."""
     from retrain.campaign.assemble import assemble
+    from retrain.campaign.fitting import DoesNotFit
+    from retrain.policy.budget import is_out_of_memory
 
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
@@ -260,6 +286,9 @@ def _train_cohort(
                         manifest.update(run.run_id, state="interrupted", reason=str(error))
             raise _with_advice(error, manifest.directory) from error
         except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+            active = [run for run in cohort.runs if run.active]
+            if is_out_of_memory(error) and len(active) > 1 and specs[0].config.campaign.lanes == "auto":
+                raise DoesNotFit(len(active) // 2, f"{len(active)} runs ran out of memory together") from error
             for run in cohort.runs:
                 if run.active:
                     run.fail(error)

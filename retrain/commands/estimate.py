@@ -30,7 +30,7 @@ MICRO_BATCH_TOKENS = 4096
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
 """Shares of the peak that eager torch code reaches."""
 
-LAYER_SECONDS = {"cpu": 1e-3, "gpu": 3e-4}
+LAYER_SECONDS = {"cpu": 3e-4, "gpu": 3e-4}
 """Fixed cost of one layer's forward pass for one decoded token: launching its operations."""
 
 GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
@@ -269,8 +269,7 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     if architecture is None:
         return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, cache=None, seconds=None)
 
-    wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
-    width = 4 if wide else 2
+    width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     length = prompt + training.max_tokens
     asked = training.micro_batch_tokens
@@ -283,17 +282,47 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     }
     cache = rows * length * architecture.cache_bytes(width)
 
-    def decode_seconds(sequences: int) -> float:
-        reading = memory["model"] + sequences * length / 2 * architecture.cache_bytes(width)
-        computing = 2 * architecture.active_parameters * sequences
-        token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
-        return training.max_tokens * (token + architecture.layers * LAYER_SECONDS[device.kind])
-
-    update = (
-        training_operations(config) * architecture.active_parameters * rows * length / (device.flops * COMPUTE_SHARE)
-    )
-    seconds = training.max_steps * (decode_seconds(rows) + update)
-    if eval_rows:
-        seconds += eval_rounds * decode_seconds(eval_rows)
+    seconds = cohort_seconds([config], architecture, device)
     sizes = {"parameters": architecture.parameters(), "adapter_parameters": adapter}
     return Estimate(**counts, **sizes, memory=memory, cache=cache, seconds=seconds)
+
+
+def cohort_seconds(configs: Sequence[Any], architecture: Architecture, device: Device) -> float:
+    """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
+    update after the other. They are taken to have equally many steps."""
+    width, seconds = _width(configs[0], device), 0.0
+    cache = architecture.cache_bytes(width)
+
+    def decode(sequences: int, tokens: int, length: float) -> float:
+        reading = architecture.parameters() * width + sequences * length / 2 * cache
+        computing = 2 * architecture.active_parameters * sequences
+        token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
+        return tokens * (token + architecture.layers * LAYER_SECONDS[device.kind])
+
+    def prompt(config: Any) -> int:
+        return PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS)
+
+    steps = max(config.training.max_steps for config in configs)
+    rows = sum(config.training.batch_size * config.training.group_size for config in configs)
+    longest = max(config.training.max_tokens for config in configs)
+    widest = longest + max(prompt(config) for config in configs)
+    seconds += steps * decode(rows, longest, widest)
+    for config in configs:
+        training = config.training
+        tokens = training.batch_size * training.group_size * (prompt(config) + training.max_tokens)
+        operations = training_operations(config) * architecture.active_parameters * tokens
+        seconds += training.max_steps * operations / (device.flops * COMPUTE_SHARE)
+    asked = [config for config in configs if config.evaluation.problems]
+    if asked:
+        training, evaluation = asked[0].training, asked[0].evaluation
+        each = evaluation.problems * evaluation.samples
+        rounds = evaluations(training.max_steps, training.eval_every, at_start=False)
+        seconds += rounds * decode(each * len(asked), longest, widest)
+        seconds += decode(each, longest, widest) if evaluation.at_start else 0.0
+    return seconds
+
+
+def _width(config: Any, device: Device) -> int:
+    """Bytes of one number of the base."""
+    wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
+    return 4 if wide else 2

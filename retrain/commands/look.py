@@ -11,7 +11,7 @@ from retrain.commands.formulas import advantage_words, credit_formula, credit_wo
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
-    from retrain.commands.estimate import Estimate
+    from retrain.commands.estimate import Architecture, Device, Estimate
 
 CONDITION_COLUMNS = (
     "condition",
@@ -142,11 +142,11 @@ def print_costs(specs: list[Any]) -> None:
         f" {one.evaluation_completions:,} completions for held-out evaluation"
     )
     print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
-    if one.memory is None or one.cache is None or one.parameters is None or one.adapter_parameters is None:
+    if architecture is None or one.memory is None or one.cache is None or one.adapter_parameters is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
     print(
-        f"model         {config.model.model}: {count(one.parameters)} parameters, frozen;"
+        f"model         {config.model.model}: {count(architecture.parameters())} parameters, frozen;"
         f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
     )
     parts = ", ".join(f"{name} {size(number)}" for name, number in one.memory.items())
@@ -154,21 +154,49 @@ def print_costs(specs: list[Any]) -> None:
         f"memory        about {size(sum(one.memory.values()))} for one run ({parts}), and {size(one.cache)} to decode"
         " all its sequences at once; fewer decode together when memory is short"
     )
-    print(f"time          {told_time(estimates, device.name)}")
-    if device.kind == "cpu" and config.backend.devices != "cpu" and sum(each.seconds or 0 for each in estimates) > DAY:
-        there = [estimate_run(spec.config, architecture, reference_gpu()) for spec in specs]
-        print(f"              {told_time(there, reference_gpu().name)}")
+    print_lanes(specs, one, device)
+    total = sum(each.seconds or 0 for each in estimates)
+    print(f"time          {told_time(specs, total, architecture, device)}")
+    if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
+        there = reference_gpu()
+        alone = sum(estimate_run(spec.config, architecture, there).seconds or 0 for spec in specs)
+        print(f"              {told_time(specs, alone, architecture, there)}")
     print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
 
 
 DAY = 86_400.0
 
 
-def told_time(estimates: list[Estimate], where: str) -> str:
-    """Time for all runs, one after the other, and for each."""
-    total = sum(each.seconds or 0 for each in estimates)
-    each = f", one run after the other ({duration(total / len(estimates))} each)" if len(estimates) > 1 else ""
-    return f"about {duration(total)} on {where}{each}"
+def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
+    """Which runs will step together on this device, if memory allows."""
+    from retrain.campaign.launch import cohorts, lane_count
+
+    return cohorts(specs, lane_count(specs, device.kind == "gpu"))
+
+
+def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
+    """Print how many runs share the base at a time, and what memory they take together."""
+    groups = planned_cohorts(specs, device)
+    if len(specs) == 1 or one.memory is None or one.cache is None:
+        return
+    most = max(map(len, groups))
+    sizes = [len(group) for group in groups]
+    told = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    shared = sum(one.memory.values()) + (most - 1) * one.memory["adapter and optimizer"] + most * one.cache
+    print(
+        f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {told};"
+        f" about {size(shared)} for {most} of them"
+    )
+
+
+def told_time(specs: list[Any], alone: float, architecture: Architecture, device: Device) -> str:
+    """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
+    from retrain.commands.estimate import cohort_seconds
+
+    groups = planned_cohorts(specs, device)
+    total = sum(cohort_seconds([spec.config for spec in group], architecture, device) for group in groups)
+    each = f" ({duration(alone)} one after the other)" if max(map(len, groups)) > 1 else ""
+    return f"about {duration(total)} on {device.name}{each}"
 
 
 def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:

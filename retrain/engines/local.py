@@ -7,7 +7,7 @@ per token from its own stream and inverts the cumulative distribution: batching 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.slots import Row, SlotBatch
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
+from retrain.policy.budget import is_out_of_memory
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory
 from retrain.policy.threads import Workers
@@ -31,7 +32,8 @@ class LocalEngine:
 
     ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows, see ``MOST_ROWS``); it
     changes speed and memory, not what is sampled beyond rounding. ``fast`` tells whether the model decodes through
-    ``engines.dense``; ``dense=False`` forces the slow path.
+    ``engines.dense``; ``dense=False`` forces the slow path. A batch that runs out of memory goes on with half the rows;
+    ``fitting`` remembers how many did fit, and ``tell`` hears of it.
     """
 
     gives_entropy = True
@@ -43,8 +45,11 @@ class LocalEngine:
         max_rows: int | None = None,
         workers: Workers | None = None,
         dense: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
+        self.tell = tell
+        self.fitting: int | None = None
         self.decoder = dense_decoder(base) if dense else None
 
     @property
@@ -79,10 +84,26 @@ class LocalEngine:
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        rows = self.max_rows or self._affordable_rows(longest)
+        rows = min(self.max_rows or self._affordable_rows(longest), self.fitting or MOST_ROWS["cuda"])
+        while True:
+            try:
+                self._decode(requests, work, adapters, rows, keep)
+                return done
+            except RuntimeError as error:
+                least = len({request.lane for request in requests})
+                if not is_out_of_memory(error) or rows <= least:
+                    raise
+                rows = self.fitting = max(least, min(rows, len(work)) // 2)
+                self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
+            work = [row for row in work if not done[row.request]]
+
+    def _decode(
+        self, requests: Sequence[SampleRequest], work: list[Row], adapters: Sequence[Adapter], rows: int, keep: Finished
+    ) -> None:
+        """Decode the sequences, at most ``rows`` at once, in one piece per worker."""
         pieces = self._pieces(work)
         if self.decoder is not None:
-            lanes = sorted({request.lane for request in requests})
+            lanes = sorted({requests[row.request].lane for row in work})
             with torch.no_grad():
                 added = self.decoder.additions([adapters[lane] for lane in lanes])
             self.workers.map(
@@ -91,7 +112,6 @@ class LocalEngine:
         else:
             waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
             self.workers.map(lambda wave: self._plain(requests, wave, adapters, keep), waves)
-        return done
 
     def _dense(
         self,

@@ -1,0 +1,71 @@
+"""How many runs of a campaign share the memory: what a lane takes, measured against what is free beside the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.campaign.plan import RunSpec
+from retrain.errors import UsageError
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import Lanes
+from retrain.policy.memory import available_memory
+
+USABLE_SHARE = 0.85
+"""Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
+OPTIMIZER_BYTES = 16
+"""Per adapter weight: fp32 master, gradient and the two moments of AdamW."""
+LEAST_ROWS = 8
+"""Sequences of a lane whose cache has to fit: with fewer at once, decoding would be bound by reading the weights."""
+
+
+class DoesNotFit(Exception):
+    """The runs of a cohort do not fit into memory together; ``lanes`` of them do (0: not even one)."""
+
+    def __init__(self, lanes: int, message: str):
+        super().__init__(message)
+        self.lanes = lanes
+
+
+def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> None:
+    """Raise DoesNotFit when the adapters, optimizers and caches of these runs exceed the free memory beside the base,
+    with the number of runs that do fit. Sizes are those of the layers that the adapters really have."""
+    config = base.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * head_dim * base.dtype.itemsize
+    needs = []
+    for spec in specs:
+        training, rank = spec.config.training, spec.config.model.lora_rank
+        weights = sum(rank * (shape.in_features + shape.out_features) for shape in lanes.shapes)
+        rows = min(LEAST_ROWS, training.batch_size * training.group_size)
+        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + rows * training.max_tokens * cache)
+    # One sequence's update at a time is the least that has to fit beside the lanes.
+    longest = max(spec.config.training.max_tokens for spec in specs)
+    update = longest * 20 * base.dtype.itemsize * config.num_hidden_layers * config.hidden_size
+    free = int(USABLE_SHARE * available_memory(base.device)) - update
+    fitting, taken = 0, 0
+    for need in needs:
+        taken += need
+        fitting += taken <= free
+    if fitting < len(specs):
+        gib = 2**30
+        raise DoesNotFit(
+            fitting,
+            f"{len(specs)} runs need {sum(needs) / gib:.1f} GiB beside {base.name}, {max(0, free) / gib:.1f} GiB are "
+            f"usable: {fitting} fit",
+        )
+
+
+def smaller_cohorts(group: Sequence[RunSpec], short: DoesNotFit) -> list[list[RunSpec]]:
+    """The runs of a cohort in cohorts that fit, whole seeds together where possible, so that pairs share batches.
+
+    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
+    """
+    asked = group[0].config.campaign.lanes
+    if short.lanes < 1:
+        raise UsageError(f"{short}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
+    if asked != "auto":
+        raise UsageError(f'{short}; type lanes = {short.lanes} or lanes = "auto" in [campaign]')
+    conditions = len({spec.label for spec in group})
+    count = short.lanes // conditions * conditions or short.lanes
+    return [list(group[i : i + count]) for i in range(0, len(group), count)]

@@ -1,0 +1,130 @@
+"""How many runs step together: memory decides, what does not fit is cut smaller, and a short decode batch goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_campaign import campaign, model  # noqa: F401 (the toy model and its campaign)
+from toymodels import toy_base
+
+from retrain.campaign import fitting
+from retrain.campaign.fitting import DoesNotFit, check_memory, smaller_cohorts
+from retrain.campaign.launch import launch
+from retrain.campaign.plan import plan
+from retrain.commands.estimate import architecture_of, cohort_seconds, find_device
+from retrain.config import load, parse_dict
+from retrain.engines.dense import DenseDecoder
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import SampleRequest
+from retrain.errors import UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.policy.lora import Lanes
+from retrain.record.observer import NullObserver
+
+
+def trained(path, out):
+    outcome = launch(load(path), out, NullObserver())
+    assert outcome.exit_status == 0
+    return {row.parent.name: read_jsonl(row) for row in sorted(out.glob("runs/*/metrics.jsonl"))}
+
+
+def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
+    base = toy_base(tmp_path / "toy")
+    lanes = Lanes(base)
+    specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
+    adapter = lanes.new_adapter(4, 8.0)
+    lane = adapter.flat.numel() * (16 + 4) + 8 * 10 * 2 * 2 * 2 * 8 * 4  # weights; rows × tokens × k, v × layers × …
+    update = 10 * 20 * 4 * 2 * 32
+    for count in (0, 1, 3, 4):
+        free = int((count * lane + update) / fitting.USABLE_SHARE) + 64
+        monkeypatch.setattr(fitting, "available_memory", lambda device, free=free: free)
+        if count == len(specs):
+            check_memory(base, lanes, specs)
+            continue
+        with pytest.raises(DoesNotFit) as short:
+            check_memory(base, lanes, specs)
+        assert short.value.lanes == count
+
+
+def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
+    specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
+    cut = smaller_cohorts(specs, DoesNotFit(3, "4 runs need more"))
+    assert [[spec.run_id for spec in part] for part in cut] == [
+        ["grpo+none_s1", "rloo+gtpo_hicra_placebo_s1"],
+        ["grpo+none_s2", "rloo+gtpo_hicra_placebo_s2"],
+    ]
+    assert [len(part) for part in smaller_cohorts(specs, DoesNotFit(1, "…"))] == [1, 1, 1, 1]
+    with pytest.raises(UsageError, match="lower \\[model\\] lora_rank"):
+        smaller_cohorts(specs, DoesNotFit(0, "4 runs need more"))
+    fixed = plan(load(campaign(tmp_path, tmp_path / "toy", "fixed", lanes=4)))
+    with pytest.raises(UsageError, match='type lanes = 3 or lanes = "auto"'):
+        smaller_cohorts(fixed, DoesNotFit(3, "4 runs need more"))
+
+
+def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):  # noqa: F811
+    """Out of memory while stepping, too: the cohort is cut, everything is trained, and the manifest says how."""
+    whole = trained(campaign(tmp_path, model, dtype="float64"), tmp_path / "whole")
+    sample, failed = LocalEngine.sample, []
+
+    def short(self, requests, adapters, finished=None):
+        if len(adapters) > 2:
+            failed.append(len(adapters))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return sample(self, requests, adapters, finished)
+
+    monkeypatch.setattr(LocalEngine, "sample", short)
+    path = campaign(tmp_path, model, "again", dtype="float64")
+    path.write_text(path.read_text().replace("[evaluation]", "[evaluation]\nat_start = false"))
+    cut = trained(path, tmp_path / "cut")
+    assert failed == [4]
+    manifest = read_json(tmp_path / "cut/manifest.json")
+    assert [len(cohort) for cohort in manifest["cohorts"]] == [2, 2]
+    assert manifest["lanes"] == 2
+    for run, rows in whole.items():
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in cut[run]], abs=1e-9)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, monkeypatch, dense):
+    base = toy_base(tmp_path / "toy")
+    lanes = Lanes(base)
+    adapters = [lanes.new_adapter(4, 8.0).initialise(seed) for seed in (1, 2)]
+    asked = [SampleRequest(lane, (5, 6, 7 + p), 4, 6, 1.0, ("m", lane, p)) for lane in (0, 1) for p in range(4)]
+    free = LocalEngine(base, lanes, dense=dense).sample(asked, adapters)
+    told: list[str] = []
+    engine = LocalEngine(base, lanes, dense=dense, tell=told.append)
+    forward, step = base.model.forward, DenseDecoder.step
+
+    def limited(rows):
+        if rows > 8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
+
+    def narrow_step(self, token_R, *rest):
+        limited(len(token_R))
+        return step(self, token_R, *rest)
+
+    def narrow_forward(*args, **options):
+        limited(len(options["input_ids"]) if options["input_ids"].shape[1] == 1 else 0)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(DenseDecoder, "step", narrow_step)
+    monkeypatch.setattr(base.model, "forward", narrow_forward)
+    reported = []
+    tight = engine.sample(asked, adapters, lambda request, completions: reported.append(request))
+    assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
+    assert sorted(reported) == list(range(8))
+    assert engine.fitting == 8
+    assert told[-1] == "out of memory while decoding: goes on with 8 sequences at once"
+    before = len(told)
+    engine.sample(asked, adapters)
+    assert len(told) == before  # remembered
+
+
+def test_predicted_time_of_a_cohort_is_less_than_of_its_runs():
+    settings = {"model": {"model": "tiny-reasoner"}, "evaluation": {"problems": 0}, "training": {"max_steps": 10}}
+    config, device = parse_dict(settings), find_device("cpu")
+    architecture = architecture_of("tiny-reasoner")
+    assert architecture is not None
+    alone = cohort_seconds([config], architecture, device)
+    together = cohort_seconds([config] * 5, architecture, device)
+    assert alone < together < 5 * alone
