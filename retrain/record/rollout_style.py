@@ -39,7 +39,7 @@ h2 .chip { margin-left: .5em; font-weight: 400; }
 .prompt { background: var(--sunken); }
 .small { font-size: .82rem; }
 .group.one { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 0 10px; align-items: start; }
-.group.one h2 { grid-column: 1 / -1; } .group.one .samples { margin-top: 0; }
+.group.one h2 { grid-column: 1 / -1; } .group.one .samples { margin-top: 0; grid-template-columns: minmax(0, 1fr); }
 .message { display: grid; grid-template-columns: 5.5em minmax(0, 1fr); gap: 0 8px; }
 .role { color: var(--muted); font-size: .8rem; line-height: 1.9; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
