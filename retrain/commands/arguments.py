@@ -53,6 +53,29 @@ AcceptChanges = Annotated[
     ),
 ]
 
+Pilot = Annotated[
+    Path | None,
+    typer.Option(
+        "--pilot",
+        metavar="DIR",
+        help="Take the spread between seeds from the runs in this directory.",
+        show_default="an assumed one",
+        exists=True,
+        file_okay=False,
+    ),
+]
+
+Detect = Annotated[
+    float | None,
+    typer.Option(
+        "--detect",
+        metavar="POINTS",
+        min=1e-9,
+        help="Tell how many seeds find a difference of this size.",
+        show_default=False,
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.commands.arguments import ConfigFile, Out, Sets, read
+from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, Sets, read
 from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
 from retrain.commands.output import count, duration, plural, print_table, size
 
@@ -66,13 +66,19 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
     print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
 
 
-def explain(file: ConfigFile, sets: Sets = None, out: Out = None) -> None:
-    """Show what a file would train, what it costs (an estimate) and what it writes; nothing is started."""
-    print_explanation(read(file, sets), out)
+def explain(
+    file: ConfigFile,
+    sets: Sets = None,
+    out: Out = None,
+    pilot: Pilot = None,
+    detect: Detect = None,
+) -> None:
+    """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
+    print_explanation(read(file, sets), out, pilot, detect)
 
 
-def print_explanation(loaded: Any, out: Path | None) -> None:
-    """Print conditions × seeds, costs and files of a loaded configuration."""
+def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
+    """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
     from retrain.campaign.plan import plan
 
     specs = plan(loaded)
@@ -89,6 +95,7 @@ def print_explanation(loaded: Any, out: Path | None) -> None:
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print(f"seeds         {' '.join(map(str, seeds))}")
+    print_design(specs, pilot, detect)
     print_costs(specs)
     print_files(specs, loaded, out)
 
@@ -124,6 +131,15 @@ def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
+
+
+def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
+    """Print what the comparison can detect, and where its design misleads."""
+    from retrain.campaign.design import verdict_lines, warnings_of
+
+    for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
+        for i, line in enumerate(lines):
+            print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
 def print_costs(specs: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -130,13 +131,16 @@ class Campaign(Section):
 def campaign_rules(config: Config) -> Iterator[Finding]:
     """What a comparison needs; asked of the campaign, not of its runs."""
     campaign = config.campaign
-    if len(campaign.seeds) < 6 and len(campaign.conditions) > 1:
-        least = 2.0 ** -(len(campaign.seeds) - 1)
+    family, pairs = len(campaign.conditions) - 1, len(campaign.seeds)
+    least = family * 2.0 ** -(pairs - 1)  # of the exact sign-flip test, after Holm's correction
+    if family and least > 0.05:
+        over = f" after correction for {family} comparisons" if family > 1 else ""
+        needed = 1 + math.ceil(math.log2(family / 0.05))
         yield Finding(
             ("campaign.seeds",),
-            f"has {len(campaign.seeds)}: the smallest p that so few pairs can reach is {min(least, 1.0):g}, too "
-            "large for a verdict between the conditions; for one",
-            "seeds = [1, 2, 3, 4, 5, 6]",
+            f"has {pairs}: the smallest p that so few pairs can reach is {min(least, 1.0):g}{over}, too large for a "
+            "verdict between the conditions; for one",
+            f"seeds = {list(range(1, needed + 1))}",
             warning=True,
         )
 
