@@ -48,6 +48,8 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
 
     Raises UsageError when the pilot has fewer than two seeds.
     """
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
     conditions = compare_directories([directory], metric=measure.name)["conditions"]
     groups = [condition["differences"] for condition in conditions[1:] if len(condition["differences"]) > 1]
     factor, what = 1.0, "differences"

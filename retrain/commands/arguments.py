@@ -60,8 +60,6 @@ Pilot = Annotated[
         metavar="DIR",
         help="Take the spread between seeds from the runs in this directory.",
         show_default="an assumed one",
-        exists=True,
-        file_okay=False,
     ),
 ]
 
