@@ -38,7 +38,9 @@ def test_what_the_seeds_detect_with_an_assumed_and_with_a_measured_spread(tmp_pa
     first, found, *needs = verdict_lines(specs, None, 2.0)
     assert "8 pairs of seeds, p corrected for 2 comparisons" in first
     assert "4 points (assumed" in first
-    assert found == f"found with 80 % probability: {100 * 0.04 * detectable(8, 2):.2g} points or more"
+    effect = detectable(8, 2)
+    assert effect is not None
+    assert found == f"found with 80 % probability: {4 * effect:.2g} points or more"
     assert needs == [f"a difference of 2 points needs {pairs_needed(0.5, 2)} seeds"]
     pilot = campaign(tmp_path, {"a": list(BASE[:4]), "b": shifted(0.02, 0.01)[:4], "c": shifted(0.0, 0.01)[:4]})
     spread = pilot_spread(pilot, Measure())
