@@ -7,9 +7,9 @@ prompts of one length, all completions of one length):
 
 - sampling: adapters merged into the weights, q/k/v and gate/up as one product each, prompts prefilled once per
   group, a static cache, one inverse-CDF draw per token with its log-probability;
-- update: base frozen, adapters merged for the forward and the input gradient too (so that LoRA costs four thin
-  products in the backward and nothing else), logits for completion tokens only and by hand, micro-batches that fit the
-  caches, AdamW on one flat buffer.
+- update: base frozen, each prompt computed once for its group, adapters merged for the forward and the input gradient
+  too (so that LoRA costs four thin products in the backward and nothing else), logits for completion tokens only,
+  gradients of output layer, norms and SwiGLU by hand, micro-batches that fit the caches, AdamW on one flat buffer.
 
 In fp32 or bf16, whichever this processor multiplies faster, or as ``--dtype`` says. The printed ``ratio`` is the
 largest |π_trainer/π_sampler − 1| of the last step: both halves compute the same distribution.
@@ -60,6 +60,47 @@ class MergedLora(torch.autograd.Function):
         grad_b = torch.cat([gp.t() @ lp for gp, lp in zip(g_part, low.split(RANK, dim=-1), strict=True)])
         grad_x = g @ weight if ctx.needs_input_grad[0] else None
         return grad_x, None, scale * (high.t() @ x).to(a.dtype), scale * grad_b.to(b.dtype), None
+
+
+class Rms(torch.autograd.Function):
+    """RMS norm over the last axis; the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor):
+        size = x.shape[-1]
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(EPS).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        g = grads[0] * weight
+        along = (g * x).sum(-1, keepdim=True).mul_(inverse * inverse).div_(x.shape[-1])
+        return g.addcmul_(x, along, value=-1).mul_(inverse), None
+
+
+class SwiGlu(torch.autograd.Function):
+    """[N, gate + up] → silu(gate)·up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor):
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        torch.mul(gate, sigmoid, out=grad_up)  # silu(gate)
+        torch.sub(1, sigmoid, out=grad_gate).mul_(grad_up).add_(sigmoid)  # silu'(gate)
+        grad_gate.mul_(up).mul_(grads[0])
+        grad_up.mul_(grads[0])
+        return grad
 
 
 @dataclass
@@ -148,26 +189,50 @@ class Limit:
         qkv = qkv.view(rows, -1, s.heads + 2 * s.kv_heads, s.head_dim)
         length = qkv.shape[1]
         cos, sin = self.cos[start : start + length, None], self.sin[start : start + length, None]
-        out = []
-        for part, name in ((qkv[:, :, : s.heads], "q"), (qkv[:, :, s.heads : s.heads + s.kv_heads], "k")):
+        q, k, v = qkv.split([s.heads, s.kv_heads, s.kv_heads], dim=2)
+        turned = []
+        for part, name in ((q, "q"), (k, "k")):
             normed = _rms(part, norms[name])
-            out.append((normed * cos + normed.roll(s.head_dim // 2, -1) * sin).transpose(1, 2))
-        return out[0], out[1], qkv[:, :, s.heads + s.kv_heads :].transpose(1, 2)
+            turned.append((normed * cos).addcmul(normed.roll(s.head_dim // 2, -1), sin).transpose(1, 2))
+        return turned[0], turned[1], v.transpose(1, 2)
 
-    def _forward(self, ids: torch.Tensor, keep: int, linear: Any, cache: Any = None) -> torch.Tensor:
-        """Hidden states of the last ``keep`` positions [rows·keep, hidden] after a causal pass over ids [rows, T]."""
-        rows, length = ids.shape
-        h = F.embedding(ids, self.embedding).view(rows * length, -1)
+    def _hidden(
+        self, prompts: torch.Tensor, completions: torch.Tensor | None, linear: Any, keep: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states of prompts [p, L] and of the completions [p·G, T] that continue them, T may be 0.
+
+        Prompt tokens stand before completion tokens in one flat row; only attention tells them apart. ``keep`` is
+        given every layer's keys and values of the prompts.
+        """
+        count, width = prompts.shape
+        split = count * width
+        h = F.embedding(prompts, self.embedding).view(split, -1)
+        rows = length = 0
+        mask = None
+        if completions is not None:
+            rows, length = completions.shape
+            h = torch.cat([h, F.embedding(completions, self.embedding).view(rows * length, -1)])
+            mask = torch.ones(length, width + length, dtype=torch.bool, device=self.device).tril(width)
         for i, (products, norms) in enumerate(zip(self.layers, self.norms, strict=True)):
-            q, k, v = self._heads(linear(products["qkv"], _rms(h, norms["attention"])), norms, 0, rows)
-            if cache is not None:
-                cache(i, k, v)
+            qkv = linear(products["qkv"], _rms(h, norms["attention"]))
+            q, k, v = self._heads(qkv[:split], norms, 0, count)
+            if keep is not None:
+                keep(i, k, v)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            h = h + linear(products["o"], mixed.transpose(1, 2).reshape(rows * length, -1))
-            gate, up = linear(products["gate_up"], _rms(h, norms["mlp"])).chunk(2, dim=-1)
-            h = h + linear(products["down"], F.silu(gate) * up)
-        h = h.view(rows, length, -1)[:, length - keep :].reshape(rows * keep, -1)
-        return _rms(h, self.last_norm)
+            mixed = mixed.transpose(1, 2).reshape(split, -1)
+            if completions is not None:
+                q, k_own, v_own = self._heads(qkv[split:], norms, width, rows)
+                k, v = (
+                    torch.cat([shared.repeat_interleave(rows // count, 0), own], dim=2)
+                    for shared, own in ((k, k_own), (v, v_own))
+                )
+                own = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+                mixed = torch.cat([mixed, own.transpose(1, 2).reshape(rows * length, -1)])
+            h = h + linear(products["o"], mixed)
+            gate_up = linear(products["gate_up"], _rms(h, norms["mlp"]))
+            h = h + linear(products["down"], SwiGlu.apply(gate_up))
+        last = h[:split].view(count, width, -1)[:, -1]
+        return _rms(last, self.last_norm), _rms(h[split:], self.last_norm)
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
@@ -199,7 +264,7 @@ class Limit:
             return x @ product.merged.t()
 
         with torch.no_grad():
-            hidden = self._forward(prompts, 1, merged, fill).repeat_interleave(samples, 0)
+            hidden = self._hidden(prompts, None, merged, fill)[0].repeat_interleave(samples, 0)
             tokens = torch.empty(rows, width + new, dtype=torch.long, device=self.device)
             tokens[:, :width] = prompts.repeat_interleave(samples, 0)
             logprobs = torch.empty(rows, new, device=self.device)
@@ -235,25 +300,33 @@ class Limit:
     def update(self, setting: Setting, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """One policy-gradient step on all rows: mean over all tokens of −ratio·advantage."""
         advantage = torch.tensor(workload.advantages(setting), device=self.device) / (setting.rows * setting.new_tokens)
-        rows = self.micro or max(1, workload.MICRO_TOKENS // tokens.shape[1])
-        pieces = zip(tokens.split(rows), logprobs.split(rows), advantage.split(rows), strict=True)
-        grads = self._map(lambda share: self._gradient(share), self._split(list(pieces)))
+        groups = self.micro or max(1, workload.MICRO_TOKENS // (setting.samples * setting.new_tokens))
+        shares = self._split(range(setting.prompts))
+        pieces = []
+        for share in shares:
+            for start in range(share.start, share.stop, groups):
+                part = slice(setting.samples * start, setting.samples * min(start + groups, share.stop))
+                pieces.append((tokens[part], logprobs[part], advantage[part]))
+        grads = self._map(lambda own: self._gradient(own, setting), self._split(pieces))
         self.worst_ratio = max(ratio for _, ratio in grads)
         torch.sum(torch.stack([flat for flat, _ in grads]), 0, out=self.flat.grad)
         torch.nn.utils.clip_grad_norm_([self.flat], 1.0)
         self.optimizer.step()
 
-    def _gradient(self, pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, float]:
+    def _gradient(self, pieces: list[tuple[torch.Tensor, ...]], setting: Setting) -> tuple[torch.Tensor, float]:
         """Gradient of some micro-batches in the order of the flat buffer, and the worst ratio seen."""
         worst, views = 0.0, [view for layer in self.layers for p in layer.values() for view in (p.a, p.b)]
         total: list[torch.Tensor] | None = None
+        width, new = setting.prompt_tokens, setting.new_tokens
         for tokens, sampled, advantage in pieces:
-            new = sampled.shape[1]
-            hidden = self._forward(tokens[:, :-1], new, lambda product, x: product(x))
+            prompts = tokens[:: setting.samples, :width]
+            last, rest = self._hidden(prompts, tokens[:, width:-1], lambda product, x: product(x))
+            first = last.repeat_interleave(setting.samples, 0).unsqueeze(1)
+            hidden = torch.cat([first, rest.view(len(tokens), new - 1, -1)], dim=1).view(len(tokens) * new, -1)
             with torch.no_grad():
                 # The output layer by hand: gradient of −ratio·advantage with respect to logits, then to hidden.
                 logits = (hidden @ self.head.t()).float()
-                chosen = tokens[:, -new:].reshape(-1, 1)
+                chosen = tokens[:, width:].reshape(-1, 1)
                 logits -= logits.logsumexp(-1, keepdim=True)
                 ratio = (logits.gather(1, chosen) - sampled.reshape(-1, 1)).exp_()
                 weight = -ratio * advantage.repeat_interleave(new).unsqueeze(1)
@@ -283,7 +356,7 @@ class Limit:
 
 
 def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+    return Rms.apply(x, weight)  # pyright: ignore[reportReturnType]
 
 
 def main() -> None:
@@ -295,7 +368,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--split", choices=("auto", "products", "rows"), default="auto", help="what the cores divide")
-    parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: about 1,536 tokens")
+    parser.add_argument("--micro", type=int, default=0, help="groups per micro-batch; 0: about 1,536 tokens")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", type=Path, help="keep the model directory here")

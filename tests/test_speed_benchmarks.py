@@ -63,7 +63,7 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(models):
     from transformers import AutoModelForCausalLM
 
     setting = workload.Setting("tiny", 6, prompts=2, samples=3, prompt_tokens=5)
-    side = limit.Limit(workload.model_directory(models, "tiny"), workload.SHAPES["tiny"], torch.float32, micro=4)
+    side = limit.Limit(workload.model_directory(models, "tiny"), workload.SHAPES["tiny"], torch.float32)
     side.flat.data += 0.05 * torch.randn(side.flat.shape, generator=torch.Generator().manual_seed(1))  # B is zero
     tokens, logprobs = side.sample(setting, seed=3)
     assert logprobs.shape == (6, 6)
@@ -89,8 +89,8 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(models):
     loss = -((fresh - logprobs).exp() * advantage[:, None]).sum()
     views = [view for layer in side.layers for p in layer.values() for view in (p.a, p.b)]
     expected = torch.cat([grad.reshape(-1) for grad in torch.autograd.grad(loss, views)])
-    pieces = zip(tokens.split(4), logprobs.split(4), advantage.split(4), strict=True)
-    found, worst = side._gradient(list(pieces))
+    pieces = zip(tokens.split(3), logprobs.split(3), advantage.split(3), strict=True)
+    found, worst = side._gradient(list(pieces), setting)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
     assert worst < 1e-4
 
