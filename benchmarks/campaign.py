@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
     parser.add_argument("--gpu", action="store_true", help=f"on cuda, settings {','.join(GPU_SETTINGS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
+    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     names = options.settings.split(",") if options.settings else list(GPU_SETTINGS if options.gpu else SETTINGS)
     if options.quick:
@@ -111,8 +112,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.models = options.models or Path(temporary)
         results = {name: run(Setting.parse(name), options) for name in names}
-    print(table(results))
-    print("\n".join(verdicts(results, options.device)))
+    text = workload.with_verdicts(table(results), verdicts(results, options.device))
+    print(text)
+    if options.record:
+        workload.record("campaign on a GPU" if options.gpu else "campaign", text)
     if options.json:
         content = {"threads": options.threads, "repeats": options.repeats, "settings": results}
         options.json.write_text(json.dumps(content, indent=1) + "\n")

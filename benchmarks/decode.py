@@ -1,6 +1,6 @@
 """Decoding against the roofline: tokens per second for growing lanes × group sizes, and what each axis costs.
 
-    python benchmarks/decode.py [--shape 256] [--plots docs/images]
+    python benchmarks/decode.py [--shape 256] [--plots DIR]
 
 The roofline of a decode step is the larger of two times, both from rates measured here first: the bytes that must be
 read (frozen weights once, every lane's adapter once, every sequence's keys and values once) over the copy bandwidth,
@@ -163,15 +163,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             axis: [point(replace(standard, **{axis: value})) for value in (values[:2] if options.quick else values)]
             for axis, (_, values) in AXES.items()
         }
-    constants = {"step_s": step, "call_s": call} | asdict(machine)
+    run = Case(lanes=1, group=8, new_tokens=64, prompts=8)
+    one, five = (predicted(shape, replace(run, lanes=n), machine, step, call) for n in (1, 5))
+    constants = {"five_lanes_gain": 5 * one / five, "step_s": step, "call_s": call} | asdict(machine)
     return {"shape": options.shape, "threads": options.threads, "constants": constants, "grid": grid, "axes": axes}
 
 
 def report(found: dict[str, Any], device: str) -> str:
     c = found["constants"]
     lines = [
-        f"copy {c['bandwidth'] / 1e9:.1f} GB/s, matrix product {c['rate'] / 1e9:.0f} GFLOP/s, "
-        f"{1e3 * c['step_s']:.2f} ms per step and {1e3 * c['call_s']:.1f} ms per call besides",
+        f"Copy {c['bandwidth'] / 1e9:.1f} GB/s, matrix product {c['rate'] / 1e9:.0f} GFLOP/s, "
+        f"{1e3 * c['step_s']:.2f} ms per step and {1e3 * c['call_s']:.1f} ms per call besides. "
+        f"Predicted gain of five lanes of 8 × 8 sequences and 64 tokens: {c['five_lanes_gain']:.2f}×.",
         "",
         "| lanes | group | rows | tokens/s | measured ms/step | predicted | roofline | share of the roofline |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -186,20 +189,24 @@ def report(found: dict[str, Any], device: str) -> str:
     best = max(p["share"] for p in found["grid"])
     lines += [
         "",
-        f"best share {100 * best:.0f} %" + (f" (bar ≥ {100 * BAR_GPU:.0f} % on a GPU)" if device == "cuda" else ""),
+        f"Best share {100 * best:.0f} %" + (f" (bar ≥ {100 * BAR_GPU:.0f} % on a GPU)" if device == "cuda" else ""),
     ]
     return "\n".join(lines)
 
 
-def draw(found: dict[str, Any], directory: Path) -> None:
-    """One plot per axis, ``decode-<axis>.svg``."""
+def plot_name(axis: str, device: str) -> str:
+    return f"decode-{'gpu-' if device == 'cuda' else ''}{axis.replace('_', '-')}.svg"
+
+
+def draw(found: dict[str, Any], directory: Path, device: str) -> None:
+    """One plot per axis."""
     for axis, (label, _) in AXES.items():
         points = found["axes"][axis]
         x = [p["case"][axis] for p in points]
         ms = {key: [1e3 * p[key] / p["case"]["new_tokens"] for p in points] for key in
               ("predicted_s", "roofline_s", "measured_s")}  # fmt: skip
         write_plot(
-            directory / f"decode-{axis.replace('_', '-')}.svg",
+            directory / plot_name(axis, device),
             f"Cost of a decode step, hidden {SHAPES[found['shape']].hidden}",
             label,
             "milliseconds per step",
@@ -218,10 +225,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--models", type=Path, help="keep the random-weight models here")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw decode-<axis>.svg here")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw decode-<axis>.svg here; --record draws into docs/images"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
     parser.add_argument("--gpu", action="store_true", help="on cuda, by default with the 1.7b shape")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every point here")
+    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     options.device = "cuda" if options.gpu else "cpu"
     if options.gpu and options.shape == "256":
@@ -232,9 +242,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.models = options.models or Path(temporary)
         found = measure(options)
-    print(report(found, options.device))
+    text = report(found, options.device)
+    print(text)
+    if options.record:
+        draw(found, workload.DOCS / "images", options.device)
+        links = [f"![Cost by {label}](images/{plot_name(axis, options.device)})" for axis, (label, _) in AXES.items()]
+        text += "\n\n" + "\n".join(links)
+        workload.record("decode on a GPU" if options.gpu else "decode", text)
     if options.plots:
-        draw(found, options.plots)
+        draw(found, options.plots, options.device)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

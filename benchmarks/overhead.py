@@ -106,14 +106,12 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
     names = sorted({name for step in steps for name in step} - {"total", "model", "other"})
     mid = {name: workload.median([step.get(name, 0.0) for step in steps]) for name in ("total", "model", *names)}
     share = workload.median([step["other"] / step["total"] for step in steps])
-    print("| part | ms per step | share |\n|---|--:|--:|")
-    print(f"| sampling and update | {1e3 * mid['model']:.1f} | {100 * mid['model'] / mid['total']:.2f} % |")
-    for name in names:
-        print(f"| {name} | {1e3 * mid[name]:.1f} | {100 * mid[name] / mid['total']:.2f} % |")
     rest = mid["total"] - mid["model"] - sum(mid[name] for name in names)
-    print(f"| between the spans | {1e3 * rest:.1f} | {100 * rest / mid['total']:.2f} % |")
+    parts = {"sampling and update": mid["model"]} | {name: mid[name] for name in names} | {"between the spans": rest}
+    lines = ["| part | ms per step | share |", "|---|--:|--:|"]
+    lines += [f"| {part} | {1e3 * s:.1f} | {100 * s / mid['total']:.2f} % |" for part, s in parts.items()]
     label = f"{setting.name}: {100 * share:.2f} % is not sampling or update (bar ≤ {100 * BAR_OVERHEAD:.0f} %)"
-    print(bar(label, share <= BAR_OVERHEAD))
+    tell("overhead", lines, bar(label, share <= BAR_OVERHEAD), options)
     return {"setting": setting.name, "share": share, "steps": steps}
 
 
@@ -132,11 +130,22 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
                 rows.append({"imports_s": imports, "imports_cpu_s": imports_cpu, "first_token_s": first, "cpu_s": cpu})
     mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
     ratio = workload.median([row["first_token_s"] / row["imports_s"] for row in rows])
-    print("| | s | processor s |\n|---|--:|--:|")
-    print(f"| importing torch, transformers and peft | {mid['imports_s']:.2f} | {mid['imports_cpu_s']:.2f} |")
-    print(f"| `retrain train` to its first token | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |")
-    print(bar(f"first token after {ratio:.2f}× the imports (bar ≤ {BAR_STARTUP})", ratio <= BAR_STARTUP))
+    lines = [
+        "| | s | processor s |",
+        "|---|--:|--:|",
+        f"| importing torch, transformers and peft | {mid['imports_s']:.2f} | {mid['imports_cpu_s']:.2f} |",
+        f"| `retrain train` to its first token | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |",
+    ]
+    label = f"first token after {ratio:.2f}× the time of the imports (bar ≤ {BAR_STARTUP})"
+    tell("start-up", lines, bar(label, ratio <= BAR_STARTUP), options)
     return {"setting": setting.name, "ratio": ratio, "turns": rows}
+
+
+def tell(name: str, lines: list[str], verdict: str, options: argparse.Namespace) -> None:
+    text = workload.with_verdicts("\n".join(lines), [verdict])
+    print(text)
+    if options.record:
+        workload.record(name, text)
 
 
 def main() -> None:
@@ -149,6 +158,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="keep the random-weight models here")
     parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
+    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     if options.quick:
         options.setting, options.steps, options.repeats = "tinyx8", 2, 1

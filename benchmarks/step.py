@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
     parser.add_argument("--gpu", action="store_true", help=f"on cuda, settings {','.join(GPU_SETTINGS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
+    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     if options.make_envs:
         make_environments(options.make_envs)
@@ -138,9 +139,10 @@ def main() -> None:
         options.models = options.models or Path(temporary)
         chosen = {name: pythons[name] for name in SIDES if name in wanted}
         results = {name: run(Setting.parse(name), chosen, options) for name in names}
-    print(table(results))
-    for line in verdicts(results):
-        print(line)
+    text = workload.with_verdicts(table(results), verdicts(results))
+    print(text)
+    if options.record:
+        workload.record("step on a GPU" if options.gpu else "step", text)
     if options.json:
         content: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "settings": {}}
         for setting, sides in results.items():

@@ -196,3 +196,15 @@ def test_peers_do_the_same_work(peer, models, tmp_path):
     file = tmp_path / "step.json"
     script("step.py", "--quick", "--only", peer, f"--{peer}-python", python, "--models", models, "--json", file)
     assert json.loads(file.read_text())["settings"]["tinyx8"][peer][0]["tokens"] == 8 * 8 * 8
+
+
+def test_every_benchmark_has_its_place_in_the_document(models):
+    import workload
+
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    places = ["step", "campaign", "decode", "overhead", "start-up"]
+    for name in places + [f"{name} on a GPU" for name in places[:3]]:
+        assert 0 < page.find(f"<!-- {name} -->\n") < page.find(f"<!-- end of {name} -->\n"), name
+    assert workload.machine().startswith("*")
+    with pytest.raises(SystemExit, match="no marks"):
+        workload.record("nothing", "text")
