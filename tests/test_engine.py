@@ -7,9 +7,12 @@ import pytest
 import torch
 from toymodels import toy_base
 
+from retrain.engines import local
 from retrain.engines.dense import DenseDecoder
+from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
+from retrain.engines.slots import SlotBatch
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
@@ -263,6 +266,47 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
         assert reported[0][1] < len(steps) / 2  # the first was reported long before the last had ended
     finally:
         base.eos_ids = ends
+
+
+def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypatch):
+    """What a CUDA graph needs, on any device: a step captured once does the work of the later ones. Here the capture
+    keeps the step's closure and the addresses of its buffers, and a replay checks that none has moved."""
+    adapters = [trained(lanes, i) for i in range(2)]
+    asked = [
+        request for lane in range(2) for request in requests(lane, prompts=3, max_tokens=9 + 20 * lane, temperature=0.9)
+    ]
+    free = LocalEngine(base, lanes).sample(asked, adapters)
+    replays = []
+
+    def capture(step):
+        batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
+        names = [name for name, value in vars(batch).items() if isinstance(value, torch.Tensor)]
+        places = {name: getattr(batch, name).data_ptr() for name in names}
+
+        def replay():
+            assert {name: getattr(batch, name).data_ptr() for name in names} == places
+            replays.append(step)
+            step()
+
+        return replay
+
+    monkeypatch.setattr(local, "StepGraphs", lambda enabled, tell: StepGraphs(True, tell, capture))
+    for rows in (None, 5):
+        again = LocalEngine(base, lanes, max_rows=rows).sample(asked, adapters)
+        assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
+    assert len(replays) > 20
+
+
+def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so():
+    def capture(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    told, ran = [], []
+    graphs = StepGraphs(True, told.append, capture)
+    for _ in range(10):
+        graphs.run("key", lambda: ran.append(1))
+    assert len(ran) == 10
+    assert told == ["decode steps run without CUDA graphs: operation not permitted when stream is capturing"]
 
 
 def test_more_lanes_than_rows_still_sample(base, lanes):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from retrain.engines.dense import Additions, dense_decoder
+from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.slots import Row, SlotBatch
@@ -126,7 +127,8 @@ class LocalEngine:
         used = sorted({requests[row.request].lane for row in work})
         own = self.decoder.of_lanes(added, [lanes.index(lane) for lane in used], len(lanes))
         with torch.no_grad():
-            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep).run()
+            graphs = StepGraphs(self.base.device.type == "cuda", self.tell)
+            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, graphs).run()
 
     def _plain(
         self, requests: Sequence[SampleRequest], wave: list[Row], adapters: Sequence[Adapter], keep: Finished

@@ -16,6 +16,7 @@ import torch
 
 from retrain.engines.dense import Additions, DenseDecoder, KeyValues
 from retrain.engines.draw import draw
+from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished, SampleRequest
 from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
@@ -26,7 +27,8 @@ IDLE_SHARE = 0.25
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
 GPU_CHECK, GPU_COLUMNS = 8, 128
-"""On a GPU: tokens between looks at the device's answer, and the multiple of cache columns that are read."""
+"""On a GPU: tokens between looks at the device's answer; with graphs, the multiple of cache columns that are read,
+so that one graph serves many steps."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class SlotBatch:
         added: Additions,
         max_rows: int,
         finished: Finished,
+        graphs: StepGraphs,
     ):
         self.base, self.decoder, self.requests, self.work = base, decoder, requests, work
         self.lanes, self.added, self.max_rows, self.finished = list(lanes_used), added, max_rows, finished
@@ -64,8 +67,8 @@ class SlotBatch:
             self.missing[row.request] = self.missing.get(row.request, 0) + 1
         used = [requests[row.request] for row in work]
         self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
-        if base.device.type == "cuda":
-            self.capacity = -(-self.capacity // GPU_COLUMNS) * GPU_COLUMNS
+        self.graphs, self.columns_by = graphs, GPU_COLUMNS if graphs.enabled else 1
+        self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
         self._new_outputs(used)
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
         self._new_rows(len(self.lanes) * self.slots)
@@ -88,7 +91,7 @@ class SlotBatch:
         # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.
         self.temperatures = np.array([t or 1.0 for t in temperatures])
         self.greedy = np.array([t == 0 for t in temperatures])
-        self.plain_temperature = bool((self.temperatures == 1).all())
+        self.plain_temperature, self.any_greedy = bool((self.temperatures == 1).all()), bool(self.greedy.any())
         self.eos = torch.tensor(self.base.eos_ids, device=device)
 
     def _new_rows(self, rows: int) -> None:
@@ -102,19 +105,20 @@ class SlotBatch:
         self.position_R = torch.zeros(rows, dtype=torch.long, device=device)
         self.drawn_R = torch.zeros(rows, dtype=torch.long, device=device)
         self.alive_R = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.limit_R = torch.zeros(0, device=device)
         self._settings()
 
     def _settings(self) -> None:
         """Per row what belongs to its sequence and never changes while it is there."""
-        device, real = self.base.device, self.logprobs_NT.dtype
-        self.limit_R = torch.from_numpy(self.limits[self.sequence]).to(device)
-        self.temperature_R1 = (
-            None
-            if self.plain_temperature
-            else torch.from_numpy(self.temperatures[self.sequence]).to(device, real).unsqueeze(1)
-        )
-        greedy = self.greedy[self.sequence]
-        self.greedy_R1 = torch.from_numpy(greedy).to(device).unsqueeze(1) if greedy.any() else None
+        limit = torch.from_numpy(self.limits[self.sequence])
+        if self.limit_R.shape != limit.shape:
+            device, rows = self.base.device, len(limit)
+            self.limit_R = torch.empty(rows, dtype=torch.long, device=device)
+            self.temperature_R1 = torch.empty(rows, 1, dtype=self.logprobs_NT.dtype, device=device)
+            self.greedy_R1 = torch.empty(rows, 1, dtype=torch.bool, device=device)
+        self.limit_R.copy_(limit)
+        self.temperature_R1.copy_(torch.from_numpy(self.temperatures[self.sequence]).unsqueeze(1))
+        self.greedy_R1.copy_(torch.from_numpy(self.greedy[self.sequence]).unsqueeze(1))
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -133,17 +137,23 @@ class SlotBatch:
         """One token for every row."""
         held = self.sequence != self.scratch
         columns = int(self.at[held].max()) + 1
+        ragged = columns > int(self.at[held].min()) + 1
+        if self.columns_by > 1:
+            columns, ragged = min(self.capacity, -(-columns // self.columns_by) * self.columns_by), True
+        self.graphs.run((columns, ragged), lambda: self._advance(columns, ragged))
+        self.at += held
+
+    def _advance(self, columns: int, ragged: bool) -> None:
+        """The device's part of a step, all in place: reads ``columns`` of the cache, of which some rows have not
+        written all when ``ragged``."""
         bias = None
-        if self.base.device.type == "cuda":
-            columns = min(self.capacity, -(-columns // GPU_COLUMNS) * GPU_COLUMNS)
-        if columns > int(self.at[held].min()) + 1:
+        if ragged:
             column_K = torch.arange(columns, device=self.base.device)
             unwritten_RK = column_K > self.position_R[:, None]
             bias = torch.zeros(unwritten_RK.shape, device=self.base.device, dtype=self.decoder.dtype)
             bias = bias.masked_fill_(unwritten_RK, -torch.inf)[:, None, None]
         logits_RV = self.decoder.step(self.token_R, self.position_R, self.memory, columns, bias, self.added)
         self.position_R.add_(self.alive_R)
-        self.at += held
         self._draw(logits_RV, None)
 
     def _draw(self, logits_RV: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -153,8 +163,8 @@ class SlotBatch:
         """
         every = slice(None) if rows is None else rows
         sequence, drawn, alive = self.sequence_R[every], self.drawn_R[every], self.alive_R[every]
-        temperature = None if self.temperature_R1 is None else self.temperature_R1[every]
-        greedy = None if self.greedy_R1 is None else self.greedy_R1[every]
+        temperature = None if self.plain_temperature else self.temperature_R1[every]
+        greedy = self.greedy_R1[every] if self.any_greedy else None
         longest = self.tokens_NT.shape[1]
         # What an idle row draws goes to the scratch row.
         place = torch.where(alive, sequence, self.scratch) * longest + drawn
@@ -241,7 +251,7 @@ class SlotBatch:
         for row, sequence in seats:
             self.sequence[row] = sequence
             self.at[row] = len(self.requests[self.work[sequence].request].prompt_ids)
-        self.sequence_R = torch.from_numpy(self.sequence).to(device)
+        self.sequence_R.copy_(torch.from_numpy(self.sequence))
         self.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
         self.drawn_R[rows] = 0
         self.alive_R[rows] = True
@@ -276,6 +286,7 @@ class SlotBatch:
         self.sequence_R = torch.from_numpy(self.sequence).to(self.base.device)
         self.added = self.decoder.of_lanes(self.added, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
         self.lanes, self.slots = lanes, slots
+        self.graphs.forget()
         self._settings()
 
     def _own(self, place: int) -> np.ndarray:
