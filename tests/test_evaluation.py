@@ -212,8 +212,18 @@ def test_the_base_is_scored_once_for_all_cohorts(campaign):
     assert len(hashes) == 1
 
 
-def test_a_cohort_of_all_gives_the_same_base(campaign):
-    assert launch(load(campaign / "camp.toml"), campaign / "together", NullObserver()).exit_status == 0
+def test_a_cohort_of_all_gives_the_same_base_and_what_was_declared_decides(campaign):
+    declared = ["campaign.primary_metric='final:pass@3'", "campaign.equivalence_margin=0.1"]
+    assert launch(load(campaign / "camp.toml", declared), campaign / "together", NullObserver()).exit_status == 0
+    comparison = read_json(campaign / "together/comparison.json")
+    assert (comparison["metric"], comparison["margin"]) == ("eval/heldout/pass@3", 0.1)
+    assert not any("exploratory" in warning for warning in comparison["warnings"])
+    launch(
+        load(campaign / "camp.toml", ["campaign.primary_metric='final:maj@3'"]), campaign / "together", NullObserver()
+    )
+    comparison = read_json(campaign / "together/comparison.json")
+    assert comparison["metric"] == "eval/heldout/maj@3"
+    assert "primary_metric was final:pass@3 at the first start and is final:maj@3 now" in comparison["note"]
     alone, together = (
         read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
     )

@@ -79,13 +79,14 @@ def compare(
     *,
     metric: str | None = None,
     margin: float | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The comparison of a campaign's runs (manifest entries) from their files; written to ``comparison.json``.
 
     The first of ``labels`` is the baseline. ``metric`` and ``margin`` are those that the campaign declared.
     """
     results = [read_run(directory, run) for run in runs]
-    comparison = compare_runs(results, list(dict.fromkeys(labels)), metric=metric, margin=margin)
+    comparison = compare_runs(results, list(dict.fromkeys(labels)), metric=metric, margin=margin, warnings=warnings)
     write_json(directory / "comparison.json", comparison)
     return comparison
 

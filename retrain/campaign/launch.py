@@ -159,6 +159,7 @@ def _carry_out(
     lock: DirectoryLock, approval: Approval,
 ) -> Outcome:  # fmt: skip
     directory = manifest.directory
+    _declared(manifest, specs)  # kept from now on
     observer.plan(specs)
     settled = ("done",) if retry_failed else ("done", "failed")
     todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
@@ -193,7 +194,8 @@ def _carry_out(
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare
 
-        manifest.note(comparison=compare(directory, manifest.content["runs"], [spec.label for spec in specs]))
+        runs, labels = manifest.content["runs"], [spec.label for spec in specs]
+        manifest.note(comparison=compare(directory, runs, labels, **_declared(manifest, specs)))
     failed = any(run["state"] == "failed" for run in manifest.content["runs"])
     return Outcome(1 if failed else 0, directory, summary(manifest))
 
@@ -214,6 +216,24 @@ def _restarts(
             yield members, Restart(failed_at=failed, approve=approval)
         if retry_failed and failed:
             yield [spec for spec in group if spec.run_id in failed], Restart(together=False, approve=approval)
+
+
+def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
+    """Metric and margin that decide, as ``compare`` takes them; a change since the first start is told in it.
+
+    The manifest keeps what was declared first: what is chosen after results were there is exploratory.
+    """
+    campaign = specs[0].config.campaign
+    now = {"primary_metric": campaign.primary_metric, "equivalence_margin": campaign.equivalence_margin}
+    first = manifest.content.setdefault("declared", now)
+    changed = [
+        f"{key} was {first[key]} at the first start and is {now[key]} now" for key in now if first[key] != now[key]
+    ]
+    return {
+        "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
+        "margin": campaign.equivalence_margin,
+        "warnings": [f"{words}: what it shows is exploratory." for words in changed],
+    }
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
