@@ -22,7 +22,8 @@ QUIET_SECTIONS = ("logging", "squeeze")
 """Sections that name outputs or act after training."""
 QUIET_KEYS = (
     "campaign.name", "campaign.seeds", "campaign.conditions", "campaign.lanes", "campaign.max_steps",
-    "campaign.primary_metric", "campaign.equivalence_margin", "training.keep_last", "training.keep_every", "model.local_files_only",
+    "campaign.primary_metric", "campaign.equivalence_margin", "training.keep_last", "training.keep_every",
+    "model.local_files_only",
 )  # fmt: skip
 """Keys that change nothing of what one run learns or records."""
 EXTENSION = "training.max_steps"
