@@ -24,6 +24,8 @@ from retrain.record.recorder import STEP_FILES
 from retrain.record.status import last_row
 
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
+OWN = "backend"
+"""Directory inside a checkpoint with the files of a backend of the user's, in place of adapter and optimizer."""
 T = TypeVar("T")
 
 
@@ -88,6 +90,28 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
         raise
 
 
+def write_own_checkpoint(directory: Path, files: Path, state: str) -> None:
+    """Publish a checkpoint with the files that a backend of the user's saved into ``files``, which are moved.
+
+    Raises StorageError when the file system refuses, CheckpointError when a file is a link.
+    """
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        files.rename(aside / OWN)
+        write_bytes(aside / STATE, state.encode())
+        found = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
+        if links := [path for path in found if path.is_symlink()]:
+            raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
+        hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in found}
+        write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
+        publish_directory(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
 def save_checkpoint(
     directory: Path, adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any], dropout: float = 0.0,
@@ -102,11 +126,13 @@ def verify_checkpoint(directory: Path) -> None:
         hashes = read_json(directory / MANIFEST)["sha256"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory} has no readable {MANIFEST}") from error
-    if missing := sorted({STATE, OPTIMIZER} - {name for name, _ in hashes}):
+    names = {name for name, _ in hashes}
+    own = {name for name in names if Path(name).parts[:1] == (OWN,) and ".." not in Path(name).parts[1:]}
+    if missing := sorted(({STATE} if own else {STATE, OPTIMIZER}) - names):
         raise CheckpointError(f"{directory / MANIFEST} does not name {missing[0]}")
     for name, digest in hashes:
         path = directory / name
-        if Path(name).name != name or path.is_symlink():
+        if (Path(name).name != name and name not in own) or path.is_symlink():
             raise CheckpointError(f"{path} is no file of this checkpoint")
         if not path.is_file() or sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")

@@ -96,6 +96,23 @@ def why_no_range(limits: Any) -> str:
     return "a min that is not below its max" if len(ends) == 2 and ends[0] >= ends[1] else ""
 
 
+BACKEND_METHODS = ("sample", "train_step", "save", "load")
+BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
+
+
+def check_backend_class(found: Any, name: str) -> None:
+    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs.
+
+    See ``retrain.backends.Backend``; this much is known without making an object of it.
+    """
+    missing = [method for method in BACKEND_METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")
+    for capability in BACKEND_CAPABILITIES:
+        if not isinstance(getattr(found, capability, None), bool):
+            raise PluginError(f"{name} does not say {capability} = True or False on its class")
+
+
 def _look_in(folders: Sequence[Path]) -> None:
     """Let ``import`` search these folders first."""
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from retrain.checkpoints import (
     snapshot,
     write_checkpoint,
 )
-from retrain.credit import Modes, needs_entropy
+from retrain.credit import CreditResult, Modes, needs_entropy
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
 from retrain.errors import CheckpointError, RetrainError, UsageError
@@ -32,8 +32,8 @@ from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open,
 from retrain.policy.adapter_io import read_adapter, write_peft
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
-from retrain.policy.lora import Lanes
-from retrain.policy.update import LossSettings, default_token_budget, new_optimizer
+from retrain.policy.threads import Workers
+from retrain.policy.update import LossSettings, default_token_budget, new_optimizer, train_step
 from retrain.pressure import Pressure
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
@@ -86,7 +86,8 @@ class Run:
     spec: Any
     directory: Path
     base: BaseModel
-    lanes: Lanes
+    lanes: Any
+    """``Lanes`` of the base; None where a backend of the user's holds the weights."""
     recorder: RunRecorder
     cursor: DataCursor
     modes: Modes
@@ -106,6 +107,8 @@ class Run:
     """Whether a checkpoint of other base weights may be continued (the user accepted that)."""
     told: set[str] = field(default_factory=set)
     """Grading errors that this process has written to the run's log."""
+    starts_as_base: ClassVar[bool] = True
+    """Whether an untrained run is the base model itself, so that one evaluation serves all."""
     pressure: Pressure | None = None
     saved_pressure: dict[str, Any] | None = None
     """The cohort's back-pressure controller, shared; every run's checkpoint keeps its observations."""
@@ -113,16 +116,7 @@ class Run:
     def __post_init__(self) -> None:
         config = self.spec.config
         self.config = config
-        self.adapter = self.lanes.new_adapter(config.model.lora_rank, config.lora.alpha)
-        self.adapter.initialise(*self.stream)
-        optimizer = config.optimizer
-        self.optimizer = new_optimizer(
-            self.adapter,
-            config.training.lr,
-            (optimizer.beta1, optimizer.beta2),
-            optimizer.eps,
-            config.training.weight_decay,
-        )
+        self._make_policy()
         sepa = config.sepa
         self.sepa = SepaSchedule(
             schedule=sepa.schedule,
@@ -134,6 +128,20 @@ class Run:
             warmup_steps=sepa.warmup_steps,
         )
         self.sepa_state = sepa_start(self.sepa)
+
+    def _make_policy(self) -> None:
+        """The adapter, its optimizer, and what the loss needs to know."""
+        config = self.config
+        self.adapter = self.lanes.new_adapter(config.model.lora_rank, config.lora.alpha)
+        self.adapter.initialise(*self.stream)
+        optimizer = config.optimizer
+        self.optimizer = new_optimizer(
+            self.adapter,
+            config.training.lr,
+            (optimizer.beta1, optimizer.beta2),
+            optimizer.eps,
+            config.training.weight_decay,
+        )
         budget = config.training.micro_batch_tokens
         training = config.training
         self.loss_settings = LossSettings(
@@ -232,14 +240,44 @@ class Run:
         """Rows of the held-out evaluations made before this process took over."""
         return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
 
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What rows say of the backend."""
+        return {
+            "loss_is_placeholder": False,
+            "backend_reports_sync_loss": True,
+            "backend_preserves_token_advantages": True,
+        }
+
+    @property
+    def weights_version(self) -> int:
+        """Changes whenever the trained weights do."""
+        return self.adapter.flat._version
+
+    def update(self, credit: CreditResult, workers: Workers) -> dict[str, Any]:
+        """One optimizer step on the sequences of ``credit``; its numbers under the catalogue's keys."""
+        return train_step(
+            self.base,
+            self.lanes,
+            self.adapter,
+            self.optimizer,
+            credit.sequences,
+            self.loss_settings,
+            credit.denominators,
+            self.lr(),
+            (*self.stream, "dropout", self.step),
+            self.budget,
+            workers,
+        )
+
     def mark(self) -> Mark:
         """Where the run stands before a step."""
         counters = (self.ungraded_steps, self.skipped_updates)
-        return Mark(self.step, self.cursor.position, self.sepa_state, self.adapter.flat._version, *counters)
+        return Mark(self.step, self.cursor.position, self.sepa_state, self.weights_version, *counters)
 
     def rewind(self, mark: Mark) -> bool:
         """Take back what a step that failed has moved. False, with nothing changed, when its weights have moved."""
-        if self.step != mark.step or self.adapter.flat._version != mark.weights_version:
+        if self.step != mark.step or self.weights_version != mark.weights_version:
             return False
         self.cursor.position, self.sepa_state = mark.position, mark.sepa_state
         self.ungraded_steps, self.skipped_updates = mark.ungraded_steps, mark.skipped_updates
@@ -278,7 +316,10 @@ class Run:
         """Write the checkpoint, unless it is the very one that the run was restored from."""
         if saved.step != self.restored_step:
             self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
-            write_checkpoint(checkpoint_directory(self.directory, saved.step), saved)
+            self._write_files(checkpoint_directory(self.directory, saved.step), saved)
+
+    def _write_files(self, directory: Path, saved: Snapshot) -> None:
+        write_checkpoint(directory, saved)
 
     def publish(self, saved: Snapshot, final: bool) -> None:
         """What follows when the checkpoints of the whole cohort are there: ``final/``, the lines, and making room."""
@@ -370,7 +411,7 @@ class Run:
         return [*told, f"continues {checkpoint} at step {self.step}"]
 
     def _load(self, checkpoint: Path) -> None:
-        state = load_checkpoint(checkpoint, self.adapter, self.optimizer)
+        state = self._load_weights(checkpoint)
         if state["base"] != self.base.fingerprint and not self.any_base:
             raise CheckpointError(f"{checkpoint} was trained on other base weights than {self.base.name} holds now")
         self.step, self.cursor.position = state["step"], state["cursor"]
@@ -379,6 +420,10 @@ class Run:
         self.recorder.restore(state["recorder"])
         self.saved_pressure = state.get("pressure")
         self.budget.restore(state.get("budget"))
+
+    def _load_weights(self, checkpoint: Path) -> dict[str, Any]:
+        """Verify the checkpoint and restore adapter and optimizer from it; returns the rest of its state."""
+        return load_checkpoint(checkpoint, self.adapter, self.optimizer)
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""

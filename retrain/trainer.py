@@ -24,7 +24,6 @@ from retrain.maths.schedules import sepa_observe
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
-from retrain.policy.update import train_step
 from retrain.pressure import Pressure, decode_work
 from retrain.record.observer import Observer
 from retrain.record.yardstick import Yardstick
@@ -49,7 +48,7 @@ class Cohort:
     def __init__(
         self,
         base: BaseModel,
-        lanes: Lanes,
+        lanes: Lanes | None,
         engine: Engine,
         runs: Sequence[Run],
         graders: Sequence[Grader],
@@ -179,19 +178,7 @@ class Cohort:
     def _update(self, run: Run, credit: Any, workers: Workers) -> dict[str, Any]:
         """The optimizer step; left out and recorded as such when loss or gradient is not finite, up to a limit."""
         try:
-            update = train_step(
-                self.base,
-                self.lanes,
-                run.adapter,
-                run.optimizer,
-                credit.sequences,
-                run.loss_settings,
-                credit.denominators,
-                run.lr(),
-                (*run.stream, "dropout", run.step),
-                run.budget,
-                workers,
-            )
+            update = run.update(credit, workers)
         except NonFinite as error:
             run.skipped_updates += 1
             limit = run.config.training.nonfinite_limit
@@ -232,15 +219,10 @@ class Cohort:
             "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
             **(run.pressure.metrics() if run.pressure else {}),
         }
-        backend = {
-            "loss_is_placeholder": False,
-            "backend_reports_sync_loss": True,
-            "backend_preserves_token_advantages": True,
-        }
         record = StepRecord(
             step=run.step - 1,
             groups=groups,
-            update=numbers["update"] | backend,
+            update=numbers["update"] | run.capabilities,
             state=state,
             spans=run.spans,
             step_start=begin or end,
@@ -280,7 +262,7 @@ class Cohort:
         saved, written = [], set[int]()
         for run in runs:
             with _span([run], "checkpoint"):
-                saved.append((run, run.snapshot()))
+                self._guarded_and_told(run, lambda run=run: saved.append((run, run.snapshot())))
 
         def write(run: Run, state: Snapshot) -> None:
             run.write(state)
@@ -315,7 +297,8 @@ class Cohort:
             evaluation = run.config.evaluation
             if run.step == 0 and evaluation.problems and evaluation.at_start:
                 waiting.append((run, grader))
-        untouched = [(run, grader) for run, grader in waiting if not run.config.resume.from_]  # weights are the base's
+        # Whose weights are the base's:
+        untouched = [each for each in waiting if each[0].starts_as_base and not each[0].config.resume.from_]
         self._evaluate([pair for pair in waiting if pair not in untouched])
         settings: dict[str, list[tuple[Run, Grader]]] = {}
         for run, grader in untouched:

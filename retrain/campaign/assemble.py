@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from retrain.backend_run import OwnRun
+from retrain.backends import OwnEngine, backend_base, load_backend
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
@@ -19,6 +21,7 @@ from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
@@ -62,24 +65,7 @@ def assemble(
     torch.use_deterministic_algorithms(config.training.deterministic)
     if config.model.trust_remote_code:
         observer.message(f"{config.model.model} may run code of its own: trust_remote_code = true", "warning")
-    base = load_base(
-        config.model.model,
-        revision=config.model.revision,
-        local_files_only=config.model.local_files_only,
-        trust_remote_code=config.model.trust_remote_code,
-        devices=config.backend.devices,
-        dtype=config.inference.dtype,
-    )
-    lanes = Lanes(base, config.lora.target_modules)
-    stack.callback(lanes.detach)
-    # Dropout draws from torch's global stream, which runs side by side would share.
-    one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
-    workers = Workers() if one_by_one else workers_for(base)
-    stack.callback(workers.close)
-    check_memory(base, lanes, specs)
-    engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
-    if not engine.fast:
-        observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
+    base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
     data = load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
     )
@@ -103,8 +89,9 @@ def assemble(
         begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
         try:
             run = _build_run(
-                directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder, begin[spec.run_id]
-            )
+                directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder, begin[spec.run_id],
+                backends.get(spec.run_id),
+            )  # fmt: skip
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
@@ -113,9 +100,41 @@ def assemble(
         runs.append(run)
         used.append(graders[key])
     yardstick = None
-    if specs[0].is_campaign and data.heldout:
+    if specs[0].is_campaign and data.heldout and not backends:
         yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
     return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
+
+
+def _policy(
+    specs: Sequence[RunSpec], folder: Path, stack: ExitStack, observer: Any
+) -> tuple[BaseModel, Lanes | None, Engine, Workers, dict[str, Any]]:
+    """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
+    config = specs[0].config
+    plugin = config.backend.backend
+    if plugin != "local":
+        backends = {spec.run_id: load_backend(spec.config, folder) for spec in specs}
+        first = backends[specs[0].run_id]
+        base = backend_base(config.model.model, plugin, first)
+        return base, None, OwnEngine(plugin, getattr(first, "gives_entropy", False)), Workers(), backends
+    base = load_base(
+        config.model.model,
+        revision=config.model.revision,
+        local_files_only=config.model.local_files_only,
+        trust_remote_code=config.model.trust_remote_code,
+        devices=config.backend.devices,
+        dtype=config.inference.dtype,
+    )
+    lanes = Lanes(base, config.lora.target_modules)
+    stack.callback(lanes.detach)
+    # Dropout draws from torch's global stream, which runs side by side would share.
+    one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
+    workers = Workers() if one_by_one else workers_for(base)
+    stack.callback(workers.close)
+    check_memory(base, lanes, specs)
+    engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
+    if not engine.fast:
+        observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
+    return base, lanes, engine, workers, {}
 
 
 @dataclass
@@ -146,11 +165,11 @@ def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> 
     }
 
 
-def _world(base: BaseModel, data: Dataset, engine: LocalEngine, workers: Workers) -> dict[str, Any]:
+def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> dict[str, Any]:
     """What a run is made with that has to be loaded to be known; part of every run's ``config.json``."""
     return {
         "built": {
-            "model": type(base.model).__name__,
+            "model": type(base.model).__name__ if base.model is not None else base.fingerprint,
             "tokenizer": type(base.tokenizer).__name__,
             "engine": type(engine).__name__,
             "dtype": str(base.dtype).removeprefix("torch."),
@@ -169,13 +188,14 @@ def _build_run(
     spec: RunSpec,
     modes: tuple[Modes, Detector],
     base: BaseModel,
-    lanes: Lanes,
+    lanes: Lanes | None,
     data: Dataset,
     grader: Grader,
     observer: Any,
     stack: ExitStack,
     folder: Path,
     begin: Beginning,
+    backend: Any = None,
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
@@ -200,7 +220,11 @@ def _build_run(
     stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
     stream = (spec.config.campaign.seed, spec.config.training.seed)
     cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
-    run = Run(spec, where, base, lanes, recorder, cursor, *modes)
+    if backend is None:
+        run = Run(spec, where, base, lanes, recorder, cursor, *modes)
+    else:
+        own = OwnRun(spec, where, base, lanes, recorder, cursor, *modes)
+        run = own.attach(backend, spec.config.backend.backend)
     run.any_base = begin.any_base
     lines = []
     if recorder.begun or checkpoint_directories(where):

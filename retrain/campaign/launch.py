@@ -20,6 +20,7 @@ from retrain.campaign.manifest import (
     update_plan,
     write_plan,
 )
+from retrain.campaign.own_code import check_own_code
 from retrain.campaign.plan import RunSpec, plan
 from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
@@ -54,6 +55,7 @@ def launch(
     """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     approval = approval or Approval()
+    check_own_code(loaded)
     with DirectoryLock(directory, observer.message) as lock:
         name = loaded.config.campaign.name or loaded.path.stem
         manifest = _open(directory, name, specs, loaded.path.parent, observer, approval)
@@ -115,7 +117,8 @@ def base_key(spec: RunSpec) -> str:
     config = spec.config
     return repr(
         (
-            config.model.model, config.model.revision, config.model.trust_remote_code, config.backend.devices,
+            config.backend.backend, config.model.model, config.model.revision, config.model.trust_remote_code,
+            config.backend.devices, config.backend.options,
             config.inference.dtype, config.lora.target_modules, config.data, config.evaluation.problems,
             config.training.max_examples, config.training.deterministic,
         )
@@ -362,6 +365,9 @@ def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], observer: Observ
         if spec.config.squeeze.enabled and manifest.run(spec.run_id)["state"] == "done":
             from retrain.campaign.squeeze import squeeze_after_run
 
+            weights = run_directory(manifest.directory, spec) / "final" / "adapter_model.safetensors"
+            if spec.config.backend.backend != "local" and not weights.is_file():
+                return  # a backend of the user's that trains something else than a LoRA adapter
             try:
                 manifest.note(squeeze=squeeze_after_run(manifest.directory, spec))
             except RetrainError as error:

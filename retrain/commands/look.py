@@ -60,9 +60,11 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
+    from retrain.campaign.own_code import check_own_code
     from retrain.campaign.plan import plan
 
     loaded = read(file, sets)
+    check_own_code(loaded, rewards=True)
     print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
 
 

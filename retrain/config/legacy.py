@@ -41,7 +41,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "algorithm.params": NO_PARAMS,
     "algorithm.advantage_params": NO_PARAMS,
     "algorithm.transform_params": NO_PARAMS,
-    "backend.options": ("options of remote backends are not available", 'remove the table, and set backend = "local"'),
     "backend.throttle_dir": ("nothing is called over a network", "remove the line"),
     "backend.max_concurrent": (
         "nothing is called over a network",

@@ -14,9 +14,12 @@ from retrain.config.base import (
     Finding,
     NotNegative,
     OptionalText,
+    Plugin,
     Section,
     Text,
     Unavailable,
+    UsedWhen,
+    is_plugin,
 )
 
 if TYPE_CHECKING:
@@ -59,8 +62,12 @@ class Lora(Section):
 class Backend(Section):
     """Where the training happens."""
 
-    backend: Annotated[Literal["local"], Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
-    """`local`: torch, transformers and peft in this process."""
+    backend: Annotated[Literal["local"] | Plugin, Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
+    """`local`: torch, transformers and peft in this process. Or a `module:Class` of your own."""
+    options: Annotated[
+        dict[str, str | int | float | bool], UsedWhen("backend.backend", ("module:Class",), plugins=True)
+    ] = Field(default_factory=dict)
+    """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
     devices: Device = "auto"
     """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
     adapter_path: OptionalText = None
@@ -90,6 +97,12 @@ def model_rules(config: Config) -> Iterator[Finding]:
             ("inference.url", "inference.engine"),
             'has no effect with engine = "local"',
             "remove the line",
+        )
+    if is_plugin(config.backend.backend) and config.backpressure.enabled:
+        yield Finding(
+            ("backpressure.enabled", "backend.backend"),
+            f'has no effect with backend = "{config.backend.backend}": it decides itself how much it decodes at once',
+            "enabled = false",
         )
     if config.lora.dropout > 0:
         yield Finding(

@@ -289,6 +289,35 @@ def uncertainty_stats(
     return stats, exec_variance
 
 
+WEIGHT_STATS = ("exec_weight_mean", "exec_weight_var", "plan_weight_mean", "plan_weight_var")
+POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
+
+
+@torch.no_grad()
+def weight_stats(
+    weights_B_T: Tensor, unpooled_B_T: Tensor | None, planning_B_T: Tensor | None, mask_B_T: Tensor
+) -> dict[str, float | None]:
+    """The catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
+
+    ``unpooled_B_T`` are the weights that the same uncertainties give without pooling: ``plan_weight_change`` is the
+    largest difference on a planning token, which is rounding because pooling keeps every completion's Σh.
+    """
+    stats: dict[str, float | None] = dict.fromkeys(
+        [*WEIGHT_STATS, *(POOLING_STATS if unpooled_B_T is not None else ())]
+    )
+    if planning_B_T is None:
+        return stats
+    plan_B_T = planning_B_T & mask_B_T
+    execution_B_T = mask_B_T ^ plan_B_T
+    stats["exec_weight_mean"], stats["exec_weight_var"] = _moments(weights_B_T, execution_B_T)
+    stats["plan_weight_mean"], stats["plan_weight_var"] = _moments(weights_B_T, plan_B_T)
+    if unpooled_B_T is not None:
+        stats["exec_weight_var_unpooled"] = _moments(unpooled_B_T, execution_B_T)[1]
+        changes = (weights_B_T[plan_B_T] - unpooled_B_T[plan_B_T]).abs()
+        stats["plan_weight_change"] = float(changes.max()) if changes.numel() else None
+    return stats
+
+
 def _spread(advantages_B: Tensor, like_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Every token gets its completion's advantage, 0 in the padding; ValueError unless finite in that dtype."""
     if advantages_B.shape != mask_B_T.shape[:1]:
@@ -385,9 +414,12 @@ def token_advantages(
         denominator_mask_B_T = loss_mask_B_T if inputs.entropy_denominator == "kept" else mask_B_T
         result_B_T = torch.where(loss_mask_B_T, flat_B_T, 0.0)
     else:
+        unpooled_B_T = None
         if mode == "gtpo_sepa":
+            unpooled_B_T = gtpo_weights(h_B_T, mask_B_T, beta)
             h_B_T = sepa_pool(h_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), mask_B_T, sepa_lambda)
         weights_B_T = gtpo_weights(h_B_T, mask_B_T, beta)
+        stats |= weight_stats(weights_B_T, unpooled_B_T, planning_B_T, mask_B_T)
         result_B_T = flat_B_T * weights_B_T
         if mode == "gtpo_hicra":
             result_B_T = hicra(result_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), alpha)

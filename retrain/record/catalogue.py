@@ -93,8 +93,10 @@ LOSS = [
     _metric("loss", "the loss that was differentiated; null when no completion trained", "",
             "near 0 on-policy: the advantages of a group cancel, the gradient does not",
             wandb="train/loss", trl="loss/policy_avg"),
-    _metric("reported_loss", "the same value, under its explicit name", wandb="train/reported_loss"),
-    _metric("loss_is_placeholder", "true when a backend cannot report a loss", "boolean",
+    _metric("reported_loss", "what the backend returned as its loss; the same value unless that is a placeholder",
+            wandb="train/reported_loss"),
+    _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: `loss` is then null, and "
+            "`reported_loss` is what it returned, if anything", "boolean",
             wandb="train/loss_is_placeholder"),
     _metric("backend_reports_sync_loss", "the loss belongs to this very step", "boolean",
             wandb="train/backend/reports_sync_loss"),
@@ -194,6 +196,14 @@ CREDIT = [
         for stat, word in (("mean", "mean"), ("var", "variance of the"))
     ),
     _metric("planning_fraction", "share of sampled tokens that are marked as planning", "share"),
+    *(
+        _metric(f"{part}_weight_{stat}", f"{word} weight of {tokens} tokens, after pooling", "", requires="weights")
+        for part, tokens in (("exec", "execution"), ("plan", "planning"))
+        for stat, word in (("mean", "mean GTPO"), ("var", "variance of the GTPO"))
+    ),
+    _metric("exec_weight_var_unpooled", "that variance without pooling", "", requires="pooling"),
+    _metric("plan_weight_change", "largest change of a planning token's weight by pooling", "",
+            "rounding: pooling keeps every planning weight", requires="pooling"),
     _metric("sepa_lambda", "pooling strength λ of SEPA", "0 to 1", wandb="train/sepa_lambda"),
     _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened", "boolean",
             wandb="train/sepa_gate_open"),
@@ -436,7 +446,14 @@ def _markdown_row(metric: Metric) -> str:
             factor, offset = SCALED_ALIASES.get(alias, (1.0, 0.0))
             note = " (×100)" if factor == 100.0 else f" ({offset:g} − value)" if factor == -1.0 else ""
             aliases.append(f"`{alias}`{note} {tool}")
-    needs = {"kl": "with KL", "critic": "with a critic", "tools": "with tools", "evaluation": "with evaluation"}
+    needs = {
+        "kl": "with KL",
+        "critic": "with a critic",
+        "tools": "with tools",
+        "evaluation": "with evaluation",
+        "weights": "with a gtpo transform",
+        "pooling": "with gtpo_sepa",
+    }
     definition = metric.definition + (f" ({needs[metric.requires]})" if metric.requires else "")
     wandb = f"`{metric.wandb}`" if metric.wandb else ""
     cells = (f"`{metric.key}`", definition, metric.unit, metric.healthy, "<br>".join(aliases), wandb)

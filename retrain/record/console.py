@@ -63,7 +63,7 @@ class PlainConsole(Board):
             "step": f"{view.steps_done}/{view.max_steps}",
             "reward": number(row.get("mean_reward")),
             "correct": number(row.get("correct_rate")),
-            "loss": number(row.get("loss"), 5),
+            "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),
             "length": number(row.get("completions/mean_length"), 1),
             "truncated": number(row.get("max_token_hit_rate")),
             "entropy": number(row.get("entropy")),

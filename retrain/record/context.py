@@ -57,6 +57,11 @@ class RunContext:
             found.add("kl")
         if setting(config, "algorithm.advantage_mode", "") == "gae":
             found.add("critic")
+        transform = setting(config, "algorithm.transform_mode", "")
+        if transform in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"):
+            found.add("weights")
+        if transform == "gtpo_sepa":
+            found.add("pooling")
         if setting(config, "environment.tools", None):
             found.add("tools")
         return frozenset(found)

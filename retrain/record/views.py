@@ -106,7 +106,7 @@ def steps_table(rows: list[tuple[RunView, object]], width: int) -> Table:
             "reward": number(row.get("mean_reward")),
             "correct": percent(row.get("correct_rate")),
             "mixed": percent(row.get("env/all/by_group/frac_mixed")),
-            "loss": number(row.get("loss"), 4),
+            "loss": "(none)" if row.get("loss_is_placeholder") else number(row.get("loss"), 4),
             "length": number(row.get("completions/mean_length"), 0),
             "entropy": number(row.get("entropy")),
             "|grad|": number(row.get("optim/grad_norm")),

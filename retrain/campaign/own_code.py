@@ -1,0 +1,113 @@
+"""Code of the user's own that a file names, looked up before anything is trained: imports, names, capabilities.
+
+Nothing of torch is imported here; what the user's modules import is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.plan import plan
+from retrain.config import Loaded
+from retrain.config.base import is_plugin
+from retrain.config.checking import Places
+from retrain.config.lines import key_lines
+from retrain.errors import ConfigError, PluginError, Problem
+from retrain.plugins import check_backend_class, load_function, search_folders
+
+KEYS = (
+    "algorithm.advantage_mode",
+    "algorithm.transform_mode",
+    "algorithm.uncertainty_kind",
+    "algorithm.loss",
+    "planning.detector",
+    "backend.backend",
+)
+"""Keys that name code which runs in the training process."""
+SOURCES = ("data.source", "data.eval_source")
+
+
+def check_own_code(loaded: Loaded, rewards: bool = False) -> None:
+    """Load every function and class that the file names, with ``rewards`` also those of [reward].
+
+    Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
+    """
+    problems = list(dict.fromkeys(_problems(loaded, rewards)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
+    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    for spec in plan(loaded):
+        for key in (*KEYS, *SOURCES):
+            section, _, name = key.partition(".")
+            value = getattr(getattr(spec.config, section), name)
+            if not is_plugin(value):
+                continue
+            where = _place(loaded, places, key, value)
+            try:
+                found = load_function(value, folder, "")
+                if key == "backend.backend":
+                    check_backend_class(found, value)
+            except PluginError as error:
+                reason = str(error).removeprefix(f" {value!r}: ").removeprefix(f"{value} ")
+                yield Problem(where, key, f'is "{value}": {reason}')
+                continue
+            if key == "backend.backend":
+                yield from _capability_problems(loaded, places, spec.config, found)
+        if rewards:
+            yield from _reward_problems(places, spec.config.reward, folder)
+
+
+def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
+    """Token credit that needs what this backend does not do."""
+    algorithm, name = config.algorithm, config.backend.backend
+    mode = algorithm.transform_mode
+    if mode != "none" and not backend.preserves_token_advantages:
+        where = _place(loaded, places, "algorithm.transform_mode", mode)
+        message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
+        yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
+    wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
+    if wants in ("entropy_mask", "shannon_entropy") and not getattr(backend, "gives_entropy", False):
+        key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
+        message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
+        fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
+        yield Problem(_place(loaded, places, key, wants), key, message, fix)
+
+
+def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
+    """Modules and functions of rewards of type ``custom``."""
+    from retrain.rewards.custom import found_file, is_path, scorer
+
+    parts = [(("reward",), reward), *((("reward", "components", i), part) for i, part in enumerate(reward.components))]
+    for path, part in parts:
+        if part.type != "custom" or part.custom_module is None:
+            continue
+        module = part.custom_module
+        try:
+            if is_path(module):
+                module = str(found_file(module, folder))
+            scorer(module, part.custom_function, [str(each) for each in search_folders(folder)])
+        except Exception as error:  # whatever a user's module does when it is imported
+            reason = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
+            told = (
+                reason if isinstance(error, PluginError) else f"importing it failed: {type(error).__name__}: {reason}"
+            )
+            key = ".".join(str(each + 1) if isinstance(each, int) else each for each in path) + ".custom_module"
+            yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
+
+
+def _place(loaded: Loaded, places: Places, key: str, value: str) -> str:
+    """Where the key was written: in the first condition that has the value, else in its section."""
+    section, _, name = key.partition(".")
+    for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
+        own = getattr(condition, name, None) if section == "algorithm" else None
+        if value in (own, condition.overrides.get(key)):
+            for path in ((name,), (key,), (section, name)):
+                if places.given(("campaign", "conditions", index, *path)):
+                    return places.find(("campaign", "conditions", index, *path))[1]
+            return places.find(("campaign", "conditions", index))[1]
+    return places.find((section, name))[1]

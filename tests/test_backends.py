@@ -1,0 +1,234 @@
+"""Training with a backend of the user's: the example of the documents, killed and resumed; what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from retrain.cli import app
+from retrain.files import read_json, read_jsonl
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+TOML = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
+REST = """
+[data]
+source = "digits.jsonl"
+eval_source = "heldout.jsonl"
+[training]
+max_steps = 12
+batch_size = 4
+group_size = 8
+max_tokens = 16
+save_every = 4
+[evaluation]
+problems = 4
+samples = 4
+"""
+FLAT = CODE.replace("preserves_token_advantages = True", "preserves_token_advantages = False")
+runner = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with the documents' backend, four problems and a TOML; the interpreter is left as it was."""
+    (tmp_path / "my_backend.py").write_text(CODE)
+    for name, sign in (("digits", "+"), ("heldout", "plus")):
+        rows = [{"prompt": f"{n} {sign} 2", "answer": str(n + 2)} for n in (1, 3, 5, 7)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML + REST)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("my_backend", "slow_backend"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments: str):
+    return runner.invoke(app, list(arguments))
+
+
+def rows_without_time(path: Path) -> list[dict]:
+    from retrain.record.catalogue import is_timing_key
+
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in read_jsonl(path)]
+
+
+def test_the_example_of_the_documents_learns(folder):
+    result = run("train", "run.toml", "--out", "out", "--plain")
+    assert result.exit_code == 0, result.output
+    rows = read_jsonl(folder / "out" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[0]["table/rows"] == 4  # a number of the backend's own
+    assert all((row["loss"] is None) == (row["num_datums"] == 0) for row in rows)
+    assert not any(row["loss_is_placeholder"] for row in rows)
+    assert rows[0]["backend_preserves_token_advantages"] is True
+    evaluations = read_jsonl(folder / "out" / "evals.jsonl")
+    assert evaluations[0]["eval/heldout/correct_rate"] < 0.5 < evaluations[-1]["eval/heldout/correct_rate"]
+    assert (folder / "out" / "final" / "table.json").is_file()
+    checkpoint = folder / "out" / "checkpoints" / "step_000012"
+    assert "backend/table.json" in read_json(checkpoint / "manifest.json")["sha256"]
+
+
+SLOW = (
+    CODE
+    + '''
+class Slow(Table):
+    """Dies by SIGKILL in the middle of a step after two checkpoints, once."""
+
+    def train_step(self, batch):
+        import os, pathlib, signal
+
+        mark = pathlib.Path("died")
+        if batch.step == 9 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(batch)
+'''
+)
+
+
+def test_killed_and_resumed_it_is_the_same_run(folder):
+    """kill -9 in the middle of a step, then ``retrain resume``: rows and table are those of a run left alone."""
+    (folder / "slow_backend.py").write_text(SLOW)
+    (folder / "slow.toml").write_text((TOML + REST).replace("my_backend:Table", "slow_backend:Slow"))
+    command = [sys.executable, "-m", "retrain", "train", "slow.toml", "--out", "killed", "--plain"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    killed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    assert (folder / "killed" / "checkpoints" / "step_000004").is_dir()  # that of step 8 may still be on its way
+    assert run("resume", "killed", "--plain").exit_code == 0
+    assert run("train", "slow.toml", "--out", "alone", "--plain").exit_code == 0
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        mine, alone = (rows_without_time(folder / each / name) for each in ("killed", "alone"))
+        for row in (*mine, *alone):
+            row.pop("seconds", None)
+        assert mine == alone, name
+    tables = [read_json(folder / each / "final" / "table.json") for each in ("killed", "alone")]
+    assert tables[0] == tables[1]
+
+
+def test_a_campaign_compares_conditions_on_a_backend(folder):
+    campaign = """
+    [campaign]
+    seeds = [1, 2]
+    [[campaign.conditions]]
+    advantage_mode = "rloo"
+    transform_mode = "none"
+    [[campaign.conditions]]
+    advantage_mode = "maxrl"
+    transform_mode = "gtpo"
+    """
+    text = TOML.replace('[algorithm]\nadvantage_mode = "rloo"\n', "") + REST.replace("max_steps = 12", "max_steps = 2")
+    (folder / "camp.toml").write_text(text + campaign)
+    result = run("train", "camp.toml", "--out", "camp", "--plain")
+    assert result.exit_code == 0, result.output
+    assert {entry["state"] for entry in read_json(folder / "camp" / "manifest.json")["runs"]} == {"done"}
+
+
+def test_a_placeholder_loss_is_called_one(folder):
+    (folder / "my_backend.py").write_text(CODE.replace("reports_sync_loss = True", "reports_sync_loss = False"))
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=1")
+    assert result.exit_code == 0, result.output
+    (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
+    assert (row["loss"], row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (None, True, False)
+    assert row["reported_loss"] is not None
+    assert "loss=placeholder" in result.output
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        (TOML + 'transform_mode = "gtpo"', 'run.toml:8  algorithm.transform_mode  is "gtpo", which gives tokens'),
+        (
+            TOML.replace('[algorithm]\nadvantage_mode = "rloo"', "")
+            + '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\n'
+            '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "my:own"',
+            'run.toml:14  algorithm.transform_mode  is "my:own"',
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(folder, toml, line, command):
+    (folder / "my_backend.py").write_text(FLAT)
+    (folder / "run.toml").write_text(toml)
+    result = run(command, "run.toml")
+    assert result.exit_code == 2
+    assert line in result.output
+    assert 'flattens them: transform_mode = "none"' in result.output
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[backend]\nbackend = "my_backend:Tabel"', 'run.toml:2  backend.backend  is "my_backend:Tabel": the module'),
+        ('[backend]\nbackend = "absent:Table"', "run.toml:2  backend.backend  is \"absent:Table\": no module 'absent'"),
+        ('[backend]\nbackend = "json:JSONDecoder"', 'is "json:JSONDecoder": has no sample(): a backend has'),
+        ('[algorithm]\nloss = "my_backend:nothing"', 'run.toml:2  algorithm.loss  is "my_backend:nothing": the module'),
+        ('[planning]\ndetector = "nowhere:f"', "run.toml:2  planning.detector  is \"nowhere:f\": no module 'nowhere'"),
+        ('[data]\nsource = "nowhere:f"', "run.toml:2  data.source  is"),
+        ('[reward]\ntype = "custom"\ncustom_module = "nowhere.py"', "run.toml:3  reward.custom_module  is"),
+        (
+            '[backend]\nbackend = "my_backend:Table"\n[algorithm]\ntransform_mode = "entropy_mask"',
+            'run.toml:4  algorithm.transform_mode  is "entropy_mask", which needs the entropy',
+        ),
+        (
+            '[backend]\nbackend = "my_backend:Table"\n[backpressure]\nenabled = true',
+            'run.toml:4  backpressure.enabled  has no effect with backend = "my_backend:Table"',
+        ),
+        ("[backend]\noptions = { a = 1 }", 'has no effect with backend = "local"'),
+    ],
+)
+def test_check_finds_wrong_names_before_training(folder, text, line):
+    (folder / "run.toml").write_text(text)
+    result = run("check", "run.toml")
+    assert result.exit_code == 2
+    assert line in result.output, result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_check_imports_no_torch_for_code_that_needs_none(folder):
+    program = (
+        "import sys; from retrain.cli import main; sys.argv = ['retrain', 'check', 'run.toml']\ntry:\n    main()\n"
+    )
+    program += "except SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('return {"loss": loss, ', "return [loss]  # {", "train_step returned list, not a dictionary"),
+        ('"table/rows": len(self.logits)', '"mean_reward": 1.0', "returned 'mean_reward', which is measured here"),
+        ('"table/rows": len(self.logits)', '"table": [1]', "returned 'table': list, not a number"),
+        ('{"loss": loss,', '{"loss": float("nan"),', "the loss of step 0 is nan"),
+        ("range(request.samples)]", "range(1)]", "1 completions of a prompt where 8 were asked for"),
+        ("np.zeros(len(text))  #", "np.zeros(len(text) + 1)  #", "9 tokens with (10,) log-probabilities"),
+        ("logprobs_T[7] = log_p[digit]", "logprobs_T[7] = 0.5", "is not finite, or above 0"),
+        (
+            "range(request.samples)] for request in requests]",
+            "range(8)] for request in requests[1:]]",
+            "3 groups for 4",
+        ),
+        ('(directory / "table.json").write_text(json.dumps(self.logits))', "pass", "saved no file"),
+    ],
+)
+def test_what_a_backend_does_wrong_is_named(folder, old, new, reason):
+    assert old in CODE
+    (folder / "my_backend.py").write_text(CODE.replace(old, new))
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=1", "--set",
+                 "evaluation.problems=0")  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert "backend my_backend:Table" in result.output
+    assert reason in result.output
