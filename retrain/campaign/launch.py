@@ -22,6 +22,7 @@ from retrain.campaign.manifest import (
 )
 from retrain.campaign.own_code import check_own_code
 from retrain.campaign.plan import RunSpec, plan
+from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
@@ -31,6 +32,9 @@ from retrain.record.observer import Observer
 
 CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: measured gains of a shared decode batch level off there."""
+
+LOOK_SEEDS = 2
+"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped."""
 
 
 @dataclass
@@ -130,6 +134,8 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:
     asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
+    if specs[0].config.campaign.sequential != "off":
+        return LOOK_SEEDS * conditions
     most = GPU_LANES if on_gpu else CPU_LANES
     return max(1, most // conditions * conditions if conditions <= most else most)
 
@@ -164,7 +170,8 @@ def _carry_out(
     directory = manifest.directory
     _declared(manifest, specs)  # kept from now on
     observer.plan(specs)
-    settled = ("done",) if retry_failed else ("done", "failed")
+    look(manifest, specs, observer)  # killed between the last run of a seed and the look at it
+    settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
     todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
     left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
     if left and not retry_failed:
@@ -186,19 +193,23 @@ def _carry_out(
             except (Interrupted, KeyboardInterrupt) as end:
                 interrupted, saved = True, isinstance(end, Interrupted)
                 break
-            _squeeze_once(manifest, specs, observer)
+            _squeeze_once(manifest, specs, folder, observer)
+            look(manifest, specs, observer)
     if interrupted:
         for spec in todo:
             if manifest.run(spec.run_id)["state"] == "running":
                 manifest.update(spec.run_id, state="interrupted", reason="stopped by the user")
                 observer.run_finished(spec, "interrupted", "")
         return Outcome(130, directory, summary(manifest), saved)
-    _squeeze_once(manifest, specs, observer)  # killed after the last run and before its analysis
+    _squeeze_once(manifest, specs, folder, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare
 
         runs, labels = manifest.content["runs"], [spec.label for spec in specs]
-        manifest.note(comparison=compare(directory, runs, labels, **_declared(manifest, specs)))
+        rule = manifest.content.get("sequential")
+        manifest.note(comparison=compare(directory, runs, labels, sequential=rule, **_declared(manifest, specs)))
+    if specs[0].is_campaign:
+        _report(manifest, observer)
     failed = any(run["state"] == "failed" for run in manifest.content["runs"])
     return Outcome(1 if failed else 0, directory, summary(manifest))
 
@@ -211,7 +222,8 @@ def _restarts(
     Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
     go on have to be in its batches again, and fail again.
     """
-    for group in _planned_cohorts(manifest, specs):
+    for planned in _planned_cohorts(manifest, specs):
+        group = still_wanted(manifest, planned)  # asked between cohorts: the sequential rule may have decided
         states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
         failed = {name: int(manifest.run(name)["step"]) for name, state in states.items() if state == "failed"}
         if any(state not in ("done", "failed") for state in states.values()):
@@ -243,6 +255,8 @@ def summary(manifest: Manifest) -> dict[str, Any]:
     """What the command line prints at the end."""
     content, directory = manifest.content, manifest.directory
     paths = {"directory": str(directory), "manifest": str(directory / "manifest.json")}
+    if content.get("report"):
+        paths["report"] = str(directory / content["report"])
     done = [run for run in content["runs"] if run["state"] == "done"]
     if done:
         paths["adapter"] = str(directory / done[0]["path"] / "final")
@@ -357,7 +371,19 @@ class ManifestFollower:
         self.observer.run_finished(spec, status, message)
 
 
-def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> None:
+def _report(manifest: Manifest, observer: Observer) -> None:
+    """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
+    from retrain.campaign.report import REPORT, write_report
+
+    try:
+        write_report(manifest.directory)
+        manifest.note(report=REPORT)
+    except Exception as error:  # whatever it is, all results are on the disk already
+        message = f"no {REPORT}: {type(error).__name__}: {error}; type: retrain report {manifest.directory}"
+        observer.message(message, "warning")
+
+
+def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer) -> None:
     """After the first finished run: what rank would have been enough. A fault here costs the analysis, not the runs."""
     if manifest.content.get("squeeze"):
         return
@@ -369,7 +395,7 @@ def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], observer: Observ
             if spec.config.backend.backend != "local" and not weights.is_file():
                 return  # a backend of the user's that trains something else than a LoRA adapter
             try:
-                manifest.note(squeeze=squeeze_after_run(manifest.directory, spec))
+                manifest.note(squeeze=squeeze_after_run(manifest.directory, spec, folder))
             except RetrainError as error:
                 observer.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
             return

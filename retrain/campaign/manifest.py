@@ -19,9 +19,9 @@ from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
-CONCLUSIONS = ("comparison", "squeeze")
+CONCLUSIONS = ("comparison", "squeeze", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
-STATES = ("pending", "running", "interrupted", "done", "failed")
+STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -37,6 +37,7 @@ def fingerprint(spec: RunSpec) -> str:
         ("campaign", "conditions"),
         ("campaign", "lanes"),
         ("campaign", "name"),
+        ("campaign", "sequential"),
         ("campaign", "primary_metric"),
         ("campaign", "equivalence_margin"),
     ):

@@ -54,8 +54,16 @@ def compare_directories(
     labels = list(dict.fromkeys(label for source in sources for label in source.labels))
     runs, twice = _without_repeats(everything)
     warnings += twice + _differences(runs)
+    # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
+    rule = read_json(directories[0] / MANIFEST).get("sequential") if len(sources) == 1 else None
     return compare_runs(
-        runs, labels, metric=metric or declared, baseline=baseline, margin=margin, warnings=warnings
+        runs,
+        labels,
+        metric=metric or declared,
+        baseline=baseline,
+        margin=margin,
+        warnings=warnings,
+        sequential=rule,
     ) | {"directories": [str(path) for path in directories]}
 
 

@@ -161,9 +161,11 @@ def _retention(adapter: Path) -> dict[str, Any]:
     return wanted
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec) -> dict[str, Any]:
+def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
-    rank that the TOML names, else to the recommended one."""
+    rank that the TOML names, else to the recommended one, and that rank verified on the held-out problems.
+
+    ``folder`` is that of the TOML file."""
     settings = spec.config.squeeze
     adapter = find_adapter(run_directory(directory, spec))
     analysis = analyse_adapter(
@@ -175,7 +177,13 @@ def squeeze_after_run(directory: Path, spec: RunSpec) -> dict[str, Any]:
     rank = settings.compress_to or analysis["recommended_rank"]
     if rank:
         out = Path(settings.output_path) if settings.output_path else directory / "squeeze" / f"rank_{rank}"
-        analysis["compressed"] = str(compress_adapter(adapter, rank, out))
+        compressed = compress_adapter(adapter, rank, out)
+        analysis["compressed"] = str(compressed)
+        if settings.verify and spec.config.evaluation.problems >= 2:
+            from retrain.campaign.verify import verify_compression
+
+            where = directory / "squeeze" / "verification.json"
+            analysis["verified"] = verify_compression(spec, folder, adapter, compressed, where)
     write_json(directory / "squeeze" / "analysis.json", analysis)
     if spec.config.logging.wandb:
         context = RunContext(

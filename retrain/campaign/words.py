@@ -51,7 +51,7 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
         said += f", p = {probability(condition['p_holm'])}"
         said += f" (corrected for {family} comparisons)" if family > 1 else ""
     found = condition["verdict"]
-    if found.startswith("cannot tell"):
+    if found.startswith("cannot tell") and "sequential" not in condition:
         found = f"cannot tell, {pairs_for_verdict(family)} are needed"
     said += f", {pairs} pair{'s' * (pairs > 1)}: {found}"
     excluded = exclusion(condition, measure)
@@ -95,7 +95,8 @@ def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     said = []
     for kind, runs in (
         ("failed", [run for run in missing if run["state"] == "failed"]),
-        ("unfinished", [run for run in missing if run["state"] not in ("failed", "done")]),
+        ("unfinished", [run for run in missing if run["state"] not in ("failed", "done", "stopped")]),
+        ("stopped (sequential rule)", [run for run in missing if run["state"] == "stopped"]),
         ("finished without a value", [run for run in missing if run["state"] == "done"]),
     ):
         if runs:

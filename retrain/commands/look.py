@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, Sets, read
+import typer
+
+from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read
 from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
 from retrain.commands.output import count, duration, plural, print_table, size
+from retrain.errors import UsageError
 
 if TYPE_CHECKING:
     from retrain.commands.estimate import Architecture, Device, Estimate
@@ -26,15 +29,17 @@ CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
     ("comparison.json", "conditions against the first, paired by seed"),
+    ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
     ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
+    ("squeeze/verification.json", "held-out accuracy at that rank beside the full adapter, paired by problem"),
     ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     ("config.json", "every key as it was resolved, package versions, git revision"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
     ("code.diff", "uncommitted changes of the code around"),
 )
 
-ONLY_OF_CAMPAIGNS = ("comparison.json", "base/evaluation_<how>.npz")
+ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
 
 RUN_FILES = (
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
@@ -228,3 +233,17 @@ def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {name}", text) for name, text in RUN_FILES]
     print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
+
+
+def report(
+    directory: RunDirectory,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it.", show_default="report.html in DIR")
+    ] = None,
+) -> None:
+    """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
+    from retrain.campaign.report import write_report
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    print(write_report(directory, out))

@@ -69,6 +69,8 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         Console().print(tables.squeeze_table(report))
     if report["recommended_rank"] is not None:
         print(f"recommended rank: {report['recommended_rank']} of {report['source_rank']}")
+    if report.get("verified"):
+        print(report["verified"]["sentence"])
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
 

@@ -122,6 +122,10 @@ class Campaign(Section):
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
     """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
     the comparison can conclude that there is no difference that matters; unset, it never does."""
+    sequential: Literal["off", "linear", "pocock", "obrien_fleming"] = "off"
+    """Stop a condition early when it is decided: a look after every whole seed by an exact sign-flip test that spends
+    its error of 5 % over the looks, evenly (`linear`), earlier (`pocock`) or mostly at the end (`obrien_fleming`).
+    Up to 20 seeds; two seeds train at a time unless `lanes` says otherwise."""
     allow_confounded: bool = False
     """Permit settings that let conditions differ in more than what is compared."""
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
@@ -131,6 +135,7 @@ class Campaign(Section):
 def campaign_rules(config: Config) -> Iterator[Finding]:
     """What a comparison needs; asked of the campaign, not of its runs."""
     campaign = config.campaign
+    yield from sequential_rules(campaign)
     family, pairs = len(campaign.conditions) - 1, len(campaign.seeds)
     least = family * 2.0 ** -(pairs - 1)  # of the exact sign-flip test, after Holm's correction
     if family and least > 0.05:
@@ -142,6 +147,31 @@ def campaign_rules(config: Config) -> Iterator[Finding]:
             "verdict between the conditions; for one",
             f"seeds = {list(range(1, needed + 1))}",
             warning=True,
+        )
+
+
+SEQUENTIAL_MOST = 20
+"""Seeds that the exact sequential test goes through all sign patterns of."""
+
+
+def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
+    """A stopping rule needs something to decide and enough seeds to decide it with."""
+    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
+    if campaign.sequential == "off" or (others == 0 and seeds == 1):  # the latter is a run of a campaign, resolved
+        return
+    if others < 1:
+        yield Finding(
+            ("campaign.sequential", "campaign.conditions"),
+            "is on, and there is one condition: nothing is compared that could be decided",
+            'sequential = "off"',
+        )
+        return
+    least = next(n for n in range(1, 64) if others * 2.0 ** -(n - 1) <= 0.05)
+    if not least <= seeds <= SEQUENTIAL_MOST:
+        yield Finding(
+            ("campaign.sequential", "campaign.seeds"),
+            f"is on with {seeds} seeds: the test takes {least} (below that it can decide nothing) to {SEQUENTIAL_MOST}",
+            f"seeds = {list(range(1, least + 3))}",
         )
 
 

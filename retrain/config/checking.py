@@ -270,7 +270,8 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Say which values of the base are replaced in every run; and what a comparison lacks."""
     for finding in campaign_rules(config):
-        review.warnings.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
+        into = review.warnings if finding.warning else review.wrong
+        into.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
     for key in MODES:
         if review.places.given(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"

@@ -8,7 +8,14 @@ from rich.text import Text
 
 from retrain.record.board import Board, RunView, printable
 
-STATE_STYLES = {"done": "green", "failed": "bold red", "interrupted": "yellow", "running": "cyan", "waiting": "dim"}
+STATE_STYLES = {
+    "done": "green",
+    "failed": "bold red",
+    "interrupted": "yellow",
+    "stopped": "yellow",
+    "running": "cyan",
+    "waiting": "dim",
+}
 NOTHING = "-"
 RUN_COLUMNS = (
     ("step", 7, 0),

@@ -1,0 +1,224 @@
+"""What a report shows, from the files of a campaign: curves over seeds, distributions, and the same prompt twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.manifest import MANIFEST, PLAN
+from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.errors import UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.maths.statistics import cluster_interval
+
+Point = tuple[float, float]
+Completion = dict[str, Any]
+MIN_BAND_SEEDS = 3
+"""Two seeds have an interval of twelve standard errors: a band of it would hide the chart."""
+SMOOTHING = 20
+"""Curves of training are moving averages over a twentieth of the steps, at least three of a dozen."""
+
+
+@dataclass
+class Campaign:
+    """A campaign's directory, read: manifest, comparison, runs in their order, resolved configurations."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    comparison: dict[str, Any]
+    runs: list[RunResult]
+    configs: dict[str, dict[str, Any]]
+
+    @property
+    def labels(self) -> list[str]:
+        """Conditions, the baseline first."""
+        return [condition["label"] for condition in self.comparison["conditions"]]
+
+    @property
+    def measure(self) -> Measure:
+        """The primary metric."""
+        return Measure(self.comparison["summary"], self.comparison["metric"])
+
+    def of(self, label: str) -> list[RunResult]:
+        """The runs of a condition by seed."""
+        return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
+
+
+def read_campaign(directory: Path) -> Campaign:
+    """Read what a report needs; an unfinished campaign is compared as far as it is."""
+    if not (directory / MANIFEST).is_file():
+        raise UsageError(f"{directory} holds no {MANIFEST}: give the directory of a campaign, as train prints it")
+    manifest = read_json(directory / MANIFEST)
+    runs = [read_run(directory, run) for run in manifest["runs"]]
+    comparison = manifest.get("comparison")
+    if not comparison or comparison.get("format") != 2:
+        from retrain.campaign.pooling import compare_directories
+
+        comparison = compare_directories([directory])
+    configs: dict[str, dict[str, Any]] = {}
+    if (directory / PLAN).is_file():
+        for run in read_json(directory / PLAN)["runs"]:
+            configs.setdefault(run["label"], run["config"])
+    return Campaign(directory, manifest, comparison, runs, configs)
+
+
+@dataclass
+class Curve:
+    """A metric over steps for one condition: its mean over the finished runs, the 95 % interval, every run's line."""
+
+    label: str
+    mean: list[Point] = field(default_factory=list)
+    band: list[tuple[float, float, float]] = field(default_factory=list)
+    seeds: list[list[Point]] = field(default_factory=list)
+
+
+def curve(label: str, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Curve:
+    """The curve of ``key``. Failed and unfinished runs have their line but do not enter mean and band."""
+    lines: list[tuple[RunResult, list[Point]]] = []
+    for run in runs:
+        points = [(float(step), value) for step, value in run.curve(key)]
+        if smooth and points:
+            points = smoothed(points, window_of(len(points)))
+        if points:
+            lines.append((run, points))
+    found = Curve(label, seeds=[points for _, points in lines])
+    values: dict[float, list[float]] = defaultdict(list)
+    finished = [points for run, points in lines if run.done]
+    for points in finished:
+        for step, value in points:
+            values[step].append(value)
+    for step in sorted(step for step, each in values.items() if len(each) == len(finished)):
+        found.mean.append((step, sum(values[step]) / len(values[step])))
+        interval = cluster_interval(values[step], range(len(values[step])))  # mean ± t·SE over the runs
+        if len(values[step]) >= MIN_BAND_SEEDS and interval.low is not None and interval.high is not None:
+            low, high = (max(0.0, interval.low), min(1.0, interval.high)) if share else (interval.low, interval.high)
+            found.band.append((step, low, high))
+    return found
+
+
+def window_of(steps: int) -> int:
+    """Steps that a point of a training curve averages over."""
+    return max(3, steps // SMOOTHING) if steps >= 12 else 1
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Trailing moving average over at most ``window`` points."""
+    out, total = [], 0.0
+    for i, (step, value) in enumerate(points):
+        total += value - (points[i - window][1] if i >= window else 0.0)
+        out.append((step, total / min(i + 1, window)))
+    return out
+
+
+def completions(run: RunResult) -> tuple[list[Completion], list[Completion], str]:
+    """Completions of the run's first and last held-out evaluation, and in words which these are.
+
+    Without evaluations: those of the first and last tenth of training, where the same seed met the same prompts.
+    """
+    rows = [row for row in read_jsonl(run.path / "emergence/evaluations.jsonl") if row.get("name") == "heldout"]
+    words = "held-out evaluation"
+    if rows:
+        first, last = rows[0]["step"], rows[-1]["step"]
+        early = [row for row in rows if row["step"] == first] if first < last else []
+        return early, [row for row in rows if row["step"] == last], words
+    rows = read_jsonl(run.path / "emergence/generations.jsonl")
+    if not rows:
+        return [], [], words
+    steps = rows[-1]["step"] + 1
+    tenth = max(1, steps // 10)
+    early = [row for row in rows if row["step"] < tenth] if steps > tenth else []
+    return early, [row for row in rows if row["step"] >= steps - tenth], "training prompts, first and last tenth"
+
+
+@dataclass
+class Twin:
+    """One prompt on two sides: share solved with its counts, and a completion of the same seed from each side."""
+
+    problem: str
+    prompt: str
+    left: tuple[int, int]
+    right: tuple[int, int]
+    examples: tuple[Completion, Completion]
+    seed: int
+    tags: tuple[str, ...] = ()
+
+    @property
+    def change(self) -> float:
+        """Share solved on the right minus that on the left."""
+        return self.right[0] / self.right[1] - self.left[0] / self.left[1]
+
+
+def twins(sides: Sequence[tuple[int, Sequence[Completion], Sequence[Completion]]], most: int) -> tuple[list[Twin], int]:
+    """The prompts whose solve rate differs most between two sides, and how many prompts both sides have.
+
+    ``sides`` has (seed, completions on the left, on the right) for every seed that has both. Ties are broken by the
+    problem's name, so that a report made again is the same.
+    """
+    left: dict[str, list[tuple[int, Completion]]] = defaultdict(list)
+    right: dict[str, list[tuple[int, Completion]]] = defaultdict(list)
+    for seed, before, after in sides:
+        mine = {row["problem_id"] for row in before} & {row["problem_id"] for row in after}
+        for rows, kept in ((before, left), (after, right)):
+            for row in rows:
+                if row["problem_id"] in mine:
+                    kept[row["problem_id"]].append((seed, row))
+    found = [_twin(problem, left[problem], right[problem]) for problem in left]
+    found.sort(key=lambda twin: (-abs(twin.change), twin.problem))
+    return [twin for twin in found[:most] if twin.change != 0.0], len(found)
+
+
+def _twin(problem: str, left: Sequence[tuple[int, Completion]], right: Sequence[tuple[int, Completion]]) -> Twin:
+    counts = [_counted(side) for side in (left, right)]
+    rises = counts[1][0] * counts[0][1] > counts[0][0] * counts[1][1]
+    pairs = [(a, b, seed) for seed, a in left for other, b in right if other == seed]
+    # A pair that shows the change: wrong on one side, right on the other, in the direction of the rates.
+    typical = (pair for pair in pairs if bool(pair[0]["correct"]) != rises and bool(pair[1]["correct"]) == rises)
+    a, b, seed = next(typical, pairs[0])
+    return Twin(problem, a["prompt"], counts[0], counts[1], (a, b), seed, tuple(a.get("tags") or ()))
+
+
+def _counted(side: Sequence[tuple[int, Completion]]) -> tuple[int, int]:
+    """(right, all) of one side. The untrained model is sampled once for all seeds, and so counts once."""
+    by_seed: dict[int, list[tuple[str, bool]]] = defaultdict(list)
+    for seed, row in side:
+        by_seed[seed].append((row["completion"], bool(row["correct"])))
+    samples = list(by_seed.values())
+    if all(row["step"] == 0 for _, row in side) and all(each == samples[0] for each in samples):
+        samples = samples[:1]
+    marks = [correct for each in samples for _, correct in each]
+    return sum(marks), len(marks)
+
+
+def settings(configs: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(dotted key, value per condition) for every setting in which the conditions differ."""
+    flat = {label: dict(leaves(config)) for label, config in configs.items()}
+    keys = dict.fromkeys(key for each in flat.values() for key in each)
+    out = []
+    for key in keys:
+        if key.startswith(("campaign.", "logging.")) or key == "training.seed":
+            continue  # what a run is called and where it goes differs always
+        values = [_told(each.get(key)) for each in flat.values()]
+        if len(set(values)) > 1:
+            out.append((key, values))
+    return out
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of nested dictionaries."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _told(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def rollout_pages(directory: Path, run: RunResult) -> list[str]:
+    """Rollout pages of a run in order, as paths from ``directory``."""
+    return [str(path.relative_to(directory)) for path in sorted(run.path.glob("*_iteration_*.html"))]

@@ -1,0 +1,194 @@
+"""``report.html``: what a campaign found, in one file that needs nothing else. The verdict stands first.
+
+Everything is read from the campaign's directory, so a report can be made again at any time, also of a campaign that
+was stopped. What a model wrote goes through ``record.html.escape`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.evidence import Campaign, read_campaign
+from retrain.campaign.report_sections import (
+    curves_section,
+    distributions_section,
+    figure,
+    level_words,
+    results_section,
+    runs_section,
+    same_prompt_section,
+    settings_section,
+    squeeze_section,
+    title_of,
+)
+from retrain.campaign.words import amount, probability
+from retrain.files import write_text
+from retrain.record import charts
+from retrain.record.charts import Row
+from retrain.record.html import escape, page
+from retrain.record.views import duration, short
+
+REPORT = "report.html"
+
+STYLES = (
+    charts.STYLES
+    + """
+table.tight td { white-space: nowrap; }
+.verdicts { display: grid; gap: 10px; margin: 14px 0 6px; padding: 0; list-style: none; }
+.verdicts li { border-left: 4px solid var(--line); padding: 8px 14px; background: var(--raised);
+  border-radius: 0 6px 6px 0; }
+.verdicts b { display: block; font-size: 1.02rem; } .verdicts .up { border-color: var(--good); }
+.verdicts .down { border-color: var(--bad); } .verdicts .unclear { border-color: var(--warn); }
+.up b { color: var(--good); } .down b { color: var(--bad); } .unclear b { color: var(--warn); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 16px; }
+figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: 6px; }
+figcaption small { display: block; font-weight: 400; color: var(--muted); font-size: .8rem; }
+.facts { color: var(--muted); margin: 0; max-width: none; }
+.facts span { display: inline-block; margin-right: 1.3em; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 12px;
+  margin: 8px 0 14px; }
+.pair pre, .prompt { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; padding: 8px 10px; font-size: .82rem;
+  background: var(--sunken); border-radius: 6px; font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+.side { font-size: .82rem; color: var(--muted); margin-bottom: 3px; } .twin { border-top: 1px solid var(--line);
+  padding: 7px 0; } .twin summary { display: flex; flex-wrap: wrap; gap: 4px 14px; align-items: baseline; }
+.twin summary .prompt { background: none; padding: 0; flex: 1 1 12em; max-height: 2.6em; overflow: hidden; }
+.key::before { content: ""; display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .45em;
+  background: var(--series); } h3 .chip { font-weight: 400; }
+nav.inside { font-size: .85rem; margin: 10px 0 0; } nav.inside a { margin-right: 1em; white-space: nowrap; }
+@media print { .plots { grid-template-columns: 1fr 1fr; } .twin { break-inside: avoid; } figure.card { padding: 8px; } }
+"""
+)
+
+
+def write_report(directory: Path, out: Path | None = None) -> Path:
+    """Make ``report.html`` of a campaign's directory (or ``out``) and return where it is.
+
+    Raises UsageError when the directory holds no campaign.
+    """
+    target = out or directory / REPORT
+    write_text(target, report_html(read_campaign(directory)))
+    return target
+
+
+def report_html(campaign: Campaign) -> str:
+    """The whole document."""
+    sections = [
+        ("Verdict", _verdicts(campaign)),
+        ("Curves", curves_section(campaign)),
+        ("Results", results_section(campaign)),
+        ("Same prompt", same_prompt_section(campaign)),
+        ("Distributions", distributions_section(campaign)),
+        ("LoRA rank", squeeze_section(campaign)),
+        ("Settings", settings_section(campaign)),
+        ("Runs", runs_section(campaign)),
+    ]
+    made = [(title, body) for title, body in sections if body]
+    links = " ".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in made[1:])
+    blocks = [f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in made[1:]]
+    head = f"{_header(campaign)}<nav class='inside no-print'>{links}</nav>{made[0][1]}"
+    return page(f"{campaign.manifest['name']}: report", head + "".join(blocks), styles=STYLES)
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _header(campaign: Campaign) -> str:
+    runs, comparison = campaign.runs, campaign.comparison
+    states = {state: sum(run.state == state for run in runs) for state in dict.fromkeys(run.state for run in runs)}
+    seeds = sorted({run.seed for run in runs})
+    config = next(iter(campaign.configs.values()), {})
+    made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    facts = [
+        _plural(len(campaign.labels), "condition") + " × " + _plural(len(seeds), "seed"),
+        ", ".join(f"{count} {state}" for state, count in states.items()),
+    ]
+    if config:
+        training = config["training"]
+        facts += [
+            f"{config['model']['model']}, rank {config['model']['lora_rank']}",
+            f"{training['max_steps']} steps × {training['batch_size']} prompts × {training['group_size']} completions",
+            f"data {config['data']['source']}",
+        ]
+    cost = comparison["conditions"]
+    facts.append(
+        f"{short(sum(c['tokens'] for c in cost))} tokens, {duration(sum(c['seconds'] for c in cost))} of device time"
+    )
+    told = " ".join(f"<span>{escape(fact)}</span>" for fact in [*facts, made])
+    return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{told}</p>"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------
+
+
+def _verdicts(campaign: Campaign) -> str:
+    """Sentences first, then the picture of the differences, then what weakens them."""
+    comparison, measure = campaign.comparison, campaign.measure
+    others = comparison["conditions"][1:]
+    items = [_verdict_item(condition, comparison["baseline"]) for condition in others]
+    if not others:
+        only = comparison["conditions"][0]
+        level = "no finished run" if only["after_mean"] is None else level_words(only, measure)
+        items = [f'<li class="unclear"><b>One condition: nothing is compared</b>{escape(only["label"])}: {level}</li>']
+    body = f"<ul class='verdicts'>{''.join(items)}</ul>"
+    if comparison["note"]:
+        body += f"<p class='warn'>{escape(comparison['note'])}</p>"
+    unit = "points" if comparison["share"] else ""
+    rows = [
+        Row(
+            condition["label"],
+            place,
+            [(d, f"seed {s}: {amount(d, measure, sign=True)}")
+             for s, d in zip(condition["paired_seeds"], condition["differences"], strict=True)],
+            condition["difference"],
+            condition["difference_interval"] if condition["pairs"] >= 3 else None,
+            "" if condition["p_holm"] is None else f"p = {probability(condition['p_holm'])}",
+        )
+        for place, condition in enumerate(others, start=1)
+        if condition["pairs"]
+    ]  # fmt: skip
+    plots = []
+    if rows:
+        drawn = charts.dot_chart(
+            rows, label=f"difference to {comparison['baseline']} for each seed", zero=True, unit=unit,
+            x_title=f"difference to {comparison['baseline']}" + (", points" if unit else ""),
+            margin=comparison["margin"],
+        )  # fmt: skip
+        plots.append(figure(f"{title_of(measure)}: difference to the baseline", _difference_words(comparison), drawn))
+    plots += _seed_plot(campaign)
+    return body + f"<div class='plots'>{''.join(plots)}</div>"
+
+
+def _verdict_item(condition: dict[str, Any], baseline: str) -> str:
+    verdict = condition["verdict"]
+    css = {"better": "up", "worse": "down", "cannot": "unclear"}.get(verdict.split()[0].rstrip(","), "")
+    said = verdict[0].upper() + verdict[1:]
+    head = f"{condition['label']} against {baseline}: {said}"
+    return f'<li class="{css}"><b>{escape(head)}</b>{escape(condition["sentence"])}</li>'
+
+
+def _difference_words(comparison: dict[str, Any]) -> str:
+    words = "each dot one pair of seeds; line: mean; bar: 95 % interval"
+    return words + ("; grey: differences that do not matter" if comparison["margin"] else "")
+
+
+def _seed_plot(campaign: Campaign) -> list[str]:
+    """Every seed's result: lines through the conditions, or dots for a single condition."""
+    comparison, measure = campaign.comparison, campaign.measure
+    unit, limits = ("%", (0.0, 1.0)) if comparison["share"] else ("", None)
+    conditions = comparison["conditions"]
+    by_seed = [dict(zip(c["finished"], c["after_values"], strict=True)) for c in conditions]
+    seeds = sorted({seed for values in by_seed for seed in values})
+    if not seeds:
+        return []
+    lines = [(f"seed {seed}", [values.get(seed) for values in by_seed]) for seed in seeds]
+    drawn = charts.pair_chart(
+        [c["label"] for c in conditions], lines, label=f"{title_of(measure)} of every seed", unit=unit, limits=limits
+    )
+    return [figure(f"{title_of(measure)}, every seed", "a grey line joins the runs of one seed", drawn)]

@@ -1,0 +1,344 @@
+"""The sections of a report below its verdict: curves, tables, the same prompt twice, distributions, settings, runs.
+
+Each takes the campaign and returns HTML, "" where there is nothing to show. Text from files and models is escaped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from retrain.campaign.evidence import (
+    Campaign,
+    Completion,
+    Curve,
+    Twin,
+    completions,
+    curve,
+    rollout_pages,
+    settings,
+    twins,
+    window_of,
+)
+from retrain.campaign.results import Measure
+from retrain.campaign.words import amount, number, probability
+from retrain.record import charts
+from retrain.record.charts import Series
+from retrain.record.html import escape
+from retrain.record.views import short
+
+TWINS = 8
+"""Prompts shown for each comparison."""
+OPEN_TWINS = 2
+"""Of them so many are open from the start, and on paper."""
+
+CURVES = (
+    ("eval/heldout/correct_rate", "Held-out accuracy", "%", True, False),
+    ("correct_rate", "Correct while training", "%", True, True),
+    ("mean_reward", "Reward while training", "", False, True),
+    ("completions/mean_length", "Tokens per completion", "", False, True),
+    ("entropy", "Entropy of the policy, nats per token", "", False, True),
+    ("sepa_lambda", "SEPA: pooling λ", "", True, False),
+    ("sepa_gate_open", "SEPA: gate open (share of runs)", "", True, False),
+    ("bp_throughput", "Back pressure: tokens per second", "", False, False),
+    ("bp_p_star", "Back pressure: best number of sequences", "", False, False),
+)
+"""Metric, title, unit, whether it is a share, whether it is noisy enough to be smoothed."""
+
+
+def figure(title: str, words: str, drawn: str) -> str:
+    """A chart on a card, with its title and how to read it."""
+    return (
+        f"<figure class='card'><figcaption>{escape(title)}<small>{escape(words)}</small></figcaption>{drawn}</figure>"
+    )
+
+
+def title_of(measure: Measure) -> str:
+    """What a measure is called above a chart."""
+    names = {"eval/heldout/correct_rate": "held-out accuracy", "correct_rate": "correct rate while training"}
+    name = names.get(measure.key, measure.key.removeprefix("eval/heldout/"))
+    return (f"area under {name}" if measure.summary == "auc" else f"final {name}").capitalize()
+
+
+def level_words(condition: dict[str, Any], measure: Measure) -> str:
+    """Mean after training with its interval, as text."""
+    unit = "%" if measure.is_share else ""
+    said = f"{number(condition['after_mean'], measure)}{unit}"
+    if condition["interval"]:
+        low, high = (number(end, measure) for end in condition["interval"])
+        said += f" [{low}, {high}]"
+    return said
+
+
+def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str:
+    """A table that scrolls inside itself; cells are HTML, all columns but the first are numbers unless long."""
+    css = f" class='{css}'" if css else ""
+    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class='scroll'><table{css}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+# -- curves and distributions -----------------------------------------------------------------------------------
+
+
+def curves_section(campaign: Campaign) -> str:
+    """Every metric of ``CURVES`` that the runs have, over steps."""
+    plots = []
+    for key, title, unit, share, smooth in CURVES:
+        # Back pressure steers what all runs of a cohort do together: one line says it for all.
+        labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
+        found = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
+        if key == "mean_reward" and _same_as_correct(campaign):
+            continue  # a reward of 0 and 1: the curve above once more
+        if not any(each.seeds for each in found):
+            continue
+        series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]
+        limits = (0.0, 1.0) if share else (0.0, None)
+        words = "mean of the seeds, band: 95 % interval, thin: every run"
+        window = window_of(max(len(line) for each in found for line in each.seeds)) if smooth else 1
+        words += f"; moving average over {window} steps" if window > 1 else ""
+        drawn = charts.line_chart(
+            series, label=f"{title} over steps, by condition", x_title="optimizer steps", unit=unit, limits=limits
+        )
+        plots.append(figure(title, words, drawn))
+    return f"<div class='plots'>{''.join(plots)}</div>" if plots else ""
+
+
+def _series(found: Curve, index: int, dots: bool) -> Series:
+    # A condition without a finished run still shows what there is of it.
+    points = found.mean or found.seeds[0]
+    return Series(found.label, index, points, found.band, found.seeds, dots)
+
+
+def _same_as_correct(campaign: Campaign) -> bool:
+    return all(row.get("mean_reward") == row.get("correct_rate") for run in campaign.runs for row in run.rows)
+
+
+def distributions_section(campaign: Campaign) -> str:
+    """Lengths and rewards of the last evaluation; seeds are pooled to be looked at, never to be tested."""
+    lengths, rewards, words = [], [], ""
+    for index, label in enumerate(campaign.labels):
+        rows: list[Completion] = []
+        for run in campaign.of(label):
+            if run.done:
+                _, last, words = completions(run)
+                rows += last
+        if rows:
+            lengths.append((label, index, [float(row["num_tokens"]) for row in rows]))
+            rewards.append((label, index, [float(row["reward"]) for row in rows if row["reward"] is not None]))
+    if not lengths:
+        return ""
+    said = f"{words} after training, completions of all finished runs"
+    plots = [
+        figure("Tokens per completion", said,
+                charts.histogram(lengths, label="distribution of lengths", x_title="tokens")),
+        figure("Reward", said, charts.histogram(rewards, label="distribution of rewards", x_title="reward")),
+    ]  # fmt: skip
+    return f"<div class='plots'>{''.join(plots)}</div>"
+
+
+# -- the same prompt on two sides -------------------------------------------------------------------------------
+
+
+def same_prompt_section(campaign: Campaign) -> str:
+    """Each condition against the baseline after training, then each condition before against after."""
+    sampled = {run.run_id: completions(run) for run in campaign.runs if run.done}
+    baseline = campaign.labels[0]
+    blocks = []
+    for label in campaign.labels[1:]:
+        base = {run.pair: run for run in campaign.of(baseline) if run.done}
+        sides = [
+            (run.seed, sampled[base[run.pair].run_id][1], sampled[run.run_id][1])
+            for run in campaign.of(label)
+            if run.done and run.pair in base
+        ]
+        blocks.append(_twins_block(f"{baseline} → {label}, after training", baseline, label, sides))
+    for label in campaign.labels:
+        sides = [(run.seed, *sampled[run.run_id][:2]) for run in campaign.of(label) if run.done]
+        blocks.append(_twins_block(f"{label}: first → last", "first", "last", sides))
+    told = "".join(blocks)
+    if not told:
+        return ""
+    words = next(iter(sampled.values()))[2]
+    intro = (
+        f"{words.capitalize()}: the prompts whose share of right answers differs most between two sides, over all "
+        "seeds that both have; the untrained model is sampled once for all seeds and counts once. The extremes "
+        "among many prompts are partly luck: read them as examples, not as findings."
+    )
+    return f"<p class='muted'>{escape(intro)}</p>{told}"
+
+
+def _twins_block(title: str, left: str, right: str, sides: list[tuple[int, list[Completion], list[Completion]]]) -> str:
+    found, count = twins(sides, TWINS)
+    if not found:
+        return ""
+    items = "".join(_twin_item(twin, left, right, place < OPEN_TWINS) for place, twin in enumerate(found))
+    return f"<h3>{escape(title)} <span class='chip'>{len(found)} of {count} prompts</span></h3>{items}"
+
+
+def _twin_item(twin: Twin, left: str, right: str, opened: bool) -> str:
+    css = "good" if twin.change > 0 else "bad"
+    counts = f"{twin.left[0]}/{twin.left[1]} → {twin.right[0]}/{twin.right[1]}"
+    sides = "".join(
+        f"<div><div class='side'>{escape(name)}, seed {twin.seed}: "
+        f"{_outcome(row)}</div><pre>{escape(row['completion'])}</pre></div>"
+        for name, row in zip((left, right), twin.examples, strict=True)
+    )
+    tags = "".join(f"<span class='chip'>{escape(tag)}</span>" for tag in twin.tags)
+    change = f"{100 * twin.change:+.0f} points".replace("-", "−")
+    return (
+        f"<details class='twin'{' open' * opened}><summary><span class='prompt'>{escape(twin.prompt)}</span>{tags}"
+        f"<span class='number'>{counts}</span><b class='{css}'>{change}</b></summary>"
+        f"<div class='pair'>{sides}</div></details>"
+    )
+
+
+def _outcome(row: Completion) -> str:
+    said = "<b class='good'>right</b>" if row["correct"] else "<b class='bad'>wrong</b>"
+    return f"{said}, {row['num_tokens']} tokens" + (", cut off" if row.get("stop_reason") == "length" else "")
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def results_section(campaign: Campaign) -> str:
+    """Primary metric with costs, then the secondary ones (tags among them)."""
+    comparison, measure = campaign.comparison, campaign.measure
+    head = ("condition", "finished", "before", "after", "IQM", "difference", "p", "smallest p", "P(better)",
+            "tokens per run", "seconds per run")  # fmt: skip
+    rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
+    body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
+    said = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
+    body += f"<p class='muted'>{said}</p>"
+    if comparison.get("secondary"):
+        labels = campaign.labels
+        head = ("metric", *(f"{label}" for label in labels), *(f"{label} − baseline" for label in labels[1:]))
+        rows = [_secondary_row(each) for each in comparison["secondary"]]
+        body += "<h3>Secondary metrics and tags</h3>" + table_of(head, rows, "tight")
+        body += "<p class='muted'>No verdicts here: many numbers, none declared before, none corrected.</p>"
+    return body
+
+
+def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list[str]:
+    unit = "%" if measure.is_share else ""
+
+    def told(value: float | None, form: str = "") -> str:
+        return "–" if value is None else (form.format(value) if form else f"{number(value, measure)}{unit}")
+
+    iqm, better = condition.get("iqm") or {}, condition.get("probability_of_improvement") or {}
+    difference = "baseline" if index == 0 else "–"
+    if condition["difference"] is not None:
+        difference = amount(condition["difference"], measure, sign=True)
+        if condition["difference_interval"]:
+            low, high = (number(end, measure) for end in condition["difference_interval"])
+            difference += f" [{low}, {high}]"
+    p = condition["p_holm"]
+    return [
+        f"<span class='key' style='--series:{charts.colour(index)}'>{escape(condition['label'])}</span>",
+        f"{len(condition['finished'])} of {len(condition['seeds'])}",
+        told(condition["before"]),
+        "–" if condition["after_mean"] is None else escape(level_words(condition, measure)),
+        told(iqm.get("estimate")),
+        escape(difference),
+        "–" if p is None else probability(p),
+        told(condition["smallest_p"], "{:.3g}"),
+        told(better.get("estimate"), "{:.2f}"),
+        "–" if condition["tokens_per_run"] is None else short(condition["tokens_per_run"]),
+        told(condition["seconds_per_run"], "{:.0f}"),
+    ]
+
+
+def _secondary_row(secondary: dict[str, Any]) -> list[str]:
+    measure = Measure(secondary["summary"], secondary["metric"])
+    cells = [escape(measure.name.removeprefix("final:").replace("eval/heldout/", ""))]
+    for condition in secondary["conditions"]:
+        cells.append("–" if condition["after_mean"] is None else escape(level_words(condition, measure)))
+    for condition in secondary["conditions"][1:]:
+        if condition["difference"] is None:
+            cells.append("–")
+            continue
+        said = amount(condition["difference"], measure, sign=True)
+        if condition["difference_interval"]:
+            low, high = (number(end, measure) for end in condition["difference_interval"])
+            said += f" [{low}, {high}]"
+        cells.append(escape(said))
+    return cells
+
+
+def squeeze_section(campaign: Campaign) -> str:
+    """Energy by rank, and what evaluating the compressed adapter said."""
+    report = campaign.manifest.get("squeeze")
+    if not report or not report.get("rows"):
+        return f"<p>{escape(report['message'])}</p>" if report and report.get("message") else ""
+    rows = report["rows"]
+    series = [
+        Series("energy kept, mean", 0, [(row["rank"], row["mean_variance"]) for row in rows], dots=True),
+        Series("energy, worst layer", 2, [(row["rank"], row["min_variance"]) for row in rows], dots=True),
+        Series("weight error", 1, [(row["rank"], row["relative_error"]) for row in rows], dots=True),
+    ]
+    drawn = charts.line_chart(
+        series, label="energy and weight error by rank", x_title="rank kept", unit="%", limits=(0.0, 1.0)
+    )
+    head = ("rank", "energy kept", "worst layer", "weight error")
+    table = table_of(head, [
+        [f"<b>{row['rank']}, recommended</b>" if row["rank"] == report["recommended_rank"] else str(row["rank"]),
+         *(f"{100 * row[key]:.1f}%" for key in ("mean_variance", "min_variance", "relative_error"))]
+        for row in rows
+    ])  # fmt: skip
+    words = [report.get("message") or ""]
+    if (verified := report.get("verified")) and verified.get("sentence"):
+        words.insert(0, verified["sentence"])
+    told = "".join(f"<p>{escape(text)}</p>" for text in words if text)
+    drawn = figure("What a smaller rank would keep", "by singular values of the first finished run", drawn)
+    return f"{told}<div class='plots'>{drawn}<div>{table}</div></div>"
+
+
+def settings_section(campaign: Campaign) -> str:
+    """The settings in which conditions differ."""
+    if not campaign.configs:
+        return ""
+    configs = {label: campaign.configs[label] for label in campaign.labels if label in campaign.configs}
+    rows = [[f"<code>{escape(key)}</code>", *map(escape, values)] for key, values in settings(configs)]
+    if not rows:
+        return "<p>The conditions differ in no setting.</p>" if len(configs) > 1 else ""
+    said = "Everything else is the same for all runs; <code>plan.json</code> beside this file has every key."
+    return table_of(("setting", *configs), rows) + f"<p class='muted'>{said}</p>"
+
+
+def runs_section(campaign: Campaign) -> str:
+    """Every run with its state and links; nothing is left out."""
+    rows = []
+    for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
+        value = run.value(campaign.measure) if run.done else None
+        unit = "%" if campaign.measure.is_share else ""
+        pages = rollout_pages(campaign.directory, run)
+        shown = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
+        links = [_link(path, _page_name(path)) for path in shown]
+        if len(pages) > len(shown):
+            links.append(f"({len(pages)} pages)")
+        folder = str(run.path.relative_to(campaign.directory))
+        links += [
+            _link(f"{folder}/{name}", name) for name in ("metrics.jsonl", "run.log") if (run.path / name).is_file()
+        ]
+        css = {"failed": "bad", "done": ""}.get(run.state, "warn")
+        rows.append([
+            escape(run.run_id),
+            f"<span class='{css}'>{escape(run.state)}</span>" + (f"<br>{escape(run.reason)}" if run.reason else ""),
+            str(len(run.rows)),
+            "–" if value is None else f"{number(value, campaign.measure)}{unit}",
+            " · ".join(links),
+        ])  # fmt: skip
+    return table_of(("run", "state", "steps", "result", "files"), rows)
+
+
+def _page_name(path: str) -> str:
+    stem = Path(path).stem
+    kind, _, step = stem.partition("_iteration_")
+    return (
+        f"{kind.replace('eval_', 'evaluation ').replace('train', 'rollouts')} {int(step) if step.isdigit() else step}"
+    )
+
+
+def _link(path: str, text: str) -> str:
+    return f'<a href="{escape(quote(path))}">{escape(text)}</a>'

@@ -1,0 +1,385 @@
+"""Charts as SVG text: lines with bands, dots with intervals, histograms. Made for a page of ``record.html``.
+
+Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is told
+by colour alone: each has its marker and dash, and its name stands at the end of its line. Labels are plain text and
+are escaped here; numbers that are None are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from retrain.record.html import escape
+
+WIDTH = 560
+"""Units of a chart's view box; the page scales it to its column."""
+LETTER = 6.7
+"""Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %."""
+COLOURS = 8
+DASHES = ("", "6 3", "2 3", "9 3 2 3")
+STYLES = """
+.chart { display: block; width: 100%; height: auto; font: 12px/1.2 system-ui, -apple-system, "Segoe UI", sans-serif;
+  font-variant-numeric: tabular-nums; overflow: visible; }
+.chart text { fill: var(--muted); } .chart .name { fill: var(--ink); font-weight: 600; }
+.chart .value { fill: var(--ink); } .chart .grid { stroke: var(--line); stroke-width: 1; }
+.chart .zero { stroke: var(--muted); stroke-width: 1.2; } .chart .line { fill: none; stroke-width: 2;
+  stroke-linejoin: round; } .chart .thin { fill: none; stroke-width: 1; opacity: .32; }
+.chart .band { opacity: .15; stroke: none; } .chart .dot { stroke: var(--raised); stroke-width: .8; }
+.chart .margin { fill: var(--line); opacity: .55; } .chart .pair { stroke: var(--line); stroke-width: 1; fill: none; }
+"""
+MARKS: tuple[Callable[[float, float, float], str], ...] = (
+    lambda x, y, r: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"',
+    lambda x, y, r: f'<rect x="{x - r * 0.9:.1f}" y="{y - r * 0.9:.1f}" width="{r * 1.8:.1f}" height="{r * 1.8:.1f}"',
+    lambda x, y, r: f'<path d="M{x:.1f} {y - r * 1.2:.1f}L{x + r * 1.15:.1f} {y + r * 0.85:.1f}H{x - r * 1.15:.1f}Z"',
+    lambda x, y, r: (
+        f'<path d="M{x:.1f} {y - r * 1.3:.1f}l{r * 1.3:.1f} {r * 1.3:.1f}l-{r * 1.3:.1f} {r * 1.3:.1f}'
+        f'l-{r * 1.3:.1f} -{r * 1.3:.1f}Z"'
+    ),
+)
+
+
+@dataclass
+class Series:
+    """One line: ``points`` (x, y), a band of (x, low, high), and thin lines behind it (one for each seed).
+
+    ``index`` chooses colour, marker and dash. ``dots`` marks each point; thin lines get small ones.
+    """
+
+    name: str
+    index: int
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
+    thin: Sequence[Sequence[tuple[float, float]]] = ()
+    dots: bool = False
+
+
+@dataclass
+class Row:
+    """One row of a dot chart: a dot for each value (with what to say of it), their centre and its interval."""
+
+    name: str
+    index: int
+    values: Sequence[tuple[float, str]] = ()
+    centre: float | None = None
+    interval: Sequence[float] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear axis from ``low`` to ``high`` over pixels, with ticks at round numbers."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: tuple[float, ...] = field(default=())
+
+    @classmethod
+    def around(
+        cls, values: Sequence[float], start: float, end: float, *, wanted: int = 5, limits: tuple | None = None
+    ) -> Axis:
+        """The axis for these values: its ends are ticks. ``limits`` (low, high, either None) are never passed."""
+        finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+        low, high = min(finite), max(finite)
+        if high - low < 1e-12 * max(1.0, abs(high)):
+            pad = abs(high) * 0.1 or 0.5
+            low, high = low - pad, high + pad
+        step = nice_step((high - low) / wanted)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if limits and limits[0] is not None:
+            first = max(first, math.ceil(limits[0] / step - 1e-9))
+        if limits and limits[1] is not None:
+            last = min(last, math.floor(limits[1] / step + 1e-9))
+        ticks = tuple(step * i for i in range(first, max(last, first + 1) + 1))
+        floor, ceiling = limits or (None, None)
+        low, high = min(ticks[0], low), max(ticks[-1], high)
+        low = low if floor is None else max(low, floor)
+        high = high if ceiling is None else min(high, ceiling)
+        return cls(low, high, start, end, ticks)
+
+    def __call__(self, value: float) -> float:
+        """Where the value stands, in pixels; values outside are held at the ends."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def nice_step(least: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 × 10^n that is at least this."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))
+
+
+def tick_text(value: float, step: float, unit: str = "") -> str:
+    """A tick's number with as many decimals as the step needs; ``%`` takes shares, ``points`` differences of shares."""
+    if unit in ("%", "points"):
+        value, step = 100.0 * value, 100.0 * step
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    decimals += abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6
+    text = f"{value:,.{decimals}f}"
+    text = f"+{text}" if unit == "points" and value > step / 2 else text
+    return text.replace("-", "−") + ("%" if unit == "%" else "")
+
+
+def colour(index: int) -> str:
+    """CSS colour of a series."""
+    return f"var(--c{index % COLOURS + 1})"
+
+
+def mark(index: int, x: float, y: float, radius: float, said: str = "", css: str = "dot") -> str:
+    """One marker in the shape and colour of its series, with what a pointer over it is told."""
+    shape = MARKS[index % len(MARKS)](x, y, radius)
+    return (
+        f'{shape} class="{css}" fill="{colour(index)}">{f"<title>{escape(said)}</title>" if said else ""}{_end(shape)}'
+    )
+
+
+def _end(shape: str) -> str:
+    return f"</{shape[1:].split(' ', 1)[0]}>"
+
+
+def chart(height: float, label: str, parts: Sequence[str]) -> str:
+    """The SVG element around its parts; ``label`` says in words what is drawn."""
+    body = "".join(parts)
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" '
+        f'preserveAspectRatio="xMinYMin meet">{body}</svg>'
+    )
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    x_title: str,
+    unit: str = "",
+    height: float = 260,
+    limits: tuple[float | None, float | None] | None = None,
+) -> str:
+    """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
+    names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
+    lows = [value for each in series for value in _heights(each)]
+    y = Axis.around(lows, height - 36, 12, limits=limits)
+    xs = [x for each in series for x, _ in each.points] + [x for each in series for t in each.thin for x, _ in t]
+    left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
+    x = Axis.around(xs, left, WIDTH - 14 - names, wanted=6)
+    if xs:
+        x = Axis(
+            min(xs), max(max(xs), min(xs) + 1e-9), x.start, x.end, tuple(t for t in x.ticks if min(xs) <= t <= max(xs))
+        )
+    parts = _frame(x, y, unit, x_title, height)
+    for each in series:
+        stroke, dash = f'stroke="{colour(each.index)}"', DASHES[each.index % len(DASHES)]
+        if each.band:
+            edge = [(x(a), y(high)) for a, _, high in each.band] + [(x(a), y(low)) for a, low, _ in reversed(each.band)]
+            parts.append(f'<path class="band" fill="{colour(each.index)}" d="{_path(edge)}Z"/>')
+        for thin in each.thin:
+            parts.append(f'<path class="thin" {stroke} d="{_path([(x(a), y(b)) for a, b in thin])}"/>')
+            if each.dots:
+                parts += [mark(each.index, x(a), y(b), 1.7) for a, b in thin]
+    for each in series:
+        stroke, dash = f'stroke="{colour(each.index)}"', DASHES[each.index % len(DASHES)]
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        spots = [(x(a), y(b)) for a, b in each.points]
+        parts.append(f'<path class="line" {stroke}{dashed} d="{_path(spots)}"/>')
+        if each.dots or len(spots) == 1:
+            parts += [
+                mark(each.index, px, py, 3.6, f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}")
+                for (px, py), (a, b) in zip(spots, each.points, strict=True)
+            ]
+    if len(series) > 1:
+        ends = [(y(each.points[-1][1]), each) for each in series if each.points]
+        for at, each in spread_labels(ends, 14, height - 34):
+            parts.append(
+                f'<text class="name" x="{WIDTH - 8 - names:.0f}" y="{at + 4:.1f}" style="fill:{colour(each.index)}">'
+                f"{escape(shortened(each.name))}</text>"
+            )
+    return chart(height, label, parts)
+
+
+def shortened(name: str, most: int = 26) -> str:
+    """A name short enough for the margin."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def spread_labels(ends: Sequence[tuple[float, Series]], top: float, bottom: float) -> list[tuple[float, Series]]:
+    """Places for labels at these heights so that none covers another: pushed down, then back up from the bottom."""
+    placed = sorted(ends, key=lambda end: end[0])
+    heights = [max(top, at) for at, _ in placed]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + 14)
+    for i in range(len(heights) - 1, -1, -1):
+        most = bottom if i == len(heights) - 1 else heights[i + 1] - 14
+        heights[i] = min(heights[i], most)
+    return [(at, each) for at, (_, each) in zip(heights, placed, strict=True)]
+
+
+def dot_chart(
+    rows: Sequence[Row],
+    *,
+    label: str,
+    x_title: str,
+    unit: str = "",
+    zero: bool = False,
+    margin: float | None = None,
+    limits: tuple[float | None, float | None] | None = None,
+) -> str:
+    """One row for each condition: every seed a dot, the mean a large one, its interval a bar.
+
+    ``zero`` draws the line of "no difference", ``margin`` shades ± what does not matter.
+    """
+    pitch, top = max(46.0, min(80.0, 214.0 / max(1, len(rows)))), 10.0
+    height = top + pitch * len(rows) + 36
+    numbers = [value for row in rows for value, _ in row.values]
+    numbers += [end for row in rows for end in (*(row.interval or ()), row.centre) if end is not None]
+    numbers += [0.0] if zero else []
+    numbers += [margin, -margin] if margin else []
+    x = Axis.around(numbers, 16, WIDTH - 16, wanted=6, limits=limits)
+    bottom = height - 30
+    parts = []
+    if margin:
+        said = f"differences that do not matter: ±{tick_text(margin, 1e-3, unit)}"
+        parts.append(
+            f'<rect class="margin" x="{x(-margin):.1f}" y="{top}" width="{x(margin) - x(-margin):.1f}" '
+            f'height="{bottom - top}"><title>{said}</title></rect>'
+        )
+    parts += _columns(x, unit, top, bottom)
+    if zero:
+        parts.append(f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" y2="{bottom}"/>')
+    for place, row in enumerate(rows):
+        at = top + pitch * place
+        parts.append(f'<text class="name" x="16" y="{at + 13:.0f}">{escape(shortened(row.name, 44))}</text>')
+        if row.note:
+            parts.append(
+                f'<text x="{WIDTH - 16}" y="{at + 13:.0f}" text-anchor="end">{escape(shortened(row.note, 42))}</text>'
+            )
+        middle = at + pitch / 2 + 7
+        if row.interval:
+            low, high = (x(end) for end in row.interval)
+            parts.append(
+                f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="{colour(row.index)}" '
+                f'stroke-width="5" stroke-linecap="butt" opacity=".38"/>'
+            )
+        for i, (value, said) in enumerate(row.values):
+            wobble = (i % 3 - 1) * 4.0 if len(row.values) > 1 else 0.0
+            parts.append(mark(row.index, x(value), middle + wobble, 3.2, said))
+        if row.centre is not None:
+            parts.append(
+                f'<line x1="{x(row.centre):.1f}" x2="{x(row.centre):.1f}" y1="{middle - 9}" y2="{middle + 9}" '
+                f'stroke="{colour(row.index)}" stroke-width="3"/>'
+            )
+    parts.append(
+        f'<text x="{(x.start + x.end) / 2:.0f}" y="{height - 2:.0f}" text-anchor="middle">{escape(x_title)}</text>'
+    )
+    return chart(height, label, parts)
+
+
+def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float | None]]], *, label: str, unit: str = "",
+               limits: tuple[float | None, float | None] | None = None) -> str:  # fmt: skip
+    """Conditions side by side, each seed a line through its values: what pairing by seed sees."""
+    height = 260.0
+    values = [value for _, row in lines for value in row if value is not None]
+    y = Axis.around(values, height - 36, 12, limits=limits)
+    left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
+    columns = [left + (WIDTH - left - 20) * (i + 0.5) / len(names) for i in range(len(names))]
+    parts = _lines_of(y, unit, left, WIDTH - 14)
+    for name, row in lines:
+        spots = [(columns[i], y(value)) for i, value in enumerate(row) if value is not None]
+        parts.append(f'<path class="pair" d="{_path(spots)}"><title>{escape(name)}</title></path>')
+    for name, row in lines:
+        parts += [
+            mark(i, columns[i], y(value), 3.8, f"{names[i]}, {name}: {tick_text(value, 1e-3, unit)}")
+            for i, value in enumerate(row)
+            if value is not None
+        ]
+    room = int((WIDTH - left) / len(names) / LETTER)
+    for i, name in enumerate(names):
+        parts.append(
+            f'<text class="name" x="{columns[i]:.0f}" y="{height - 14:.0f}" text-anchor="middle" '
+            f'style="fill:{colour(i)}">{escape(shortened(name, max(6, room)))}</text>'
+        )
+    return chart(height, label, parts)
+
+
+def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str, x_title: str, bins: int = 24,
+              unit: str = "") -> str:  # fmt: skip
+    """The distribution of each condition, one under the other on the same axis: shares of its completions."""
+    everything = [value for _, _, values in groups for value in values]
+    pitch, top = 62.0, 4.0
+    height = top + pitch * len(groups) + 34
+    x = Axis.around(everything, 16, WIDTH - 16, wanted=6)
+    width = (x.high - x.low) / bins
+    shares = []
+    for _, _, values in groups:
+        counts = [0] * bins
+        for value in values:
+            counts[min(bins - 1, int((value - x.low) / width))] += 1
+        shares.append([count / max(1, len(values)) for count in counts])
+    tallest = max((max(row) for row in shares), default=1.0) or 1.0
+    parts = _columns(x, unit, top, height - 30)
+    for place, ((name, index, values), row) in enumerate(zip(groups, shares, strict=True)):
+        floor = top + pitch * (place + 1)
+        for i, share in enumerate(row):
+            if share > 0:
+                tall = share / tallest * (pitch - 20)
+                left, right = x(x.low + i * width), x(x.low + (i + 1) * width)
+                parts.append(
+                    f'<rect x="{left + 0.5:.1f}" y="{floor - tall:.1f}" width="{max(1.0, right - left - 1):.1f}" '
+                    f'height="{tall:.1f}" fill="{colour(index)}" opacity=".8"><title>{escape(name)}: '
+                    f"{100 * share:.1f}% from {tick_text(x.low + i * width, width, unit)}</title></rect>"
+                )
+        parts.append(f'<line class="grid" x1="16" x2="{WIDTH - 16}" y1="{floor}" y2="{floor}"/>')
+        mean = f", mean {sum(values) / len(values):.3g}" if values else ""
+        parts.append(f'<text class="name" x="16" y="{floor - pitch + 16:.0f}">{escape(shortened(name, 44))}'
+                     f'<tspan font-weight="400" fill="var(--muted)">{mean}</tspan></text>')  # fmt: skip
+    parts.append(f'<text x="{WIDTH / 2:.0f}" y="{height - 2:.0f}" text-anchor="middle">{escape(x_title)}</text>')
+    return chart(height, label, parts)
+
+
+def _heights(series: Series) -> list[float]:
+    thin = [b for line in series.thin for _, b in line]
+    return [b for _, b in series.points] + [end for _, low, high in series.band for end in (low, high)] + thin
+
+
+def _step(axis: Axis) -> float:
+    return axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else 1.0
+
+
+def _path(spots: Sequence[tuple[float, float]]) -> str:
+    return "".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(spots))
+
+
+def _lines_of(y: Axis, unit: str, left: float, right: float) -> list[str]:
+    parts = []
+    for tick in y.ticks:
+        at = y(tick)
+        parts.append(f'<line class="grid" x1="{left:.0f}" x2="{right:.0f}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(
+            f'<text x="{left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick, _step(y), unit)}</text>'
+        )
+    return parts
+
+
+def _columns(x: Axis, unit: str, top: float, bottom: float) -> list[str]:
+    parts = []
+    for tick in x.ticks:
+        at = x(tick)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}"/>')
+        parts.append(
+            f'<text x="{at:.1f}" y="{bottom + 14:.0f}" text-anchor="middle">{tick_text(tick, _step(x), unit)}</text>'
+        )
+    return parts
+
+
+def _frame(x: Axis, y: Axis, unit: str, x_title: str, height: float) -> list[str]:
+    parts = _lines_of(y, unit, x.start, x.end)
+    for tick in x.ticks:
+        parts.append(
+            f'<text x="{x(tick):.1f}" y="{height - 20:.0f}" text-anchor="middle">{tick_text(tick, _step(x))}</text>'
+        )
+    parts.append(
+        f'<text x="{(x.start + x.end) / 2:.0f}" y="{height - 4:.0f}" text-anchor="middle">{escape(x_title)}</text>'
+    )
+    return parts

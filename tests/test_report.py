@@ -1,0 +1,227 @@
+"""The report of a campaign: complete, self-contained, harmless, whatever the campaign looks like."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hostile import HOSTILE, MARKER
+from typer.testing import CliRunner
+
+from retrain.campaign.comparison import compare
+from retrain.campaign.evidence import smoothed, twins
+from retrain.campaign.manifest import Manifest, write_plan
+from retrain.campaign.plan import plan
+from retrain.campaign.report import write_report
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import UsageError
+from retrain.files import append_jsonl
+from retrain.record.charts import Axis, Row, Series, dot_chart, histogram, line_chart, pair_chart, tick_text
+
+CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
+
+
+def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | None = None, evaluated: bool = True,
+         texts: list[str] | None = None) -> Path:  # fmt: skip
+    """A campaign's directory, written instead of trained."""
+    head = f"[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = 4\n"
+    toml = tmp_path / "made.toml"
+    toml.write_text(head + "".join(CONDITION.format(each) for each in ("grpo", "rloo", "maxrl")[:conditions]))
+    loaded = load(toml)
+    specs = plan(loaded)
+    out = tmp_path / "out"
+    out.mkdir()
+    manifest = Manifest.open(out, "made <b>", specs)
+    write_plan(out, specs, loaded.text, loaded.path)
+    words = itertools.cycle(texts or ["so \\boxed{4}", "or \\boxed{5}"])
+    for spec in specs:
+        state = (states or {}).get(spec.run_id, "done")
+        manifest.update(spec.run_id, state=state, reason="broken <script>" if state == "failed" else None)
+        if state == "pending":
+            continue
+        folder, better = out / "runs" / spec.run_id, spec.label.startswith("rloo")
+        steps = 2 if state == "failed" else 4
+        append_jsonl(folder / "metrics.jsonl", [
+            {"step": s, "num_tokens": 100 * s, "correct_rate": 0.4 + 0.1 * s, "mean_reward": 0.4 + 0.1 * s,
+             "completions/mean_length": 20.0 + s, "entropy": 0.5 - 0.1 * s, "time/update": 1.0, "cohort_size": 2,
+             "sepa_lambda": s / 4 if better else None}
+            for s in range(steps)
+        ])  # fmt: skip
+        (folder / "train_iteration_000000.html").write_text("page")
+        for step in (0, 4) if evaluated and state == "done" else ():
+            value = 0.5 + (0.05 * spec.seed + 0.2 * better if step else 0.0)
+            row = {"step": step, "name": "heldout", "samples": 1, "eval/heldout/problems": 4}
+            append_jsonl(folder / "evals.jsonl", [row | {
+                "eval/heldout/correct_rate": value, "eval/heldout/easy/correct_rate": value}])  # fmt: skip
+            append_jsonl(folder / "emergence/evaluations.jsonl", [
+                {"step": step, "name": "heldout", "problem_id": f"p{i}", "prompt": f"What is {i}? {next(words)}",
+                 "completion": next(words), "reward": float(i < 2 + better), "correct": i < 2 + better * (step > 0),
+                 "num_tokens": 5 + i, "stop_reason": "stop", "sample": 0, "tags": ["easy"]}
+                for i in range(4)
+            ])  # fmt: skip
+        append_jsonl(folder / "emergence/generations.jsonl", [
+            {"step": s, "problem_id": f"t{s}", "prompt": next(words), "completion": next(words), "reward": 1.0,
+             "correct": better, "num_tokens": 7, "stop_reason": "length", "sample": 0}
+            for s in range(steps)
+        ])  # fmt: skip
+    runs = manifest.content["runs"]
+    if len(specs) > 1 and any(run["state"] == "done" for run in runs):
+        manifest.note(comparison=compare(out, runs, [spec.label for spec in specs]))
+    return out
+
+
+class Reader(HTMLParser):
+    """Elements, their attributes, and the text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(out: Path) -> tuple[Reader, str]:
+    text = write_report(out).read_text(encoding="utf-8")
+    return Reader(text), text
+
+
+def check_harmless(reader: Reader, text: str) -> None:
+    assert [tag for tag, _ in reader.elements].count("script") == 1  # the page's own switch of light and dark
+    for tag, attributes in reader.elements:
+        assert tag not in ("img", "iframe", "link", "object", "form", "base"), tag
+        assert not [name for name in attributes if name.startswith("on")], attributes
+        address = attributes.get("href") or attributes.get("src") or "#"
+        assert re.match(r"(#|runs/)", address), address
+    assert "http-equiv" in text
+    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", " ".join(re.findall(r"<svg.*?</svg>", text)).lower())
+    for drawn in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(drawn)
+
+
+def test_a_whole_campaign(tmp_path):
+    reader, text = read(made(tmp_path))
+    check_harmless(reader, text)
+    body = reader.text[reader.text.index("rloo+none against grpo+none") :]  # below the title and the links
+    order = [body.index(each) for each in (
+        "cannot tell", "Final held-out accuracy: difference", "Held-out accuracymean", "Secondary metrics",
+        "Same prompt", "Reward", "algorithm.advantage_mode", "metrics.jsonl")]  # fmt: skip
+    assert order == sorted(order)
+    assert "made <b>" in reader.text
+    assert "3 conditions" not in reader.text
+    assert "2 conditions × 3 seeds" in reader.text
+    assert "SEPA: pooling λ" in reader.text
+    assert "easy/correct_rate" in reader.text
+    links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
+    assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links
+    assert text == write_report(tmp_path / "out").read_text(encoding="utf-8")
+
+
+def test_the_same_prompt_is_shown_where_the_rate_changed_most(tmp_path):
+    reader, _ = read(made(tmp_path))
+    part = reader.text[reader.text.index("grpo+none → rloo+none, after training") :]
+    assert part.index("What is 2?") < part.index("0/3 → 3/3") < part.index("+100 points")
+    assert "rloo+none, seed 1: right" in part
+    assert "1 of 4 prompts" in part
+
+
+def test_every_hostile_completion_stays_text(tmp_path):
+    reader, text = read(made(tmp_path, texts=list(HOSTILE.values())))
+    check_harmless(reader, text)
+    assert f"<script>window.{MARKER}" not in text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text)
+
+
+def test_failed_unfinished_and_pending_runs_are_listed(tmp_path):
+    states = {"rloo+none_s1": "failed", "grpo+none_s2": "interrupted", "rloo+none_s3": "pending"}
+    reader, text = read(made(tmp_path, states=states))
+    check_harmless(reader, text)
+    assert "3 done, 1 failed, 1 interrupted, 1 pending" in reader.text
+    assert "broken <script>" in reader.text
+    for run in states:
+        assert reader.text.count(run) >= 2  # among the warnings and in the table of runs
+    assert "cannot tell" in reader.text
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"seeds": 1},
+        {"conditions": 1},
+        {"seeds": 1, "conditions": 1},
+        {"seeds": 2, "conditions": 3},
+        {"evaluated": False},
+        {"states": {f"{c}+none_s{s}": "failed" for c in ("grpo", "rloo") for s in (1, 2, 3)}},
+        {"states": {f"{c}+none_s{s}": "pending" for c in ("grpo", "rloo") for s in (1, 2, 3)}},
+    ],
+    ids=lambda shape: " ".join(shape),
+)
+def test_campaigns_of_every_shape(tmp_path, shape):
+    reader, text = read(made(tmp_path, **shape))
+    check_harmless(reader, text)
+    assert "Runs" in reader.text
+    if shape.get("conditions") == 1:
+        assert "One condition: nothing is compared" in reader.text
+    if shape.get("evaluated") is False:
+        assert "training prompts" in reader.text.lower()
+
+
+def test_the_command(tmp_path):
+    out = made(tmp_path)
+    done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html")])
+    assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / "r.html"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no manifest"):
+        write_report(tmp_path / "empty")
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code == 2
+
+
+def test_ticks_are_round_numbers():
+    assert [round(t, 6) for t in Axis.around([0.41, 0.83], 0, 100).ticks] == [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert Axis.around([0.2, 0.99], 0, 100, limits=(0.0, 1.0)).ticks[-1] == pytest.approx(1.0)
+    assert Axis.around([3.0], 0, 100).ticks[0] < 3 < Axis.around([3.0], 0, 100).ticks[-1]
+    assert len(Axis.around([], 0, 100).ticks) > 1
+    assert Axis.around([-0.2, 1.7], 0, 100, limits=(0.0, 1.0))(5.0) == 100  # held at the end
+    told = [(0.05, 0.05, "points"), (-0.1, 0.05, "points"), (0.125, 0.025, "%"), (12000, 2000, ""), (0.5, 0.25, "")]
+    assert [tick_text(*each) for each in told] == ["+5", "−10", "12.5%", "12,000", "0.50"]
+
+
+def test_charts_are_well_formed_also_without_numbers():
+    series = [Series(f"<{i}>", i, [(0, 0.1), (1, 0.1 + 0.001 * i)], [(0, 0.0, 0.2), (1, 0.1, 0.3)]) for i in range(9)]
+    for drawn in (
+        line_chart(series, label='a "b"', x_title="steps", unit="%"),
+        line_chart([Series("one", 0, [(3, 1.0)])], label="l", x_title="x"),
+        dot_chart([Row("&", 0, [(0.1, "<i>")], 0.1, [0.0, 0.2])], label="l", x_title="x", zero=True, margin=0.02),
+        dot_chart([], label="l", x_title="x"),
+        pair_chart(["a", "b"], [("seed 1", [0.1, None]), ("seed 2", [0.2, 0.3])], label="l"),
+        histogram([("a", 0, [1.0, 1.0]), ("b", 1, [])], label="l", x_title="x"),
+    ):
+        ElementTree.fromstring(drawn)
+    heights = [
+        float(y) for y in re.findall(r'class="name" x="[^"]*" y="([^"]*)"', line_chart(series, label="l", x_title="x"))
+    ]
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 13.9  # no label covers another
+
+
+def test_smoothing_and_shared_samples():
+    assert smoothed([(0, 1.0), (1, 3.0), (2, 5.0)], 2) == [(0, 1.0), (1, 2.0), (2, 4.0)]
+
+    def row(step, text, correct):
+        return {"problem_id": "p", "step": step, "prompt": "?", "completion": text, "correct": correct, "num_tokens": 1}
+
+    sides = [(seed, [row(0, "base", False)], [row(4, "same" * (seed < 3), seed < 3)]) for seed in (1, 2, 3)]
+    (twin,), count = twins(sides, 5)
+    assert (twin.left, twin.right, count) == ((0, 1), (2, 3), 1)  # the untrained model was sampled once
+    assert (twin.examples[0]["completion"], twin.examples[1]["completion"], twin.seed) == ("base", "same", 1)
+    (twin,), _ = twins([(s, [row(4, "a", False)], [row(4, "b", True)]) for s in (1, 2)], 5)
+    assert (twin.left, twin.right) == ((0, 2), (2, 2))  # trained models may agree word by word, and are two samples

@@ -1,0 +1,69 @@
+"""The benchmarks of verdicts: known sample sizes, and tables that hold what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str):
+    specification = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert specification
+    assert specification.loader
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_sample_sizes_are_those_of_the_textbook():
+    cost = script("verdict_cost")
+    assert cost.unpaired_runs(1.0, 1.0) == 34  # Cohen: 17 in each group for d = 1
+    assert cost.unpaired_runs(0.5, 1.0) == 128
+    assert cost._pairs_needed(lambda n: cost.paired_power(1.0, 1.0, n), 2) == 10
+    assert cost.exact_pairs(3.0, 1.0, 50) == 6  # what the exact test needs at least
+    planned, expected = cost.sequential_pairs(2.0, 1.0, 100)
+    assert planned == 6 >= expected
+
+
+def test_each_saving_is_told_with_its_factor():
+    cost = script("verdict_cost")
+    found = {
+        "conditions": ["a", "b"], "seeds": 8, "steps": 4, "accuracy": [0.5, 0.6], "run_deviation": 0.02,
+        "problem_deviation": 0.03, "pair_deviation": 0.015, "correlation": 0.7, "pairing_ratio": 0.3,
+        "pairing_ratio_interval": [0.1, 0.6], "seconds_together": 5.0, "seconds_alone": 10.0,
+    }  # fmt: skip
+    rows = cost.costs(found, 0.02, 50)
+    assert [row["design"].split(" (")[0] for row in rows] == [
+        "today",
+        "+ problems",
+        "+ pairs",
+        "+ exact",
+        "+ looks",
+        "+ lanes",
+    ]
+    assert rows[0]["factor"] == 1.0 < rows[1]["factor"] < rows[2]["factor"]
+    assert rows[-1]["factor"] == pytest.approx(2 * rows[-2]["factor"])
+    table = cost.told(found | {"costs": [{"difference": 0.02, "designs": rows}]})
+    assert "to detect 2 points" in table
+    assert "variance 0.30 of unpaired [0.10, 0.60]" in table
+
+
+def test_the_calibration_sees_a_broken_interval():
+    calibration = script("calibration")
+    draw, step = calibration.SPREADS["normal"]
+    found = calibration.coverage(draw, step, 5, (400, 60), np.random.default_rng(0))
+    assert found["level_percentile"] < 0.92 < found["level_hall"]
+    rates = calibration.false_positives(draw, 8, 200, np.random.default_rng(0))
+    assert rates["declared"] <= 0.10
+    assert rates["declared_in_family"] <= 0.10
+    assert 6 <= rates["pairs_used"] <= 8
+    row = {"spread": "normal"} | rates | found
+    table = calibration.told({"spreads": [row], "evaluations": []}, 200, 60)
+    assert f"{100 * found['level_percentile']:.1f}%*" in table
