@@ -403,6 +403,7 @@ class Run:
             self.adapter.load(stored.tensors)
             return [*told, f"starts at step 0 with the weights of {directory}"]
         self._load(checkpoint)
+        self.recorder.begin_trackers_anew()
         if self.finished:
             raise UsageError(
                 f"{checkpoint} is at step {self.step} of max_steps = {self.config.training.max_steps}: "

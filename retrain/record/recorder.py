@@ -254,6 +254,10 @@ class RunRecorder:
         self._evaluations = dict(state["evaluations"])
         self._tracker_state = dict(state["trackers"])
 
+    def begin_trackers_anew(self) -> None:
+        """Report as a run of its own: the restored state is another run's. Call before ``start``."""
+        self._tracker_state = {}
+
     def close(self, failed: bool = False) -> bool:
         """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
         if self._started:

@@ -1,0 +1,333 @@
+"""A real campaign's directory: its whole shape against a golden file, and the scripts that people read runs with.
+
+After a change of what is written: ``python tests/test_run_directory.py`` writes ``tests/golden/campaign_directory.txt``
+anew; its difference is the difference that users see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from toymodels import qwen3_directory
+
+from retrain.campaign.launch import launch
+from retrain.config import load
+from retrain.config.root import sections
+from retrain.files import read_json, read_jsonl
+from retrain.record.catalogue import METRICS, is_timing_key
+from retrain.record.observer import NullObserver
+
+GOLDEN = Path(__file__).parent / "golden" / "campaign_directory.txt"
+OPEN = {
+    "config": "every key of docs/configuration.md",
+    "comparison": "as comparison.json",
+    "rank_pattern": "of every module by its name",
+    "types": "of every key by its dotted name",
+    "packages": "of every package by its name",
+    "git": "root, revision, changed; null outside a repository",
+    "gpus": "each with name, memory, driver",
+    "cpu_count": "number",
+    "memory_gib": "number or null",
+}
+"""Values whose content depends on the machine or repeats what stands elsewhere."""
+REWARDS = """
+from retrain.rewards import RewardResult
+
+reward_min, reward_max = 0.0, 1.0
+metrics_ranges = {"digits": {"min": 0, "max": 12}}
+
+def score(completion, answer):
+    \"\"\"Share of even digits: a toy model gets a spread of it.\"\"\"
+    share = sum(c in "02468" for c in completion) / max(1, len(completion))
+    return RewardResult(share, sample_metrics={"digits": float(sum(c.isdigit() for c in completion))})
+"""
+TOML = """
+[campaign]
+seeds = [1]
+max_steps = 3
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "gtpo_sepa"
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+batch_size = 2
+group_size = 4
+max_tokens = 8
+lr = 0.01
+save_every = 2
+eval_every = 2
+[evaluation]
+problems = 3
+[sepa]
+steps = 2
+delay_steps = 0
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[inference]
+dtype = "float32"
+[logging]
+log_kl = true
+"""
+
+
+def make_campaign(folder: Path) -> Path:
+    """A campaign of two runs of three steps, trained for real."""
+    (folder / "evendigits.py").write_text(REWARDS)
+    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
+    (folder / "small.toml").write_text(TOML.format(model=model, module=folder / "evendigits.py"))
+    outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
+    assert outcome.exit_status == 0
+    return folder / "logs"
+
+
+@pytest.fixture(scope="session")
+def campaign(tmp_path_factory) -> Path:
+    return make_campaign(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def run(campaign, monkeypatch) -> Path:
+    """The run's directory, which people's scripts are started in."""
+    directory = campaign / "runs" / "grpo+none_s1"
+    monkeypatch.chdir(directory)
+    return directory
+
+
+# -- the golden file ----------------------------------------------------------------------------------------------
+
+
+def shape(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, kind) of everything in a JSON value; lists by what their items have in common."""
+    key = path.rpartition(".")[2].removesuffix("[]")
+    if key in OPEN:
+        yield path, OPEN[key]
+    elif isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from shape(item, f"{path}.{name}" if path else name)
+    elif isinstance(value, list) and value:
+        for item in value:
+            yield from shape(item, f"{path}[]")
+    else:
+        kinds = {dict: "table", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
+        yield path, kinds.get(type(value), "null")
+
+
+def merged(values: list[Any]) -> list[str]:
+    """One line per key of all the values with its kinds; a key alone is a number or null (which depends on luck)."""
+    kinds: dict[str, set[str]] = {}
+    for value in values:
+        for path, kind in shape(value):
+            kinds.setdefault(path, set()).add(kind)
+    words = {path: " or ".join(sorted(seen - {"null", "number"})) for path, seen in kinds.items()}
+    return [f"{path}: {word}" if word else path for path, word in words.items()]
+
+
+def content(path: Path) -> list[str]:
+    """What a file holds, as far as it does not depend on numbers or the machine."""
+    if path.suffix == ".json":
+        value = read_json(path)
+        if path.name == "config.json":
+            value = {"config": {}} | {key: item for key, item in value.items() if key not in sections()}
+        return merged([value])
+    if path.suffix == ".jsonl":
+        return merged(read_jsonl(path))
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, "np") as file:
+            names = {re.sub(r"\.\d+\.", ".<layer>.", name) for name in file.keys()}  # noqa: SIM118
+        return [f"tensor {name}" for name in sorted(names)]
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return [f"array {name}" for name in sorted(arrays.files)]
+    if path.suffix == ".html":
+        return [path.read_text(encoding="utf-8").splitlines()[0]]
+    return []
+
+
+def described(campaign: Path) -> str:
+    """Every file of the campaign with its content's shape; for the second run, what differs from the first."""
+    lines: list[str] = []
+    seen: dict[str, list[str]] = {}
+    for path in sorted(campaign.rglob("*")):
+        if not path.is_file():
+            continue
+        name, now = str(path.relative_to(campaign)), content(path)
+        kind = re.sub(r"(?<=^runs/)[^/]+|(?<=step_)\d+|(?<=iteration_)\d+", "", name)  # files of one kind are alike
+        kind = path.name if path.name.startswith("adapter_") else kind
+        before = seen.setdefault(kind, now)
+        if before is now:
+            lines += [name, *(f"    {line}" for line in now)]
+        else:
+            changed = [f"  - {line}" for line in before if line not in now]
+            changed += [f"  + {line}" for line in now if line not in before]
+            lines += [f"{name}  as the first of its kind{', but for' if changed else ''}", *changed]
+    names = {r"rank_\d+/": "rank_<r>/", r"evaluation_[0-9a-f]+\.npz": "evaluation_<hash>.npz"}
+    for pattern, replacement in names.items():
+        lines = [re.sub(pattern, replacement, line) for line in lines]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_whole_directory(campaign):
+    assert described(campaign) == GOLDEN.read_text(encoding="utf-8"), (
+        "if it is meant: python tests/test_run_directory.py"
+    )
+
+
+# -- what a row promises ------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_the_same_keys_and_its_times_add_up(campaign):
+    for run in (campaign / "runs").iterdir():
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert len({tuple(row) for row in rows}) == 1
+        parts = [metric.key for metric in METRICS if metric.key.startswith("time/")]
+        for row in rows:
+            assert sum(row[part] for part in parts) == pytest.approx(row["step_time_s"], rel=0.02)
+            assert all(row[part] >= 0 for part in parts)
+
+
+def test_what_is_not_recorded_after_all_is_not_promised(run):
+    """Every key of the catalogue that this configuration defines has had a value, or has a reason not to."""
+    frame = pd.DataFrame(read_jsonl(run / "metrics.jsonl"))
+    empty = {key for key in frame.columns[frame.isna().all()]}
+    reasons = {
+        r"bp_|sepa_|tools/": "switched off",
+        r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
+        r"env/[^/]+/format": "the reward knows of no format",
+        r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
+        r"timing_(data_to_device|weight_sync)": "no such part of a step in one process on the CPU",
+    }
+    assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
+
+
+def test_the_ranges_of_the_reward_are_passed_along(run):
+    assert read_json(run / "config.json")["ranges"] == {
+        "reward": {"min": 0.0, "max": 1.0},
+        "digits": {"min": 0, "max": 12},
+    }
+
+
+def test_no_secret_is_written(tmp_path, monkeypatch, campaign):
+    """A campaign started with keys in its environment and arguments holds them nowhere."""
+    secret, token = "-".join(["sword", "fish"] * 2), "_".join(["hf", "a1b2" * 6])  # not as written in this file
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    monkeypatch.setattr(sys, "argv", ["retrain", "train", "--set", f"x={token}", secret])
+    outcome = launch(load(campaign.parent / "small.toml", ["campaign.max_steps=1"]), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 0
+    for path in (tmp_path / "out").rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert secret.encode() not in data, path
+            assert token.encode() not in data, path
+
+
+# -- people's scripts ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pyplot(monkeypatch):
+    """matplotlib without a display, all figures closed afterwards."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLCONFIGDIR", tempfile.gettempdir())
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+@pytest.mark.usefixtures("run")
+def test_the_cookbooks_reward_curve():
+    df = pd.read_json("metrics.jsonl", lines=True)
+    assert df["progress/batch"].tolist() == [0, 1, 2]
+    assert df["env/all/reward/total"].notna().all()
+    assert df["env/all/reward/total"].tolist() == df["mean_reward"].tolist()
+
+
+@pytest.mark.usefixtures("run")
+def test_the_cookbooks_plot(pyplot):
+    df = pd.read_json("metrics.jsonl", lines=True)
+    axes = df.plot(x="progress/batch", y="env/all/reward/total")
+    assert len(axes.lines[0].get_xdata()) == 3
+
+
+@pytest.mark.usefixtures("run")
+def test_mean_and_deviation_of_a_sample_metric():
+    """Against the text of every completion of the step."""
+    df = pd.read_json("metrics.jsonl", lines=True)
+    completions = pd.read_json("emergence/generations.jsonl", lines=True)
+    completions["digits"] = completions["completion"].str.count(r"\d")
+    by_step = completions.groupby("step")["digits"]
+    for mean, std in (("rewards/digits/mean", "rewards/digits/std"), ("reward_digits_mean", "reward_digits_std")):
+        assert df[mean].tolist() == pytest.approx(by_step.mean().tolist())
+        assert df[std].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
+
+
+TRL = ["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]
+
+
+@pytest.mark.usefixtures("run")
+def test_the_numbers_of_a_trl_dashboard():
+    df = pd.read_json("metrics.jsonl", lines=True).set_index("step")
+    assert df[TRL].notna().all(axis=None)
+    assert (df["kl"] >= 0).all()
+    assert (df["entropy"] > 0).all()
+    assert df["completions/clipped_ratio"].between(0, 1).all()
+
+
+@pytest.mark.usefixtures("run")
+def test_a_trl_dashboard(pyplot):
+    df = pd.read_json("metrics.jsonl", lines=True).set_index("step")
+    axes = df[TRL].plot(subplots=True)
+    assert [ax.lines[0].get_label() for ax in axes] == TRL
+
+
+def test_reading_checkpoints_and_resuming_from_one(run, campaign, tmp_path):
+    """The last saved step but one, continued elsewhere, ends with the very same weights and rows."""
+    with open("checkpoints.jsonl") as f:
+        checkpoints = [json.loads(line) for line in f]
+    assert [checkpoint["name"] for checkpoint in checkpoints] == ["000002", "000003", "final"]
+    assert [checkpoint["batch"] for checkpoint in checkpoints] == [2, 3, 3]
+    for checkpoint in checkpoints:
+        assert Path(checkpoint["state_path"], "state.json").is_file()
+        assert Path(checkpoint["sampler_path"], "adapter_config.json").is_file()
+    first = run / checkpoints[0]["state_path"]
+    text = (campaign.parent / "small.toml").read_text()
+    single = text[text.index("[model]") :].replace("batch_size = 2", "batch_size = 2\nmax_steps = 3\nseed = 1")
+    single = single.replace("[sepa]\nsteps = 2\ndelay_steps = 0\n", "")
+    single += f'[resume]\nfrom = "{first}"\n[algorithm]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+    (tmp_path / "again.toml").write_text(single)
+    outcome = launch(load(tmp_path / "again.toml"), tmp_path / "again", NullObserver())
+    assert outcome.exit_status == 0
+    (again,) = read_jsonl(tmp_path / "again" / "metrics.jsonl")
+    before = read_jsonl(run / "metrics.jsonl")[2]
+    different = {
+        key for key in before if again[key] != before[key] and not is_timing_key(key) and key not in ("cohort_size",)
+    }
+    assert {key for key in different if again[key] != pytest.approx(before[key], abs=1e-5)} == set()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    with tempfile.TemporaryDirectory() as temporary:
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(described(make_campaign(Path(temporary))), encoding="utf-8")
+    print(f"wrote {GOLDEN}")
