@@ -31,6 +31,7 @@ OPEN = {
     "config": "every key of docs/configuration.md",
     "comparison": "as comparison.json",
     "rank_pattern": "of every module by its name",
+    "modules": "of every module of one's own by its path",
     "types": "of every key by its dotted name",
     "packages": "of every package by its name",
     "git": "root, revision, changed; null outside a repository",

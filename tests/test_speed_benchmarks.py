@@ -208,3 +208,13 @@ def test_every_benchmark_has_its_place_in_the_document(models):
     assert workload.machine().startswith("*")
     with pytest.raises(SystemExit, match="no marks"):
         workload.record("nothing", "text")
+
+
+def test_records_cost_a_small_part_of_a_step(models, tmp_path):
+    """In a step of a few milliseconds they are a larger part than the bar; what they cost at all is bounded here."""
+    out = script("records.py", "--quick", "--models", models, "--json", tmp_path / "records.json")
+    assert "records take" in out
+    steps = json.loads((tmp_path / "records.json").read_text())["steps"]
+    assert len(steps) == 3
+    assert all(0 < row["making"] + row["writing"] < row["step"] for row in steps)
+    assert min(row["making"] + row["writing"] for row in steps) < 0.1

@@ -1,0 +1,113 @@
+"""What a run's records cost: processor time of making and writing them, as a share of the step's.
+
+    python benchmarks/records.py [--setting 256x64] [--steps 6]
+
+A real cohort of one run is stepped by hand. Counted are the training thread's time in ``record_step`` and everything
+that the thread which writes the files does (with ``flush``, so that no write is left for the next step), against the
+processor time of the whole step in this process. Processor time, with one thread, does not depend on what else the
+machine does. Medians over the steps after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ours
+import workload
+from sides import bar
+from workload import Setting
+
+from retrain.record.recorder import RunRecorder
+from retrain.record.writer import Thread
+
+BAR = 0.02
+
+
+@dataclass
+class Clock:
+    """Processor seconds of one thread's share of the records."""
+
+    seconds: float = 0.0
+
+    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """``work``, its time in the calling thread counted here."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return work(*arguments, **options)
+            finally:
+                self.seconds += time.thread_time() - begin
+
+        return timed
+
+    def take(self) -> float:
+        """The seconds so far; begins anew."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+
+@contextmanager
+def clocks() -> Iterator[tuple[Clock, Clock]]:
+    """Clocks of the training thread and of the writing thread, for every recorder made meanwhile."""
+    making, writing = Clock(), Clock()
+    record_step, put = RunRecorder.record_step, Thread.put
+    RunRecorder.record_step = making.around(record_step)  # type: ignore[method-assign]
+    Thread.put = lambda self, work, always=False: put(self, writing.around(work), always)  # type: ignore[method-assign]
+    try:
+        yield making, writing
+    finally:
+        RunRecorder.record_step, Thread.put = record_step, put  # type: ignore[method-assign]
+
+
+def measure(setting: Setting, models: Path, steps: int) -> list[dict[str, float]]:
+    """Processor seconds per step: ``step`` in all, ``making`` and ``writing`` of it for the records."""
+    import torch
+
+    torch.set_num_threads(1)
+    measured = []
+    with clocks() as (making, writing), ours.cohort(setting, models) as made:
+        for number in range(steps + 1):
+            begin = time.process_time()
+            ours.step(made)
+            made.runs[0].recorder.flush()
+            row = {"step": time.process_time() - begin, "making": making.take(), "writing": writing.take()}
+            if number:  # the first step pays for what the others find ready
+                measured.append(row)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", default="256x64", help="SHAPExTOKENS")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
+    parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
+    options = parser.parse_args()
+    if options.quick:
+        options.setting, options.steps = "tinyx8", 3
+    with tempfile.TemporaryDirectory() as temporary:
+        rows = measure(Setting.parse(options.setting), options.models or Path(temporary), options.steps)
+    mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
+    share = workload.median([(row["making"] + row["writing"]) / row["step"] for row in rows])
+    print("| | processor ms per step | share |\n|---|--:|--:|")
+    for key, words in (("step", "the whole step"), ("making", "making the row"), ("writing", "writing, on its thread")):
+        print(f"| {words} | {1e3 * mid[key]:.1f} | {100 * mid[key] / mid['step']:.2f} % |")
+    print(bar(f"{options.setting}: records take {100 * share:.2f} % (bar ≤ {100 * BAR:.0f} %)", share <= BAR))
+    if options.json:
+        options.json.write_text(
+            json.dumps({"setting": options.setting, "share": share, "steps": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
