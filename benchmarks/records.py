@@ -1,11 +1,12 @@
 """What a run's records cost: processor time of making and writing them, as a share of the step's.
 
-    python benchmarks/records.py [--setting 256x64] [--steps 6]
+    python benchmarks/records.py [--setting 256x64] [--steps 10]
 
 A real cohort of one run is stepped by hand. Counted are the training thread's time in ``record_step`` and everything
 that the thread which writes the files does (with ``flush``, so that no write is left for the next step), against the
 processor time of the whole step in this process. Processor time, with one thread, does not depend on what else the
-machine does. Medians over the steps after the first.
+machine does. Means over the steps after the first; ten of them hold one step of which the pages are written, as
+with the default `rollouts_every = 10`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import ours
-import workload
 from sides import bar
 from workload import Setting
 
@@ -88,7 +88,7 @@ def measure(setting: Setting, models: Path, steps: int) -> list[dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", default="256x64", help="SHAPExTOKENS")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--models", type=Path, help="keep the random-weight models here")
     parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
@@ -97,11 +97,11 @@ def main() -> None:
         options.setting, options.steps = "tinyx8", 3
     with tempfile.TemporaryDirectory() as temporary:
         rows = measure(Setting.parse(options.setting), options.models or Path(temporary), options.steps)
-    mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
-    share = workload.median([(row["making"] + row["writing"]) / row["step"] for row in rows])
+    mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    share = (mean["making"] + mean["writing"]) / mean["step"]
     print("| | processor ms per step | share |\n|---|--:|--:|")
     for key, words in (("step", "the whole step"), ("making", "making the row"), ("writing", "writing, on its thread")):
-        print(f"| {words} | {1e3 * mid[key]:.1f} | {100 * mid[key] / mid['step']:.2f} % |")
+        print(f"| {words} | {1e3 * mean[key]:.1f} | {100 * mean[key] / mean['step']:.2f} % |")
     print(bar(f"{options.setting}: records take {100 * share:.2f} % (bar ≤ {100 * BAR:.0f} %)", share <= BAR))
     if options.json:
         options.json.write_text(

@@ -29,6 +29,8 @@ from retrain.record.observer import NullObserver
 GOLDEN = Path(__file__).parent / "golden" / "campaign_directory.txt"
 OPEN = {
     "config": "every key of docs/configuration.md",
+    "attrs": "of the element by their names",
+    "discarded": "text or null",
     "comparison": "as comparison.json",
     "rank_pattern": "of every module by its name",
     "modules": "of every module of one's own by its path",
@@ -139,12 +141,23 @@ def merged(values: list[Any]) -> list[str]:
     return [f"{path}: {word}" if word else path for path, word in words.items()]
 
 
+def walk(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The node and all nodes below it."""
+    yield node
+    for child in node.get("children", []):
+        if isinstance(child, dict):
+            yield from walk(child)
+
+
 def content(path: Path) -> list[str]:
     """What a file holds, as far as it does not depend on numbers or the machine."""
     if path.suffix == ".json":
         value = read_json(path)
         if path.name == "config.json":
             value = {"config": {}} | {key: item for key, item in value.items() if key not in sections()}
+        if path.name.endswith("_logtree.json"):
+            nodes = [{key: item for key, item in node.items() if key != "children"} for node in walk(value.pop("root"))]
+            return [*merged([value]), *(f"root and below: {line}" for line in merged(nodes))]
         return merged([value])
     if path.suffix == ".jsonl":
         return merged(read_jsonl(path))
@@ -280,6 +293,41 @@ def test_mean_and_deviation_of_a_sample_metric():
     for mean, std in (("rewards/digits/mean", "rewards/digits/std"), ("reward_digits_mean", "reward_digits_std")):
         assert df[mean].tolist() == pytest.approx(by_step.mean().tolist())
         assert df[std].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
+
+
+def find_conversations(node):
+    """As in the cookbook's documentation."""
+    results = []
+    if isinstance(node, dict):
+        if node.get("data", {}).get("type") == "conversation":
+            results.append(node["data"])
+        for child in node.get("children", []):
+            if isinstance(child, dict):
+                results.extend(find_conversations(child))
+    return results
+
+
+@pytest.mark.usefixtures("run")
+def test_the_conversations_of_an_evaluation():
+    """Every problem of the last evaluation with every answer, against the file of all answers."""
+    with open("eval_heldout_iteration_000003_logtree.json") as f:
+        trace = json.load(f)
+    conversations = find_conversations(trace["root"])
+    answers = [row for row in read_jsonl(Path("emergence/evaluations.jsonl")) if row["step"] == 3]
+    told = [conversation["messages"] for conversation in conversations]
+    assert [messages[-1]["role"] for messages in told] == ["assistant"] * len(answers)
+    assert [messages[-1]["content"] for messages in told] == [row["completion"] for row in answers]
+    assert [messages[-2]["content"] for messages in told] == [row["prompt"] for row in answers]
+
+
+@pytest.mark.usefixtures("run")
+def test_the_trajectories_of_a_step():
+    with open("train_iteration_000002_rollout_summaries.jsonl") as f:
+        trajectories = [json.loads(line) for line in f]
+    rows = [row for row in read_jsonl(Path("emergence/generations.jsonl")) if row["step"] == 2]
+    assert [t["total_reward"] for t in trajectories] == pytest.approx([row["reward"] for row in rows])
+    assert [(t["group_idx"], t["traj_idx"]) for t in trajectories] == [(row["group"], row["sample"]) for row in rows]
+    assert [t["steps"][0]["ac_len"] for t in trajectories] == [row["num_tokens"] for row in rows]
 
 
 TRL = ["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]
