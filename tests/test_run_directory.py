@@ -222,7 +222,7 @@ def test_every_row_has_the_same_keys_and_its_times_add_up(campaign):
 
 def test_what_is_not_recorded_after_all_is_not_promised(run):
     """Every key of the catalogue that this configuration defines has had a value, or has a reason not to."""
-    frame = pd.DataFrame(read_jsonl(run / "metrics.jsonl"))
+    frame: Any = pd.DataFrame(read_jsonl(run / "metrics.jsonl"))
     empty = {key for key in frame.columns[frame.isna().all()]}
     reasons = {
         r"bp_|sepa_|tools/": "switched off",
@@ -272,7 +272,7 @@ def pyplot(monkeypatch):
 
 @pytest.mark.usefixtures("run")
 def test_the_cookbooks_reward_curve():
-    df = pd.read_json("metrics.jsonl", lines=True)
+    df: Any = pd.read_json("metrics.jsonl", lines=True)
     assert df["progress/batch"].tolist() == [0, 1, 2]
     assert df["env/all/reward/total"].notna().all()
     assert df["env/all/reward/total"].tolist() == df["mean_reward"].tolist()
@@ -280,7 +280,7 @@ def test_the_cookbooks_reward_curve():
 
 @pytest.mark.usefixtures("run")
 def test_the_cookbooks_plot(pyplot):
-    df = pd.read_json("metrics.jsonl", lines=True)
+    df: Any = pd.read_json("metrics.jsonl", lines=True)
     axes = df.plot(x="progress/batch", y="env/all/reward/total")
     assert len(axes.lines[0].get_xdata()) == 3
 
@@ -288,8 +288,8 @@ def test_the_cookbooks_plot(pyplot):
 @pytest.mark.usefixtures("run")
 def test_mean_and_deviation_of_a_sample_metric():
     """Against the text of every completion of the step."""
-    df = pd.read_json("metrics.jsonl", lines=True)
-    completions = pd.read_json("emergence/generations.jsonl", lines=True)
+    df: Any = pd.read_json("metrics.jsonl", lines=True)
+    completions: Any = pd.read_json("emergence/generations.jsonl", lines=True)
     completions["digits"] = completions["completion"].str.count(r"\d")
     by_step = completions.groupby("step")["digits"]
     for mean, std in (("rewards/digits/mean", "rewards/digits/std"), ("reward_digits_mean", "reward_digits_std")):
@@ -337,7 +337,7 @@ TRL = ["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/regio
 
 @pytest.mark.usefixtures("run")
 def test_the_numbers_of_a_trl_dashboard():
-    df = pd.read_json("metrics.jsonl", lines=True).set_index("step")
+    df: Any = pd.read_json("metrics.jsonl", lines=True).set_index("step")
     assert df[TRL].notna().all(axis=None)
     assert (df["kl"] >= 0).all()
     assert (df["entropy"] > 0).all()
@@ -346,7 +346,7 @@ def test_the_numbers_of_a_trl_dashboard():
 
 @pytest.mark.usefixtures("run")
 def test_a_trl_dashboard(pyplot):
-    df = pd.read_json("metrics.jsonl", lines=True).set_index("step")
+    df: Any = pd.read_json("metrics.jsonl", lines=True).set_index("step")
     axes = df[TRL].plot(subplots=True)
     assert [ax.lines[0].get_label() for ax in axes] == TRL
 
