@@ -99,6 +99,8 @@ def _dotted(name: str) -> str | Mistake:
             return Mistake((), f"is not a key: {REPLACED[name][0]}", REPLACED[name][1])
         own = [field.alias or key for key, field in sections()[section].model_fields.items()]
         return Mistake((), f"is not a key of [{section}]", nearest(key, own))
+    if f"{name}.{name}" in keys():  # a bare ``model`` is the base model, not the embedding model of [planning]
+        return f"{name}.{name}"
     homes = [dotted for dotted in keys() if dotted.partition(".")[2] == name and not why_fixed(dotted)]
     if len(homes) == 1:
         return homes[0]
