@@ -32,6 +32,7 @@ OPEN = {
     "attrs": "of the element by their names",
     "discarded": "text or null",
     "comparison": "as comparison.json",
+    "squeeze": "as squeeze/analysis.json",
     "rank_pattern": "of every module by its name",
     "modules": "of every module of one's own by its path",
     "types": "of every key by its dotted name",
