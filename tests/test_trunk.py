@@ -1,6 +1,14 @@
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOptionalSubscript=false, reportArgumentType=false
+# (gradients are None only before the first backward pass)
 """Hidden states packed by group and the output layer in chunks, against whole logits of one sequence at a time."""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +23,10 @@ from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, 
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
 from retrain.policy.trunk import trunk_of
+from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
 
+ROOT = Path(__file__).parents[1]
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -197,7 +207,7 @@ def test_fused_layers_pass_gradcheck_and_equal_the_plain_formulas():
     torch.testing.assert_close(
         adapted_linear(linear, x, a, b, 1.5), linear(x) + 1.5 * F.linear(F.linear(x, a), b), rtol=1e-12, atol=1e-12
     )
-    assert gradcheck(lambda *given: adapted_linear(linear, *given, 1.5), (x, a, b))
+    assert gradcheck(lambda x, a, b: adapted_linear(linear, x, a, b, 1.5), (x, a, b))
     weight = torch.randn(5, dtype=torch.float64)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (5,), weight, 1e-5))
     assert gradcheck(lambda given: rms_norm(given, weight, 1e-5), (x,))
@@ -236,3 +246,39 @@ def test_packed_micro_batches_stay_within_the_budget_and_keep_groups_together():
             assert size <= budget or len(batch) == 1
     assert [len(batch) for batch in split_microbatches(sequences, 1, packed=True)] == [1] * 6
     assert len(split_microbatches(sequences, 1000, packed=True)) == 1
+
+
+def test_a_half_precision_base_trains_with_masters_in_full_precision():
+    """bf16 products, fp32 log-probabilities, loss, gradient and weights; the same direction as in fp64."""
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        base, sequences = family("qwen3", dtype), ragged()
+        lanes = Lanes(base)
+        adapter = adapted(lanes)
+        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+        totals = Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences))
+        settings = LossSettings(loss="reinforce", kl_coef=0.1, entropy_coef=0.1, grad_clip_norm=0)
+        before = adapter.flat.detach().clone()
+        metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals, 1e-3)
+        with torch.no_grad(), lanes.single(adapter):
+            logprobs_BT, _ = token_logprobs(base, collate(sequences, base), 1.0)
+        assert logprobs_BT.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
+        assert adapter.flat.dtype == adapter.flat.grad.dtype == torch.float32
+        assert not torch.equal(before, adapter.flat)
+        assert np.isfinite(metrics["loss"])
+        gradients.append(adapter.flat.grad.clone())
+    half, exact = gradients
+    assert torch.nn.functional.cosine_similarity(half, exact, dim=0) > 0.98
+
+
+def test_the_benchmark_sets_an_update_beside_the_limit():
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "update.py", "tinyx8", "--repeats", "1"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["cpu_s"]) == {"ours", "limit"}
+    assert found["ours_over_limit"] > 0
