@@ -20,9 +20,10 @@ from retrain.errors import CheckpointError, ModelError
 from retrain.files import dumps, publish_directory, read_json, remove_leftovers, sha256, write_bytes, write_json
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.lora import Adapter
-from retrain.record.recorder import STEP_FILES
 from retrain.record.status import last_row
 
+ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
+"""Records in which every step has a row."""
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
 OWN = "backend"
 """Directory inside a checkpoint with the files of a backend of the user's, in place of adapter and optimizer."""
@@ -169,7 +170,7 @@ def checkpoint_step(directory: Path) -> int:
 
 def check_records(run_directory: Path, step: int) -> None:
     """Raise CheckpointError unless every step before ``step`` has its rows in the files that grow with the steps."""
-    for name in STEP_FILES:
+    for name in ROW_FILES:
         try:
             last = last_row(run_directory / name).get("step", -1)
         except (ValueError, AttributeError):

@@ -17,7 +17,9 @@ from typing import Any
 from retrain.errors import CheckpointError, StorageError, UsageError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
+"""Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
 
 
 def jsonable(value: Any) -> Any:
@@ -40,12 +42,13 @@ def jsonable(value: Any) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Strict JSON text of ``value``; characters that some readers take for line ends are escaped."""
+    """Strict JSON text of ``value``; what some readers take for line ends, or terminals for commands, is escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     except (TypeError, ValueError):  # something in it is not plain, or not a number
         text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return text if text.isascii() else _SURROGATES.sub("?", text).translate(_LINE_ENDS)
+    plain = text.isascii() and "\x7f" not in text
+    return text if plain else _SURROGATES.sub("?", text).translate(_ESCAPED)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -35,6 +35,7 @@ from retrain.policy.budget import Budget
 from retrain.policy.threads import Workers
 from retrain.policy.update import LossSettings, default_token_budget, new_optimizer, train_step
 from retrain.pressure import Pressure
+from retrain.record.environment import without_keys
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
 from retrain.types import Problem, Prompt
@@ -428,7 +429,8 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""
-        self.error = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+        self.error = without_keys(text)
         self.recorder.log_error(error)
 
     def check_engine(self, gives_entropy: bool) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from retrain.record.environment import without_keys
 from retrain.rewards import Grader
-from retrain.types import Completion, Group, Prompt
+from retrain.types import Completion, Group, Prompt, RewardResult
 
 
 class Scoring:
@@ -75,8 +77,13 @@ class Scoring:
             try:
                 results = iter(grader.grade(items))
                 for request, completions in part:
-                    rewards = [next(results) for _ in completions]
+                    rewards = [_told(next(results)) for _ in completions]
                     prompt = self.jobs[request][1]
                     self._groups[request] = Group(prompt, completions, rewards, np.full(len(completions), np.nan))
             except Exception as error:  # belongs to the runs of this grader; the trainer ends them
                 self._errors.update({request: error for request, _ in part})
+
+
+def _told(reward: RewardResult) -> RewardResult:
+    """The reward as it may be recorded: what it says went wrong holds no key or token of the environment."""
+    return replace(reward, error=without_keys(reward.error)) if reward.error else reward

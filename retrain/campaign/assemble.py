@@ -63,8 +63,6 @@ def assemble(
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.training.deterministic)
-    if config.model.trust_remote_code:
-        observer.message(f"{config.model.model} may run code of its own: trust_remote_code = true", "warning")
     base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
     data = load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
@@ -226,7 +224,8 @@ def _build_run(
         own = OwnRun(spec, where, base, lanes, recorder, cursor, *modes)
         run = own.attach(backend, spec.config.backend.backend)
     run.any_base = begin.any_base
-    lines = []
+    trusted = [f"{base.name} may run code of its own: trust_remote_code = true"] * spec.config.model.trust_remote_code
+    lines = [*trusted]
     if recorder.begun or checkpoint_directories(where):
         lines += run.restore(begin.step, begin.told)
     if run.restored_step is None and spec.config.resume.from_:

@@ -45,11 +45,15 @@ Loss = str | Callable[..., Any]
 """A name among ``POLICY_LOSSES``, or a function of the user's (see ``plugin_loss``)."""
 
 
+class NotFiniteError(ValueError):
+    """A NaN or an infinity where the loss needs a number."""
+
+
 def _require_finite(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> None:
     bad_B_T = ~torch.isfinite(values_B_T.detach()) & mask_B_T
     if bool(bad_B_T.any()):
         row, column = torch.nonzero(bad_B_T)[0].tolist()
-        raise ValueError(f"{what} is {values_B_T[row, column].item()} at completion {row}, token {column}")
+        raise NotFiniteError(f"{what} is {values_B_T[row, column].item()} at completion {row}, token {column}")
 
 
 def log_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from retrain.errors import NonFinite
 from retrain.maths.losses import (
     RATIO_METRICS,
     Loss,
+    NotFiniteError,
     Sums,
     add_sums,
     entropy_loss,
@@ -122,9 +123,12 @@ def train_step(
         return metrics | {"loss": 0.0, "reported_loss": 0.0} | dict.fromkeys(RATIO_METRICS)
     assert adapter.flat.grad is not None
     work = _Work(base, lanes, adapter, settings, denominators, dropout_stream)
-    loss_total, sums, clock = work.gradient(
-        trained, budget or Budget(settings.micro_batch_tokens), workers or Workers()
-    )
+    try:
+        loss_total, sums, clock = work.gradient(
+            trained, budget or Budget(settings.micro_batch_tokens), workers or Workers()
+        )
+    except NotFiniteError as error:
+        raise NonFinite(f"{error}: the update was not applied") from error
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")

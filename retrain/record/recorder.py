@@ -17,6 +17,7 @@ from typing import Any
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.context import RunContext, setting
+from retrain.record.environment import without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
@@ -213,7 +214,7 @@ class RunRecorder:
     def log(self, text: str, level: str = "info") -> None:
         """One time-stamped line (or several) in ``run.log``; never raises."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {level:<7} {line}\n" for line in text.splitlines() or [""])
+        lines = "".join(f"{stamp} {level:<7} {line}\n" for line in without_keys(text).splitlines() or [""])
         self._files.write(lambda: self._files.append_text("run.log", lines), always=True)
 
     def log_error(self, error: BaseException) -> None:
@@ -326,7 +327,7 @@ def completion_facts(step: int, group: Group, sample: int) -> Row:
         "stop_reason": completion.stop_reason,
         "correct": reward.is_correct,
         "problem_id": group.prompt.problem.id,
-        **({"error": reward.error} if reward.error else {}),
+        **({"error": without_keys(reward.error)} if reward.error else {}),
     }
 
 

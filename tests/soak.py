@@ -1,0 +1,355 @@
+"""Kill training again and again, at random and in the worst places, and compare with a run that nobody disturbed.
+
+    python -m tests.soak --kills 100 --minutes 30
+
+Every life of a run is a child of a process that has imported everything (``fork``), so that a kill costs about a
+second. Single runs and campaigns take turns. What is compared, time fields aside: every row of every record, the
+checkpoints' lines, the last checkpoint's and the final adapter's bytes, the states in the manifest. Prints one JSON
+line; exit status 1 at the first difference, with the directories left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POINTS = (
+    "time", "sampling", "update", "record", "torn record", "torn checkpoint", "before rename", "after rename",
+    "before line", "final", "manifest", "pruning", "terminate",
+)  # fmt: skip
+"""Where a life ends: ``time`` anywhere, ``terminate`` by SIGTERM and then SIGKILL, the others as they say."""
+LIFE_SECONDS = 120.0
+TOML = """
+{head}
+[model]
+model = "{model}"
+lora_rank = 2
+[training]
+{steps}batch_size = 2
+group_size = 3
+max_tokens = 6
+lr = 0.01
+save_every = 2
+eval_every = 3
+keep_every = 4
+[sepa]
+steps = 4
+[evaluation]
+problems = 3
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[squeeze]
+enabled = false
+"""
+SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
+CAMPAIGN = """[campaign]
+seeds = [1, 2]
+max_steps = 6
+lanes = 2
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "rloo"
+transform_mode = "gtpo_sepa"
+"""
+REWARD = "def score(completion, answer):\n    return len(completion) % 5 / 4\n"
+
+
+def prepare(folder: Path) -> dict[str, Path]:
+    """A model, a reward and two files to train; by kind."""
+    from tests.toymodels import qwen3_directory
+
+    qwen3_directory(folder / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
+    (folder / "soakreward.py").write_text(REWARD)
+    values = {"model": folder / "model", "module": folder / "soakreward.py"}
+    files = {"single": folder / "single.toml", "campaign": folder / "campaign.toml"}
+    files["single"].write_text(TOML.format(head=SINGLE, steps="max_steps = 7\nseed = 3\n", **values))
+    files["campaign"].write_text(TOML.format(head=CAMPAIGN, steps="", **values))
+    return files
+
+
+def live(toml: Path, out: Path, point: str, moment: float) -> None:
+    """One life, in this process: train until the end or until ``point`` has come ``1 + int(moment * …)`` times."""
+    from retrain.campaign.launch import launch
+    from retrain.config import load
+    from retrain.record.observer import NullObserver
+
+    set_trap(point, moment)
+    outcome = launch(load(toml), out, NullObserver())
+    os._exit(outcome.exit_status)
+
+
+def set_trap(point: str, moment: float) -> None:
+    """Put SIGKILL where ``point`` says; ``moment`` in [0, 1) chooses the how-many-th time."""
+    import retrain.campaign.manifest as manifest
+    import retrain.checkpoints as checkpoints
+    import retrain.files as files
+    import retrain.record.writer as writer
+    import retrain.run as run
+    import retrain.trainer as trainer
+    from retrain.engines.local import LocalEngine
+
+    def at(owner: Any, name: str, times: int, before: Callable[..., None] | None = None, after: bool = False) -> None:
+        original, left = getattr(owner, name), [1 + int(moment * times)]
+
+        def trapped(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0 and not after:
+                if before is not None:
+                    before(*arguments, **named)
+                die()
+            result = original(*arguments, **named)
+            if left[0] == 0:
+                die()
+            return result
+
+        setattr(owner, name, trapped)
+
+    def torn(path: Path, rows: Any) -> None:
+        data = "".join(files.dumps(row) + "\n" for row in rows).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(data[: int(moment * 7919) % len(data)])
+
+    def half(path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data[: len(data) // 2])
+
+    def soon(*_: Any, **__: Any) -> None:
+        threading.Timer(0.02 * moment, die).start()
+        time.sleep(0)
+
+    if point == "sampling":
+        original = LocalEngine.sample
+        left = [1 + int(moment * 8)]
+
+        def sample(self: Any, *arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                soon()
+            return original(self, *arguments, **named)
+
+        LocalEngine.sample = sample  # type: ignore[method-assign]
+    elif point == "update":
+        at(trainer, "train_step", 12, after=moment > 0.5)
+    elif point == "record":
+        at(writer, "append_jsonl", 60, after=True)
+    elif point == "torn record":
+        at(writer, "append_jsonl", 60, before=torn)
+    elif point == "torn checkpoint":
+        at(checkpoints, "write_bytes", 8, before=half)
+    elif point == "before rename":
+        at(checkpoints, "publish_directory", 6)
+    elif point == "after rename":
+        at(checkpoints, "publish_directory", 6, after=True)
+    elif point == "before line":
+        at(run.Run, "_record_save", 6)
+    elif point == "final":
+        at(run, "publish_directory", 2, after=moment > 0.5)
+    elif point == "manifest":
+        at(manifest, "write_json", 8, after=moment > 0.5)
+    elif point == "pruning":
+        at(run, "prune", 4)
+
+
+def die() -> None:
+    """The end of this process, as a power cut or the OOM killer would make it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def child(work: Callable[[], None], log: Path) -> int:
+    """Fork; the child does ``work`` with its output in ``log``. Returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.setsid()
+        work()
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def ended(pid: int, seconds: float) -> int | None:
+    """The wait status of a child that ends within ``seconds``; None when it does not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    return None
+
+
+def one_life(toml: Path, out: Path, log: Path, point: str, moment: float, typical: float) -> str:
+    """``finished``, ``killed``, ``stopped`` (by SIGTERM, saved), or what went wrong."""
+    pid = child(lambda: live(toml, out, point, moment), log)
+    if point in ("time", "terminate"):
+        status = ended(pid, moment * typical)
+        if status is None and point == "terminate":
+            os.kill(pid, signal.SIGTERM)
+            status = ended(pid, 0.05 + moment)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+    else:
+        status = ended(pid, LIFE_SECONDS)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return f"hung at {point}"
+    if os.WIFSIGNALED(status):
+        return "killed" if os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM) else f"signal {os.WTERMSIG(status)}"
+    return {0: "finished", 130: "stopped"}.get(os.WEXITSTATUS(status), f"exit status {os.WEXITSTATUS(status)}")
+
+
+def records(out: Path, stopped: bool) -> dict[str, Any]:
+    """Everything about a finished directory that may not depend on how often it was killed, by name.
+
+    ``stopped``: a SIGTERM has left checkpoints between the scheduled ones; their lines are left out.
+    """
+    from retrain.record.catalogue import is_timing_key
+
+    found: dict[str, Any] = {}
+    manifest = json.loads((out / "manifest.json").read_text())
+    found["manifest"] = [(run["run_id"], run["state"], run["step"]) for run in manifest["runs"]]
+    for entry in manifest["runs"]:
+        run = out / entry["path"]
+        for path in sorted([*run.glob("*.jsonl"), *(run / "emergence").glob("*.jsonl")]):
+            name = f"{entry['run_id']}/{path.name}"
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            if path.name == "timing_spans.jsonl":
+                rows = [row["step"] for row in rows]
+            elif path.name == "checkpoints.jsonl" and stopped:
+                rows = [row for row in rows if row["batch"] % 2 == 0 or row["batch"] == entry["max_steps"]]
+            elif path.name in ("metrics.jsonl", "evals.jsonl"):
+                rows = [
+                    {key: value for key, value in row.items() if not is_timing_key(key) and key != "seconds"}
+                    for row in rows
+                ]
+            found[name] = [json.dumps(row) for row in rows]
+        last = max((run / "checkpoints").glob("step_*"))
+        for path in (
+            run / "final/adapter_model.safetensors", last / "adapter_model.safetensors", last / "optimizer.safetensors"
+        ):  # fmt: skip
+            found[f"{entry['run_id']}/{path.relative_to(run)}"] = path.read_bytes().hex()
+        found[f"{entry['run_id']}/leftovers"] = [p.name for p in (*run.rglob(".*.tmp"), *run.rglob(".*.old"))]
+    return found
+
+
+def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """What is not equal, in words."""
+    wrong = [f"{name} is only in one of them" for name in sorted(mine.keys() ^ reference.keys())]
+    for name in sorted(mine.keys() & reference.keys()):
+        if mine[name] != reference[name]:
+            pairs = zip(mine[name], reference[name], strict=False)
+            where = next((i for i, (a, b) in enumerate(pairs) if a != b), "the end")
+            wrong.append(f"{name}: {len(mine[name])} and {len(reference[name])} entries, first different at {where}")
+    return wrong
+
+
+def soak(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, Any]:
+    """Kill until there were ``kills`` or ``minutes`` are over; the figures, with ``wrong`` empty when all is well."""
+    chance, begin, log = random.Random(seed), time.monotonic(), folder / "lives.log"
+    files: dict[str, Path] = {}
+    builder = child(lambda: files.update(prepare(folder)), log)
+    if ended(builder, LIFE_SECONDS) != 0:
+        return {"wrong": [f"the model could not be made: {log}"]}
+    files = {"single": folder / "single.toml", "campaign": folder / "campaign.toml"}
+    reference, typical = {}, {}
+    for kind, toml in files.items():
+        start = time.monotonic()
+        result = one_life(toml, folder / f"reference_{kind}", log, "none", 0.0, 0.0)
+        if result != "finished":
+            return {"wrong": [f"the undisturbed {kind} run ended with {result}: {log}"]}
+        typical[kind] = time.monotonic() - start
+        reference[kind] = records(folder / f"reference_{kind}", stopped=False)
+        reference[kind, True] = records(folder / f"reference_{kind}", stopped=True)
+    points, done, wrong, number = Counter[str](), Counter[str](), [], 0
+    while not wrong and sum(points.values()) < kills and time.monotonic() - begin < 60 * minutes:
+        kind = ("single", "campaign")[number % 2]
+        out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
+        while True:
+            lives += 1
+            point = chance.choice(POINTS) if lives <= 12 and sum(points.values()) < kills else "none"
+            result = one_life(files[kind], out, log, point, chance.random(), typical[kind])
+            if result in ("killed", "stopped"):
+                points[point] += 1
+                stopped |= point == "terminate"
+            elif result == "finished":
+                break
+            else:
+                wrong.append(f"{out} (life {lives}, {point}): {result}")
+                break
+        done[kind] += not wrong
+        if not wrong:
+            undisturbed = reference[kind, True] if stopped else reference[kind]
+            wrong = [f"{out}: {text}" for text in differences(records(out, stopped), undisturbed)]
+        if not wrong:
+            shutil.rmtree(out)
+    return {
+        "kills": sum(points.values()),
+        "at": dict(sorted(points.items())),
+        "finished": dict(done),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "seed": seed,
+        "wrong": wrong,
+    }
+
+
+def warm() -> None:
+    """Import what a life needs, so that every child has it at once."""
+    import peft  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import retrain.campaign.assemble
+    import retrain.campaign.comparison
+    import retrain.campaign.launch  # noqa: F401
+
+
+def main() -> int:
+    """Parse, soak, print one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no further run after so many minutes")
+    parser.add_argument("--seed", type=int, default=0, help="of where the kills fall")
+    parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
+    options = parser.parse_args()
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
+        os.environ[name] = value
+    folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.dir))
+    warm()
+    report = soak(folder, options.kills, options.minutes, options.seed)
+    print(json.dumps(report))
+    if report["wrong"]:
+        print(f"see {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Disks that are full, files that a power cut has torn, directories that vanish, and texts that mean harm."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import BAD_UTF8, HOSTILE, MEGABYTE
+from record_cases import completion, context, evaluation, group, step
+
+from retrain.campaign.manifest import MANIFEST, PLAN, read_manifest, read_plan
+from retrain.checkpoints import (
+    Snapshot,
+    checkpoint_directory,
+    newest_whole,
+    read_json,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from retrain.config import parse_dict
+from retrain.environments import load_data
+from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
+from retrain.files import append_jsonl, read_jsonl, refuse_links, truncate_jsonl, write_json, writing
+from retrain.record.console import PlainConsole, message_text
+from retrain.record.recorder import RunRecorder
+from retrain.types import Group
+
+
+def saved(step_number: int, size: int = 4) -> Snapshot:
+    """A small state of a run."""
+    a, b = torch.arange(2.0 * size).view(2, size), torch.ones(size, 2)
+    return Snapshot(
+        step_number, {"layer": (a, b)}, {"r": 2}, {"exp_avg": torch.ones(size)}, f'{{"step": {step_number}}}\n'
+    )
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: what a quota does, in a test."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole_and_no_remains(tmp_path):
+    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    for size in (0, 10, 100, 400, 700):
+        with largest_file(size), pytest.raises(StorageError, match=r"cannot be written: file too large") as error:
+            write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 60))
+        assert error.value.shared
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+    assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 2)
+    write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 60))  # there is room again
+    assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of one mebibyte; skips where none can be mounted (the file-size limit above tests the same)."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = shutil.which("mount") and os.geteuid() == 0 and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True
+    ).returncode == 0  # fmt: skip
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_file_system_that_is_full_or_read_only_is_told_by_its_name(small_disk):
+    recorder = RunRecorder(small_disk / "run", context())
+    recorder.record_step(step([group([1.0, 0.0], [3, 3])]))
+    recorder.flush()
+    whole = (small_disk / "run/metrics.jsonl").read_bytes()
+    (small_disk / "filler").write_bytes(b"")
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+    def go_on() -> None:
+        for number in range(1, 50):
+            recorder.record_step(step([group([1.0, 0.0], [3, 3])], number))
+            recorder.flush()
+
+    with pytest.raises(StorageError, match="no space left on device"):
+        go_on()
+    with pytest.raises(StorageError, match="no space left on device"):
+        write_checkpoint(checkpoint_directory(small_disk / "run", 1), saved(1, 2000))
+    rows = read_jsonl(small_disk / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert (small_disk / "run/metrics.jsonl").read_bytes().startswith(whole)
+    (small_disk / "filler").unlink()
+    recorder.close(failed=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StorageError, match="read-only"):
+        write_checkpoint(checkpoint_directory(small_disk / "run", 1), saved(1))
+
+
+def test_what_stops_every_run_and_what_one():
+    for number, shared in ((errno.ENOSPC, True), (errno.EROFS, True), (errno.EDQUOT, True), (errno.ENOTDIR, False)):
+        with pytest.raises(StorageError) as error, writing(Path("x")):
+            raise OSError(number, os.strerror(number))
+        assert error.value.shared == shared
+        assert str(error.value) == f"x cannot be written: {os.strerror(number).lower()}"
+
+
+def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):
+    recorder = RunRecorder(tmp_path / "run", context())
+    recorder.start({"any": "facts"})
+    recorder.record_step(step([group([1.0, 0.0], [3, 3])]))
+    recorder.flush()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(StorageError, match="vanished"):
+        recorder.record_step(step([group([1.0, 0.0], [3, 3])], 1))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
+    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    torn = checkpoint_directory(tmp_path, 4)
+    write_checkpoint(torn, saved(4))
+    cuts = 0
+    for path in sorted(torn.iterdir()):
+        data = path.read_bytes()
+        for length in range(len(data)):
+            path.write_bytes(data[:length])
+            if length == len(data) - 1 and path.name == "manifest.json":
+                verify_checkpoint(torn)  # only the line break at its end is missing
+                continue
+            with pytest.raises(CheckpointError):
+                verify_checkpoint(torn)
+            cuts += 1
+        path.write_bytes(data)
+    verify_checkpoint(torn)
+    assert cuts > 500
+    (torn / "state.json").unlink()
+    told: list[str] = []
+    assert newest_whole(tmp_path, told) == checkpoint_directory(tmp_path, 2)
+    assert "skipped a damaged checkpoint" in told[0]
+
+
+def test_a_power_cut_at_every_byte_of_the_last_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": number, "text": HOSTILE["line_ends"], "loss": 0.5} for number in range(3)]
+    append_jsonl(path, rows[:2])
+    before = path.stat().st_size
+    append_jsonl(path, rows[2:])
+    data = path.read_bytes()
+    for length in range(before, len(data)):
+        path.write_bytes(data[:length])
+        assert read_jsonl(path) == rows[:2]
+        truncate_jsonl(path, 2)
+        append_jsonl(path, rows[2:])
+        assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(("name", "read"), [(MANIFEST, read_manifest), (PLAN, read_plan)])
+def test_a_torn_manifest_or_plan_is_told_in_one_line(tmp_path, name, read):
+    run = {"run_id": "a_s1", "label": "a", "seed": 1, "state": "done", "step": 1, "path": ".", "config": {},
+           "overrides": {}, "condition_index": 0, "is_campaign": False}  # fmt: skip
+    write_json(tmp_path / name, {"format": 1, "folder": ".", "runs": [run]})
+    data = (tmp_path / name).read_bytes()
+    for length in range(len(data) - 2):
+        (tmp_path / name).write_bytes(data[:length])
+        with pytest.raises(UsageError, match="is damaged") as error:
+            read(tmp_path)
+        assert "\n" not in str(error.value)
+    for content in ("[]", "null", '{"runs": [3]}', '{"runs": {"a": 1}}'):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UsageError, match="is damaged"):
+            read(tmp_path)
+
+
+def hostile_group(text: str) -> Group:
+    """A group whose problem, answers and errors are all this text."""
+    made = group([1.0, None], [3, 3], problem_id=text)
+    for one in made.completions:
+        object.__setattr__(one, "text", text)
+    return made
+
+
+def test_hostile_texts_leave_every_record_strict_json(tmp_path):
+    with RunRecorder(tmp_path, context()) as recorder:
+        for number, text in enumerate([*HOSTILE.values(), MEGABYTE]):
+            recorder.record_eval(evaluation([hostile_group(text)], number))
+            recorder.record_step(step([hostile_group(text)], number))
+            recorder.log(text)
+    expected, obeyed = len(HOSTILE) + 1, {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u2028\u2029\u202d"}
+    for path in [*tmp_path.glob("*.jsonl"), *(tmp_path / "emergence").glob("*.jsonl")]:
+        data = path.read_bytes()
+        lines = data.decode("utf-8").split("\n")[:-1]
+        if path.name in ("metrics.jsonl", "evals.jsonl", "generations.jsonl", "steps.jsonl", "timing_spans.jsonl"):
+            assert len(lines) in (expected, 2 * expected), path
+        for line in lines:
+            assert not set(line) & obeyed, path
+            json.loads(line, parse_constant=pytest.fail)
+    assert completion(1).text
+
+
+@pytest.mark.parametrize("text", [*HOSTILE.values(), MEGABYTE[:5000]], ids=[*HOSTILE, "long"])
+def test_hostile_texts_leave_the_terminal_alone(text):
+    out = io.StringIO()
+    console = PlainConsole(out)
+    console.message(text, "warning")
+    shown = out.getvalue() + message_text(text, "error").plain
+    assert not set(shown) & {*map(chr, range(0x09)), *map(chr, range(0x0B, 0x20)), *map(chr, range(0x7F, 0xA0))}
+    assert not any("\ud800" <= c <= "\udfff" or "\u202a" <= c <= "\u202e" for c in shown)
+    shown.encode("utf-8")
+
+
+def test_hostile_data_sets_load_or_are_refused_in_one_line(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    settings = {"source": str(path), "prompt_column": "question", "answer_column": "answer", "eval_fraction": 0.2}
+    data = parse_dict({"data": settings}).data
+    whole = [text for text in HOSTILE.values() if not any("\ud800" <= c <= "\udfff" for c in text)]
+    rows = [
+        {"question": text if text.strip() else "?", "answer": text if text.strip() else "?"}
+        for text in [*whole, MEGABYTE]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_data(data, 5, None, 0, tmp_path)
+    assert len(loaded.train) + len(loaded.heldout) > len(whole) - 5
+    for bad in (b'{"question": "a\\ud800b", "answer": "x"}\n', b"\x00" * 100, b"[" * 100_000):
+        path.write_bytes(bad)
+        with pytest.raises(RetrainError) as error:
+            load_data(data, 5, None, 0, tmp_path)
+        assert len(str(error.value).splitlines()) == 1
+        assert error.value.exit_status == 2
+    path.write_bytes(b'{"question": "' + BAD_UTF8 + b'", "answer": "x"}\n')
+    with pytest.raises(RetrainError, match=r"problems\.jsonl"):
+        load_data(data, 5, None, 0, tmp_path)
+
+
+def test_links_inside_a_run_directory_are_found_wherever_they_are(tmp_path):
+    (tmp_path / "real/runs/a").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    refuse_links(tmp_path / "out")  # the directory itself may be a link
+    for place in ("runs/a/metrics.jsonl", "runs/b", "final", "dangling"):
+        link = tmp_path / "real" / place
+        link.symlink_to("/nonexistent" if place == "dangling" else tmp_path)
+        with pytest.raises(UsageError, match="symbolic link"):
+            refuse_links(tmp_path / "out")
+        link.unlink()
+
+
+def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
+    directory = checkpoint_directory(tmp_path, 2)
+    write_checkpoint(directory, saved(2))
+    good = read_json(directory / "manifest.json")
+    for name in ("../../secret", "/etc/passwd", "sub/file"):
+        write_json(directory / "manifest.json", {**good, "sha256": {**good["sha256"], name: "0" * 64}})
+        with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+            verify_checkpoint(directory)
+    write_json(directory / "manifest.json", good)
+    (tmp_path / "copy").write_bytes((directory / "state.json").read_bytes())
+    (directory / "state.json").unlink()
+    (directory / "state.json").symlink_to(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+        verify_checkpoint(directory)

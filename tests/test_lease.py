@@ -1,0 +1,145 @@
+"""One process at a time writes a directory: locks, leases of the living and the dead, and clocks that do not count."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain.campaign.lease import LEASE, DirectoryLock, machine, process_start
+from retrain.errors import LeaseLost, UsageError
+from retrain.files import read_json, write_json
+
+ELSEWHERE = {"host": "another-machine", "boot": "another-start"}
+
+
+def lock(directory: Path, **changes) -> DirectoryLock:
+    return DirectoryLock(directory, **({"beat": 0.05, "watch": 0.3} | changes))
+
+
+def lease(directory: Path, **changes) -> None:
+    """The lease of some other owner."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / LEASE, {"token": "other", "pid": 1, "process_start": "0", "count": 3, **ELSEWHERE} | changes)
+
+
+def test_a_second_owner_is_refused_and_nothing_is_left(tmp_path):
+    with lock(tmp_path / "run") as first:
+        with pytest.raises(UsageError, match="another retrain process is writing"), lock(tmp_path / "run"):
+            pass
+        assert read_json(tmp_path / "run" / LEASE)["token"] == first.token
+        first.check()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_where_file_locks_do_not_work_the_lease_decides(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(37, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    lease(tmp_path, pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
+    with pytest.raises(UsageError, match=f"process {sleeper.pid}"), lock(tmp_path):
+        pass
+    sleeper.kill()
+    sleeper.wait()
+    with lock(tmp_path) as mine:  # the owner is dead: taken over at once
+        assert read_json(tmp_path / LEASE)["token"] == mine.token
+
+
+def test_a_process_number_that_was_given_again_is_no_owner(tmp_path):
+    lease(tmp_path, pid=os.getppid(), process_start="-1", **machine())
+    with lock(tmp_path):
+        pass
+
+
+def test_a_lease_from_another_machine_is_watched_and_its_times_are_not_read(tmp_path):
+    told: list[str] = []
+    lease(tmp_path, time="2999-01-01T00:00:00+0000")
+    with lock(tmp_path, message=told.append):
+        pass
+    assert "another-machine" in told[0]
+    lease(tmp_path, time="1970-01-01T00:00:00+0000")
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 4
+        while not ended.wait(0.03):
+            lease(tmp_path, count=count)
+            count += 1
+
+    owner = threading.Thread(target=beat)
+    owner.start()
+    try:
+        with pytest.raises(UsageError, match="another-machine"), lock(tmp_path):
+            pass
+    finally:
+        ended.set()
+        owner.join()
+
+
+def test_the_lease_is_renewed_and_a_clock_that_jumps_back_changes_nothing(tmp_path, monkeypatch):
+    with lock(tmp_path) as mine:
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        first = read_json(tmp_path / LEASE)["count"]
+        deadline = time.monotonic() + 10
+        while read_json(tmp_path / LEASE)["count"] < first + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        mine.check()
+
+
+def test_an_owner_that_was_suspended_while_another_took_over_stops(tmp_path):
+    with lock(tmp_path) as mine:
+        lease(tmp_path)
+        deadline = time.monotonic() + 10
+        while not mine.lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(LeaseLost, match="taken over"):
+            mine.check()
+    assert read_json(tmp_path / LEASE)["token"] == "other"  # not ours to remove
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\x00\xff"])
+def test_a_damaged_lease_is_nobodys(tmp_path, text):
+    (tmp_path / LEASE).write_text(text)
+    with lock(tmp_path):
+        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+
+
+STUCK = """
+import hashlib
+from retrain.campaign import stopping
+from retrain.record.observer import NullObserver
+stopping.ABANDON_SECONDS = 0.5
+with stopping.StopRequest().listening(NullObserver()) as stop:
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)  # minutes inside one call, no bytecode in between
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None  # the first one waits for the step
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped at the last checkpoint" in errors
+    assert time.monotonic() - begin < 10

@@ -1,0 +1,377 @@
+"""Continuing: what is checked before, what is kept, what more steps do, and where a cohort begins again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toymodels import qwen3_directory
+
+import retrain.trainer
+from retrain.campaign.changes import Approval
+from retrain.campaign.launch import launch, resume
+from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer_tensors, prune
+from retrain.config import load
+from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
+from retrain.files import read_json, read_jsonl, write_json
+from retrain.policy.base import load_base
+from retrain.policy.logprobs import TrainSequence
+from retrain.policy.lora import Lanes
+from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.record.catalogue import is_timing_key
+from retrain.record.observer import NullObserver
+
+SECRET = "very-secret-value-8c1f"
+TOML = """
+{head}
+[model]
+model = "{model}"
+lora_rank = 2
+[training]
+batch_size = 2
+group_size = 3
+max_tokens = 6
+lr = 0.01
+save_every = 2
+{training}
+[optimizer]
+schedule = "linear"
+[evaluation]
+problems = 3
+[reward]
+type = "custom"
+custom_module = "lengths.py"
+workers = 1
+"""
+
+
+class Heard(NullObserver):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("home")
+    qwen3_directory(path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
+    (path / "lengths.py").write_text(
+        "import os\n\ndef score(completion, answer):\n"
+        "    if len(completion) % 7 == 0:\n"
+        "        raise ValueError('no score: ' + os.environ.get('SOME_API_TOKEN', ''))\n"
+        "    return len(completion) % 5 / 4\n"
+    )
+    return path
+
+
+def single(home: Path, name: str = "single", training: str = "max_steps = 2") -> Path:
+    path = home / f"{name}.toml"
+    path.write_text(TOML.format(head="", model=home / "model", training=training))
+    return path
+
+
+def go(path: Path, out: Path, **named):
+    return launch(load(path), out, named.pop("observer", NullObserver()), **named)
+
+
+def numbers(run: Path) -> list[str]:
+    rows = read_jsonl(run / "metrics.jsonl")
+    kept = [{k: v for k, v in row.items() if not is_timing_key(k) and "done_frac" not in k} for row in rows]
+    return [json.dumps(row) for row in kept]
+
+
+@pytest.fixture(scope="module")
+def done(home, tmp_path_factory) -> Path:
+    """A finished run of two steps, made with a secret in its environment."""
+    out = tmp_path_factory.mktemp("done") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOME_API_TOKEN", SECRET)
+        assert go(single(home), out).exit_status == 0
+    return out
+
+
+@pytest.fixture
+def copied(done, tmp_path) -> Path:
+    shutil.copytree(done, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def interrupted(directory: Path) -> None:
+    manifest = read_json(directory / "manifest.json")
+    for run in manifest["runs"]:
+        run["state"] = "interrupted"
+    write_json(directory / "manifest.json", manifest)
+
+
+def test_secrets_of_the_environment_are_in_no_file(done):
+    files = [path for path in done.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    errors = [row["error"] for row in read_jsonl(done / "emergence/generations.jsonl") if row.get("error")]
+    if errors:
+        assert "no score: [key left out]" in errors[0]
+
+
+def test_more_steps_for_a_finished_run(home, copied, tmp_path):
+    heard = Heard()
+    assert resume(copied, heard, sets=["training.max_steps=4"]).exit_status == 0
+    assert any("training.max_steps: 2 → 4" in line for line in heard.lines)
+    (entry,) = read_json(copied / "manifest.json")["runs"]
+    assert (entry["state"], entry["step"], entry["max_steps"]) == ("done", 4, 4)
+    rows = read_jsonl(copied / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_jsonl(copied / "evals.jsonl")] == [0, 2, 4]
+    assert [(r["name"], r["batch"]) for r in read_jsonl(copied / "checkpoints.jsonl")] == [
+        ("000002", 2), ("final", 2), ("000004", 4), ("final", 4),
+    ]  # fmt: skip
+    # The schedule is that of four steps from there on: the learning rates of steps 2 and 3 of 4.
+    assert [row["optim/lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.005, 0.0025])
+    assert resume(copied, NullObserver()).exit_status == 0  # the plan has the four steps now
+    assert read_json(copied / "plan.json")["runs"][0]["config"]["training"]["max_steps"] == 4
+    with pytest.raises(UsageError, match="has done 4 steps, max_steps = 2"):
+        go(single(home), copied)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        last = copied / "checkpoints/step_000004" / name
+        assert (copied / "final" / name).read_bytes() == last.read_bytes()
+
+
+def test_more_steps_equal_a_run_that_had_them_from_the_start(home, tmp_path):
+    short, long = (single(home, f"constant{n}", f"max_steps = {n}") for n in (2, 4))
+    for path in (short, long):
+        path.write_text(path.read_text().replace("linear", "constant"))
+    go(short, tmp_path / "a")
+    go(long, tmp_path / "a")
+    go(long, tmp_path / "b")
+    mine, theirs = ([json.loads(row) for row in numbers(tmp_path / name)] for name in "ab")
+    assert mine[1].pop("eval/heldout/correct_rate", 0) is not None  # what was its last step has an evaluation
+    for a, b in zip(mine, theirs, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith("eval/")} == {
+            k: v for k, v in b.items() if not k.startswith("eval/")
+        }
+    first, second = (tmp_path / name / "final/adapter_model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_every_difference_is_named_and_decided(home, copied):
+    interrupted(copied)
+    facts = read_json(copied / "config.json")
+    facts["packages"] |= {"torch": "1.0", "rich": "1.0"}
+    facts["code"]["sha256"] = "0" * 64
+    facts["modules"] = {}
+    write_json(copied / "config.json", facts)
+    path = single(home, training="max_steps = 3\nweight_decay = 0.1")
+    with pytest.raises(UsageError) as error:
+        go(path, copied)
+    text = str(error.value)
+    for part in ("package torch: 1.0 → ", "training.weight_decay: 0.0 → 0.1", "retrain's code: ", "code of ",
+                 "--accept-changes"):  # fmt: skip
+        assert part in text
+    assert "rich" not in text
+    asked: list[list[str]] = []
+
+    def no(lines: list[str]) -> bool:
+        asked.append(lines)
+        return False
+
+    with pytest.raises(UsageError):
+        go(path, copied, approval=Approval(ask=no))
+    assert len(asked[0]) == 4
+    heard = Heard()
+    assert go(path, copied, observer=heard, approval=Approval(accept=True, tell=heard.message)).exit_status == 0
+    assert any("weight_decay: 0.0 → 0.1" in line for line in heard.lines)
+    assert go(path, copied).exit_status == 0  # the record says now what it was made with
+
+
+@pytest.mark.parametrize(("section", "name"), [("data_hash", "data"), ("base", "weights of the base model")])
+def test_other_data_or_weights_are_named(copied, section, name):
+    interrupted(copied)
+    facts = read_json(copied / "config.json")
+    facts[section] = "other" if section == "data_hash" else facts[section] | {"fingerprint": "other"}
+    write_json(copied / "config.json", facts)
+    with pytest.raises(UsageError, match=f"{name}: other → "):
+        resume(copied, NullObserver(), sets=["training.max_steps=3"])
+    accepted = Approval(accept=True)
+    assert resume(copied, NullObserver(), sets=["training.max_steps=3"], approval=accepted).exit_status == 0
+
+
+def test_a_finished_run_is_not_made_otherwise(home, copied):
+    with pytest.raises(UsageError, match=r"finished, with other settings \(training\.lr: 0\.01 → 0\.02\)"):
+        resume(copied, NullObserver(), approval=Approval(accept=True), sets=["training.lr=0.02"])
+    with pytest.raises(UsageError, match="says which runs there are"):
+        resume(copied, NullObserver(), sets=["campaign.seeds=[1]"])
+    with pytest.raises(ConfigError, match="max_step"):
+        resume(copied, NullObserver(), sets=["training.max_step=3"])
+
+
+def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch):
+    import retrain.campaign.launch as module
+
+    head = "[campaign]\nseeds = [1, 2, 3]\nmax_steps = 1\n[[campaign.conditions]]\n" + (
+        'advantage_mode = "grpo"\ntransform_mode = "none"\n'
+    )
+    path = home / "lanes.toml"
+    path.write_text(TOML.format(head=head, model=home / "model", training=""))
+    monkeypatch.setattr(module, "lane_count", lambda *arguments: 2)
+    go(path, tmp_path / "out")
+    cohorts = [["grpo+none_s1", "grpo+none_s2"], ["grpo+none_s3"]]
+    manifest = read_json(tmp_path / "out/manifest.json")
+    assert (manifest["lanes"], manifest["cohorts"]) == (2, cohorts)
+    monkeypatch.setattr(module, "lane_count", lambda *arguments: 3)  # a machine with more memory
+    path.write_text(path.read_text().replace("max_steps = 1", "max_steps = 2"))
+    assert go(path, tmp_path / "out").exit_status == 0
+    manifest = read_json(tmp_path / "out/manifest.json")
+    assert (manifest["lanes"], manifest["cohorts"]) == (2, cohorts)
+    assert {run["step"] for run in manifest["runs"]} == {2}
+    assert manifest["squeeze"]
+    assert manifest["comparison"] is not None
+
+
+def test_a_directory_with_links_or_paths_is_refused(copied, tmp_path):
+    shutil.move(copied / "checkpoints", tmp_path / "elsewhere")
+    (copied / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="checkpoints is a symbolic link"):
+        resume(copied, NullObserver(), sets=["training.max_steps=3"])
+    (copied / "checkpoints").unlink()
+    for name, change in (
+        ("plan.json", {"run_id": "../../elsewhere"}),
+        ("plan.json", {"run_id": "/etc/x"}),
+        ("manifest.json", {"path": "../elsewhere"}),
+        ("manifest.json", {"run_id": ".."}),
+    ):
+        good = (copied / name).read_text()
+        content = json.loads(good)
+        content["runs"][0] |= change
+        write_json(copied / name, content)
+        with pytest.raises(UsageError, match="no run of this directory"):
+            resume(copied, NullObserver())
+        (copied / name).write_text(good)
+
+
+def test_updates_that_are_not_finite_are_left_out_then_fail_the_run(home, tmp_path, monkeypatch):
+    bad, calls = {1, 3, 4}, []
+
+    def sometimes(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) - 1 in bad:
+            raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
+        return train_step(*arguments, **named)
+
+    monkeypatch.setattr(retrain.trainer, "train_step", sometimes)
+    path = single(home, "bad", "max_steps = 6\nnonfinite_limit = 2")
+    assert go(path, tmp_path / "out").exit_status == 1
+    (entry,) = read_json(tmp_path / "out/manifest.json")["runs"]
+    assert entry["state"] == "failed"
+    assert "step 4: loss nan" in entry["reason"]
+    assert "2 steps in a row: nonfinite_limit" in entry["reason"]
+    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert [row["optim/skipped"] for row in rows] == [False, True, False, True]
+    assert rows[1]["loss"] is None
+    assert rows[1]["optim/grad_norm"] is None
+    assert (tmp_path / "out/checkpoints/step_000004/state.json").is_file()  # as it was before step 4
+    bad.clear()
+    assert resume(tmp_path / "out", NullObserver(), retry_failed=True).exit_status == 0
+    assert [row["step"] for row in read_jsonl(tmp_path / "out/metrics.jsonl")] == list(range(6))
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_alone(home):
+    base = load_base(str(home / "model"), devices="cpu", dtype="float32")
+    lanes = Lanes(base, "all-linear")
+    adapter = lanes.new_adapter(2, 4.0).initialise(0)
+    optimizer = new_optimizer(adapter, 0.01, (0.9, 0.999), 1e-8, 0.0)
+    advantages_T = np.array([1.0, np.inf, 1.0])
+    sequence = TrainSequence([5, 6], [7, 8, 9], np.full(3, -5.0), advantages_T, np.ones(3, dtype=bool))
+    before = adapter.flat.detach().clone()
+    with pytest.raises(NonFinite, match="the update was not applied"):
+        train_step(base, lanes, adapter, optimizer, [sequence], LossSettings(), Denominators(3, 1), 0.01)
+    assert torch.equal(adapter.flat.detach(), before)
+    assert optimizer_tensors(optimizer) == {}
+    lanes.detach()
+
+
+def steps_of(run: Path, *steps: int) -> Path:
+    """A run directory with (empty but whole) checkpoints of these steps, and the rows that belong to the last."""
+    import hashlib
+
+    for step in steps:
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        names = ("state.json", "optimizer.safetensors")
+        for name in names:
+            (folder / name).write_text(name)
+        hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        write_json(folder / "manifest.json", {"format": 1, "sha256": hashes})
+    (run / "emergence").mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl"):
+        (run / name).write_text("".join(f'{{"step": {i}}}\n' for i in range(max(steps, default=0))))
+    return run
+
+
+def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
+    a, b = steps_of(tmp_path / "a", 2, 4, 6), steps_of(tmp_path / "b", 2, 4)
+    told: list[list[str]] = [[], []]
+    assert common_step([(a, 10), (b, 10)], told) == 4
+    assert common_step([(a, 10), (b, 4)], told) == 6  # b ends at 4
+    assert told == [[], []]
+    (b / "checkpoints/step_000004/state.json").write_text("torn")
+    assert common_step([(a, 10), (b, 10)], told) == 2
+    assert len(told[1]) == 1
+    assert "damaged" in told[1][0]
+    assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]) == 0
+
+
+def test_records_that_lack_rows_make_an_earlier_checkpoint_preferred_and_never_cost_all(tmp_path):
+    run = steps_of(tmp_path / "a", 2, 4)
+    (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    with pytest.raises(CheckpointError, match="ends with step 2"):
+        check_records(run, 4)
+    told: list[str] = []
+    assert common_step([(run, 10)], [told]) == 2
+    assert "lack rows" in told[0]
+    (run / "metrics.jsonl").write_text("")
+    assert common_step([(run, 10)], [[]]) == 4
+
+
+def test_retention(tmp_path):
+    run = steps_of(tmp_path / "a", *range(2, 22, 2))
+    prune(run, keep_last=2, keep_every=8)
+    assert [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())] == [8, 16, 18, 20]
+
+
+def test_saves_are_done_in_order_and_errors_have_owners():
+    saves: SaveQueue[str] = SaveQueue()
+    order: list[int] = []
+
+    def fail() -> None:
+        raise CheckpointError("no")
+
+    saves.submit("a", lambda: order.append(1))
+    saves.submit("b", fail)
+    saves.submit("c", lambda: order.append(2))
+    assert [(owner, str(error)) for owner, error in saves.wait()] == [("b", "no")]
+    assert order == [1, 2]
+    assert saves.wait() == []
+    saves.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_short_soak(tmp_path):
+    """``python -m tests.soak`` for a few kills: the long one is run by hand."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "tests.soak", "--kills", "4", "--minutes", "1", "--seed", "5", "--dir", tmp_path]
+    done = subprocess.run(
+        [str(part) for part in command], cwd=root, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["wrong"] == []
+    assert report["kills"] >= 1
