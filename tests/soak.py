@@ -101,7 +101,6 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.files as files
     import retrain.record.writer as writer
     import retrain.run as run
-    import retrain.trainer as trainer
     from retrain.engines.local import LocalEngine
 
     def at(owner: Any, name: str, times: int, before: Callable[..., None] | None = None, after: bool = False) -> None:
@@ -146,7 +145,7 @@ def set_trap(point: str, moment: float) -> None:
 
         LocalEngine.sample = sample  # type: ignore[method-assign]
     elif point == "update":
-        at(trainer, "train_step", 12, after=moment > 0.5)
+        at(run, "train_step", 12, after=moment > 0.5)
     elif point == "record":
         at(writer, "append_jsonl", 60, after=True)
     elif point == "torn record":

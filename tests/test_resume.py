@@ -14,7 +14,7 @@ import pytest
 import torch
 from toymodels import qwen3_directory
 
-import retrain.trainer
+import retrain.run
 from retrain.campaign.changes import Approval
 from retrain.campaign.launch import launch, resume
 from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer_tensors, prune
@@ -265,7 +265,7 @@ def test_updates_that_are_not_finite_are_left_out_then_fail_the_run(home, tmp_pa
             raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
         return train_step(*arguments, **named)
 
-    monkeypatch.setattr(retrain.trainer, "train_step", sometimes)
+    monkeypatch.setattr(retrain.run, "train_step", sometimes)
     path = single(home, "bad", "max_steps = 6\nnonfinite_limit = 2")
     assert go(path, tmp_path / "out").exit_status == 1
     (entry,) = read_json(tmp_path / "out/manifest.json")["runs"]
