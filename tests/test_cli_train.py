@@ -83,16 +83,21 @@ def test_explain_names_every_file_that_is_written_and_no_other(name, trained, ho
         directory = home / "single"
         assert run("train", home / "single.toml", "--out", directory).exit_code == 0
     listing = run("explain", home / f"{name}.toml").output.partition("what it holds")[2]
-    entries = re.findall(r"^( +)(\S+)  +\S", listing, re.MULTILINE)
+    entries = re.findall(r"^( +)(\S.*?)  +\S", listing, re.MULTILINE)
     told = {("runs/<run>/" if len(indent) > 2 else "") + file for indent, file in entries} - {"runs/<run>/"}
     written = set()
     for path in directory.rglob("*"):
         file = re.sub(r"^runs/[^/]+/", "runs/<run>/", str(path.relative_to(directory)))
         file = re.sub(r"evaluation_\w+", "evaluation_<how>", file)
         file = re.sub(r"step_\d+/.*", "step_<n>/", re.sub(r"rank_\d+/.*", "rank_<r>/", file))
+        file = re.sub(r"train_iteration_\d+(\.html|_logtree\.json)", "train_iteration_<n>.html, _logtree.json", file)
+        file = re.sub(r"train_iteration_\d+_rollout", "train_iteration_<n>_rollout", file)
+        file = re.sub(r"eval_\w+_iteration_\d+\S+", "eval_<name>_iteration_<n>…", file)
         if path.is_file() and path.name != ".lock":
             written.add(re.sub(r"final/.*", "final/", file))
-    assert told == written
+    odd = {file for file in told if file.endswith("notes.jsonl")}  # only where a number was odd
+    assert len(odd) == 1
+    assert told - odd == written - odd
 
 
 def test_training_again_and_resume_repeat_nothing(trained, home):

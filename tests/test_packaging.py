@@ -61,7 +61,8 @@ def test_importing_is_light(module):
 )
 def test_commands_that_import_no_torch(command):
     code = f"from retrain.cli import app\napp({command!r}, standalone_mode=False)"
-    assert not HEAVY & modules_after(code, cwd=ROOT)
+    planned = {"scipy"} if "--dry-run" in command else set()  # the power of the planned seeds takes a distribution
+    assert not (HEAVY - planned) & modules_after(code, cwd=ROOT)
 
 
 def test_public_names_exist():

@@ -26,8 +26,9 @@ from retrain.checkpoints import newest_whole, save_checkpoint
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.credit import assign_credit, fill_advantages, mark_planning
+from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, StorageError
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.maths.planning import RegexDetector
 from retrain.policy.adapter_io import read_adapter, write_peft
@@ -387,7 +388,7 @@ def full_disk(bytes_left: int):
 def test_a_full_disk_leaves_the_old_files_whole(base, tmp_path):
     """Manifests, adapters, state written in place, not atomically."""
     write_json(tmp_path / "manifest.json", {"runs": ["old"] * 10})
-    with full_disk(64), pytest.raises(OSError, match="too large"):
+    with full_disk(64), pytest.raises(StorageError, match="too large"):
         write_json(tmp_path / "manifest.json", {"runs": ["new"] * 100})
     assert read_json(tmp_path / "manifest.json") == {"runs": ["old"] * 10}
     lanes = Lanes(base)
@@ -543,16 +544,23 @@ def test_a_tracker_has_our_steps(mixed):
 
 
 @contextmanager
-def forwards(base):
-    """Shapes [rows, tokens] of all forward passes of the model."""
-    seen: list[tuple[int, int]] = []
-    hook = base.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+def decodes():
+    """(rows, tokens) of every pass that the dense decoder makes while inside."""
+    seen, prefill, step = [], DenseDecoder.prefill, DenseDecoder.step
+
+    def noted_prefill(self, ids_RT, *rest):
+        seen.append(tuple(ids_RT.shape))
+        return prefill(self, ids_RT, *rest)
+
+    def noted_step(self, token_R, *rest):
+        seen.append((len(token_R), 1))
+        return step(self, token_R, *rest)
+
+    DenseDecoder.prefill, DenseDecoder.step = noted_prefill, noted_step
     try:
         yield seen
     finally:
-        hook.remove()
+        DenseDecoder.prefill, DenseDecoder.step = prefill, step
 
 
 def test_all_prompts_decode_together_and_finished_rows_leave(base):
@@ -560,8 +568,9 @@ def test_all_prompts_decode_together_and_finished_rows_leave(base):
     lanes = Lanes(base)
     base.eos_ids = tuple(range(20, 120))
     asked = requests(prompts=4, samples=8, max_tokens=40)
-    with forwards(base) as seen:
-        sampled = [c for group in LocalEngine(base, lanes).sample(asked, [trained(lanes, 0)]) for c in group]
+    engine = LocalEngine(base, lanes)
+    with decodes() as seen:
+        sampled = [c for group in engine.sample(asked, [trained(lanes, 0)]) for c in group]
     lengths = [len(c) for c in sampled]
     (rows, width), decoded = seen[0], seen[1:]
     assert (rows, width) == (4, max(len(request.prompt_ids) for request in asked))
@@ -645,7 +654,8 @@ def test_runs_share_one_base_and_decode_together(home, base, mixed, tmp_path):
     lanes = Lanes(base)
     adapters = [trained(lanes, seed) for seed in range(3)]
     asked = [request for lane in range(3) for request in requests(lane)]
-    with forwards(base) as together:
-        LocalEngine(base, lanes).sample(asked, adapters)
+    engine = LocalEngine(base, lanes)
+    with decodes() as together:
+        engine.sample(asked, adapters)
     assert len(together) <= 12  # a prefill and a pass per further token, for three runs as for one
     assert together[0][0] == 9
