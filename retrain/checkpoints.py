@@ -145,7 +145,7 @@ def load_checkpoint(directory: Path, adapter: Adapter, optimizer: torch.optim.Op
 
     verify_checkpoint(directory)
     try:
-        adapter.load(read_adapter(directory).tensors)
+        adapter.load(read_adapter(directory).tensors, lowered=True)
     except ModelError as error:
         raise CheckpointError(f"{directory} does not fit this run: {error}") from error
     load_optimizer(optimizer, load_file(directory / OPTIMIZER))

@@ -194,6 +194,18 @@ class Run:
 
     # -- what the next step needs -------------------------------------------------------------------------------
 
+    def anneal(self) -> None:
+        """Lower the adapter's rank where the next step begins a stage of ``[lora] anneal``.
+
+        The optimizer begins anew: its moments belong to rows that are no more. A checkpoint of this step holds the
+        adapter as it was before, and resuming lowers it again, to the same numbers.
+        """
+        for step, rank in self.config.lora.anneal:
+            if step == self.step and self.adapter.live_rank > rank:
+                self.recorder.log(f"step {step}: the adapter goes on with rank {rank} of {self.adapter.live_rank}")
+                self.adapter.lower(rank)
+                self.optimizer.state.clear()
+
     def next_prompts(self) -> list[Prompt]:
         """Take and render the prompts of the next batch."""
         problems = self.cursor.take(self.config.training.batch_size)

@@ -89,6 +89,7 @@ class Cohort:
         before = {}
         for run, _ in active:
             run.last_end = run.last_end or time.time()
+            self._guarded_and_told(run, run.anneal)
             before[id(run)] = run.mark()
         prompts = [run.next_prompts() for run, _ in active]
         graded = self._sample(active, prompts)

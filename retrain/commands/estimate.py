@@ -24,8 +24,11 @@ PROMPT_TOKENS = {"arithmetic": 12}
 OTHER_PROMPT_TOKENS = 128
 """Assumed where the length is not known: it needs the tokenizer and the data."""
 
-MICRO_BATCH_TOKENS = 4096
-"""Assumed for ``micro_batch_tokens = "auto"``, which takes what memory is free."""
+MICRO_BATCH_TOKENS = {"cpu": 2048, "gpu": 4096}
+"""Assumed for ``micro_batch_tokens = "auto"``, which on a GPU takes what memory is free."""
+
+LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
+"""Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
 """Shares of the peak that eager torch code reaches."""
@@ -36,8 +39,9 @@ LAYER_SECONDS = {"cpu": 3e-4, "gpu": 3e-4}
 GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
 """bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
 
-TRAINING_OPERATIONS, FORWARD_OPERATIONS = 6, 2
-"""Per active parameter and token: one pass for the logprobs, one forward, one backward; and of one pass more."""
+TRAINING_OPERATIONS, FORWARD_OPERATIONS = 4, 2
+"""Per active parameter and token: a forward pass, and a backward pass to the inputs alone, because the base is frozen;
+and of one forward pass more."""
 
 
 def training_operations(config: Any) -> int:
@@ -49,7 +53,7 @@ def training_operations(config: Any) -> int:
 def assumptions(config: Any) -> tuple[str, ...]:
     """What the estimates of one run take for granted."""
     operations = training_operations(config)
-    passes = "one pass for the logprobs, one forward, one backward"
+    passes = "one forward, and one backward that makes no gradients of the base"
     if operations > TRAINING_OPERATIONS:
         passes += ", and one of the base for the KL"
     return (
@@ -273,12 +277,12 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     length = prompt + training.max_tokens
     asked = training.micro_batch_tokens
-    micro_batch = min(rows * length, MICRO_BATCH_TOKENS if asked == "auto" else asked)
+    micro_batch = min(rows * length, MICRO_BATCH_TOKENS[device.kind] if asked == "auto" else asked)
     memory = {
         "model": architecture.parameters() * width,
         "adapter and optimizer": adapter * 16,
-        f"{micro_batch:,} tokens in training": micro_batch
-        * (16 * architecture.vocab + 20 * width * architecture.layers * architecture.hidden),
+        f"{micro_batch:,} tokens in training": micro_batch * (20 * width * architecture.layers * architecture.hidden)
+        + 4 * LOGITS_BYTES[device.kind],
     }
     cache = rows * length * architecture.cache_bytes(width)
 

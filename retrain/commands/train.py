@@ -124,13 +124,25 @@ def squeeze(
             show_default="squeeze/rank_RANK beside the adapter",
         ),
     ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--continue", metavar="STEPS", min=1, help="Train the compressed adapter so many steps at its new rank."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell which LoRA rank the trained adapter needs, and compress it when --to is given."""
+    """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
     from retrain.campaign.squeeze import squeeze as squeeze_directory
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    if steps is not None:
+        if to is None or as_json:
+            raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
+        from retrain.campaign.continuing import continue_compressed
+
+        finish(False, lambda observer: continue_compressed(directory, to, steps, out, observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out)
     if as_json:
         print(dumps(report, indent=2))

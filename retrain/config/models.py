@@ -57,6 +57,9 @@ class Lora(Section):
     """Dropout on the adapter's input while training; sampling never drops anything."""
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
     """Which layers get an adapter: `all-linear`, or a list of module names such as `["q_proj", "v_proj"]`."""
+    anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
+    """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
+    40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
 
 
 class Backend(Section):
@@ -114,4 +117,31 @@ def model_rules(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (model_rules,)
+def anneal_rules(config: Config) -> Iterator[Finding]:
+    """Stages lower the rank, one after the other, while the run lasts."""
+    step_before, rank_before = 0, config.model.lora_rank
+    for step, rank in config.lora.anneal:
+        if step <= step_before or rank >= rank_before:
+            yield Finding(
+                ("lora.anneal", "model.lora_rank"),
+                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
+                "and ranks to fall",
+                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
+            )
+            return
+        step_before, rank_before = step, rank
+    if config.lora.anneal and step_before >= config.training.max_steps:
+        yield Finding(
+            ("lora.anneal", "training.max_steps"),
+            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
+            f"max_steps = {2 * step_before}",
+        )
+    if config.lora.anneal and is_plugin(config.backend.backend):
+        yield Finding(
+            ("lora.anneal", "backend.backend"),
+            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
+            "remove the line",
+        )
+
+
+RULES = (model_rules, anneal_rules)

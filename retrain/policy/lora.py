@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrain.errors import ModelError
+from retrain.maths.squeeze import truncate
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear
 from retrain.rng import torch_seed
@@ -47,6 +48,8 @@ class Adapter:
 
     def __init__(self, shapes: Sequence[LayerShape], rank: int, alpha: float, device: torch.device):
         self.shapes, self.rank, self.alpha, self.scale = tuple(shapes), rank, alpha, alpha / rank
+        self.live_rank = rank
+        """Rows of A and columns of B in use; those beyond are 0 and, without a gradient, stay 0 (see ``lower``)."""
         sizes = [rank * s.in_features + s.out_features * rank for s in shapes]
         self.flat = nn.Parameter(torch.zeros(sum(sizes), device=device))
         self.flat.grad = torch.zeros_like(self.flat)
@@ -72,26 +75,43 @@ class Adapter:
                 self.B[shape.name].zero_()
         return self
 
-    def load(self, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (A, B) of every layer in. Raises ModelError when layers or shapes differ."""
+    def load(self, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], lowered: bool = False) -> None:
+        """Copy (A, B) of every layer in. ``lowered`` takes tensors of a smaller rank as well, which becomes the live
+        rank. Raises ModelError when layers or shapes differ."""
         if missing := sorted(set(self.A) - set(tensors)):
             raise ModelError(f"the adapter lacks {len(missing)} of the target layers, e.g. {missing[0]}")
+        live = min((a.shape[0] for a, _ in tensors.values()), default=self.rank) if lowered else self.rank
         with torch.no_grad():
             for name, (a, b) in tensors.items():
-                if name not in self.A or a.shape != self.A[name].shape or b.shape != self.B[name].shape:
+                fits = name in self.A and a.shape[0] == b.shape[1] == live <= self.rank
+                if not fits or a.shape[1:] != self.A[name].shape[1:] or b.shape[:1] != self.B[name].shape[:1]:
                     raise ModelError(f"adapter layer {name} of shape {tuple(a.shape)}, {tuple(b.shape)} does not fit")
-                self.A[name].copy_(a)
-                self.B[name].copy_(b)
+                self._put(name, a, b)
+        self.live_rank = live
 
-    def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``loss`` in the order of ``flat``; ``flat.grad`` is left alone."""
-        weights = [store[s.name] for s in self.shapes for store in (self.A, self.B)]
-        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in found])
+    def _put(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        """(A, B) of a layer, zeros beyond their rank."""
+        rank = a.shape[0]
+        self.A[name][:rank].copy_(a)
+        self.A[name][rank:].zero_()
+        self.B[name][:, :rank].copy_(b)
+        self.B[name][:, rank:].zero_()
+
+    def lower(self, rank: int) -> None:
+        """Keep the best approximation of every ΔW of this rank, in place (LoRA-Squeeze, arXiv 2602.10993).
+
+        What is left over stays 0 while training goes on: where a row of A and its column of B are both 0, so are
+        their gradients. Raises UsageError for a rank above the live one.
+        """
+        with torch.no_grad():
+            for name, (a, b) in self.tensors().items():
+                self._put(name, *truncate(a, b, self.scale, rank))
+        self.live_rank = rank
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Detached (A, B) of every layer."""
-        return {s.name: (self.A[s.name].detach(), self.B[s.name].detach()) for s in self.shapes}
+        """Detached (A, B) of every layer, of the live rank."""
+        live = self.live_rank
+        return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
 
 
 class Mode(threading.local):

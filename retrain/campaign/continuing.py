@@ -1,0 +1,71 @@
+"""Compress an adapter, then train it on at the smaller rank (the ``continue`` mode of LoRA-Squeeze, 2602.10993)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.changes import Approval
+from retrain.campaign.launch import Outcome, launch
+from retrain.campaign.manifest import read_plan, run_directory
+from retrain.campaign.squeeze import compress_adapter, find_adapter
+from retrain.config import Loaded, parse_dict
+from retrain.errors import UsageError
+from retrain.files import dumps, read_json
+from retrain.record.observer import Observer
+
+
+def continue_compressed(
+    directory: Path, rank: int, steps: int, out: Path | None, observer: Observer, approval: Approval | None = None
+) -> Outcome:
+    """Train ``steps`` more steps at ``rank``, from the compressed adapter of this run or campaign directory.
+
+    The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
+    ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on
+    where it stopped. Raises UsageError when the directory has no adapter or no plan, or the rank is above its own.
+    """
+    adapter = find_adapter(directory)
+    owner = _holding((adapter.parent, adapter.parent.parent), "config.json")
+    home = _holding((directory, *directory.absolute().parents), "plan.json")
+    if owner is None or home is None:
+        raise UsageError(f"{directory} is no run directory of retrain: its settings are not known, so it cannot go on")
+    specs, folder = read_plan(home)
+    spec = next((spec for spec in specs if run_directory(home, spec).resolve() == owner.resolve()), None)
+    if spec is None:
+        raise UsageError(f"{home / 'plan.json'} does not know the run {owner}")
+    target = out or owner / "squeeze" / f"continue_{rank}"
+    compressed = target.with_name(f"{target.name}_from")
+    if not (compressed / "adapter_config.json").is_file():
+        compress_adapter(adapter, rank, compressed)
+    settings = spec.config.model_dump(mode="json", by_alias=True)
+    settings["model"]["lora_rank"] = rank
+    settings["lora"] |= {"alpha": read_json(compressed / "adapter_config.json")["lora_alpha"], "anneal": []}
+    settings["training"]["max_steps"] = steps
+    settings["resume"]["from"] = str(compressed.absolute())
+    settings["squeeze"] |= {"compress_to": None, "target_ranks": None}
+    settings["logging"]["wandb_group"] = None
+    settings.pop("campaign", None)
+    config = parse_dict(settings)
+    path = folder / f"{owner.name}_continue_{rank}.toml"  # no file: where relative paths are looked up, and the name
+    text = "".join(
+        f"[{section}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in keys.items() if value is not None)
+        for section, keys in settings.items()
+    )
+    loaded = Loaded(config, path, text, is_campaign=False)
+    return launch(loaded, target, observer, approval=approval)
+
+
+def _holding(folders: Iterable[Path], name: str) -> Path | None:
+    """The first of the folders with a file of this name."""
+    return next((folder for folder in folders if (folder / name).is_file()), None)
+
+
+def _toml(value: Any) -> str:
+    """A JSON value as TOML writes it; tables inline, absent values left out."""
+    if isinstance(value, dict):
+        inside = ", ".join(f"{dumps(key)} = {_toml(each)}" for key, each in value.items() if each is not None)
+        return f"{{{inside}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return dumps(value)

@@ -1,0 +1,128 @@
+"""LoRA-Squeeze while training: annealed ranks, and training on at the rank an adapter was compressed to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_campaign import campaign, model  # noqa: F401 (the toy model and its campaign)
+from toymodels import toy_base
+from typer.testing import CliRunner
+
+from retrain.campaign.launch import launch, resume
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import ConfigError
+from retrain.files import read_json, read_jsonl
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.logprobs import TrainSequence
+from retrain.policy.lora import Lanes
+from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.record.observer import NullObserver
+from retrain.rng import generator
+
+ANNEAL = "[lora]\nanneal = [[1, 3], [3, 1]]\n[training]"
+
+
+def delta(adapter, name):
+    return adapter.scale * (adapter.B[name] @ adapter.A[name]).detach()
+
+
+def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it_trains(tmp_path):
+    base = toy_base(tmp_path / "toy")
+    lanes = Lanes(base)
+    adapter = lanes.new_adapter(4, 8.0).initialise("lower")
+    noise = generator("lower", 1)
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.copy_(torch.from_numpy(noise.normal(0, 0.1, b.shape)))
+    before = {name: delta(adapter, name) for name in adapter.A}
+    adapter.lower(2)
+    for name, whole in before.items():
+        u, s, vh = torch.linalg.svd(whole.double())
+        best = u[:, :2] * s[:2] @ vh[:2]
+        torch.testing.assert_close(delta(adapter, name).double(), best, atol=1e-5, rtol=0)
+    optimizer = new_optimizer(adapter, 0.05, (0.9, 0.999), 1e-8, 0.01)
+    ids = [int(t) for t in noise.integers(3, 200, 9)]
+    ones = torch.ones(9).numpy()
+    sequence = TrainSequence((5, 6, 7), ids, -3 * ones, ones, ones.astype(bool))
+    moved = {name: delta(adapter, name).clone() for name in adapter.A}
+    for _ in range(3):
+        train_step(base, lanes, adapter, optimizer, [sequence], LossSettings(), Denominators(9, 1), 0.05)
+    for name in adapter.A:
+        assert not adapter.A[name][2:].any()
+        assert not adapter.B[name][:, 2:].any()
+        assert not torch.equal(delta(adapter, name), moved[name])
+    assert {tuple(a.shape[:1] + b.shape[1:]) for a, b in adapter.tensors().values()} == {(2, 2)}
+
+
+def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):  # noqa: F811
+    path = campaign(tmp_path, model, steps=5)
+    path.write_text(path.read_text().replace("[training]", ANNEAL).replace("save_every = 2", "save_every = 1"))
+    assert launch(load(path), tmp_path / "whole", NullObserver()).exit_status == 0
+
+    class Stops(NullObserver):
+        def step(self, spec, row):
+            if row["step"] == self.at:
+                raise KeyboardInterrupt
+
+    for stop in (0, 2, 3):  # before the step of a stage, and after it
+        out = tmp_path / f"stopped{stop}"
+        observer = Stops()
+        observer.at = stop
+        assert launch(load(path), out, observer).exit_status == 130
+        assert resume(out, NullObserver()).exit_status == 0
+        for run in (tmp_path / "whole/runs").iterdir():
+            one, other = (load_file(d / "final/adapter_model.safetensors") for d in (run, out / "runs" / run.name))
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    run = tmp_path / "whole/runs/grpo+none_s1"
+    assert read_json(run / "final/adapter_config.json")["r"] == 1
+    final, start = read_adapter(run / "final"), read_adapter(run / "checkpoints/step_000004")
+    assert {scale for scale in final.scales.values()} == {8.0}  # alpha 32 / rank 4, as it was trained
+    assert {a.shape[0] for a, _ in start.tensors.values()} == {1}
+    log = (run / "run.log").read_text()
+    assert "step 1: the adapter goes on with rank 3 of 4" in log
+    assert "step 3: the adapter goes on with rank 1 of 3" in log
+    assert any(b.any() for _, b in final.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ("[[2, 4]]", "ranks to fall"),
+        ("[[2, 3], [2, 1]]", "steps have to grow"),
+        ("[[9, 2]]", "it has no effect"),
+        ("[[2]]", "list of a list of integers"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(model, tmp_path, stages, words):  # noqa: F811
+    path = campaign(tmp_path, model)
+    path.write_text(path.read_text().replace("[training]", f"[lora]\nanneal = {stages}\n[training]"))
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+def test_a_compressed_adapter_trains_on_at_its_new_rank(model, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    assert launch(load(campaign(tmp_path, model)), out, NullObserver()).exit_status == 0
+    command = ["squeeze", str(out), "--to", "2", "--continue", "3"]
+    for _ in range(2):  # the second time there is nothing left to do
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    first = out / "runs/grpo+none_s1"
+    run = first / "squeeze/continue_2"
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
+    config = json.loads((run / "final/adapter_config.json").read_text())
+    assert config["r"] == 2
+    started = read_adapter(first / "squeeze/continue_2_from").tensors
+    ended = read_adapter(run / "final").tensors
+    assert any(not torch.equal(started[name][1], ended[name][1]) for name in started)
+    assert (
+        f"starts at step 0 with the weights of {(first / 'squeeze/continue_2_from').absolute()}"
+        in (run / "run.log").read_text()
+    )
+    wrong = CliRunner().invoke(app, ["squeeze", str(out), "--continue", "3"])
+    assert wrong.exit_code == 2
+    assert "--to RANK" in wrong.output
