@@ -108,6 +108,12 @@ class Adapter:
                 self._put(name, *truncate(a, b, self.scale, rank))
         self.live_rank = rank
 
+    def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of ``loss`` in the order of ``flat``; ``flat.grad`` is left alone."""
+        weights = [store[s.name] for s in self.shapes for store in (self.A, self.B)]
+        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in found])
+
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Detached (A, B) of every layer, of the live rank."""
         live = self.live_rank
