@@ -134,7 +134,7 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
         "| | s | processor s |",
         "|---|--:|--:|",
         f"| importing torch, transformers and peft | {mid['imports_s']:.2f} | {mid['imports_cpu_s']:.2f} |",
-        f"| `retrain train` to its first token | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |",
+        f"| start to first token of `retrain train` | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |",
     ]
     label = f"first token after {ratio:.2f}× the time of the imports (bar ≤ {BAR_STARTUP})"
     tell("start-up", lines, bar(label, ratio <= BAR_STARTUP), options)
