@@ -126,3 +126,32 @@ def test_a_compressed_adapter_trains_on_at_its_new_rank(model, tmp_path):  # noq
     wrong = CliRunner().invoke(app, ["squeeze", str(out), "--continue", "3"])
     assert wrong.exit_code == 2
     assert "--to RANK" in wrong.output
+
+
+def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(model, tmp_path):  # noqa: F811
+    """PEFT computes with the patterns what the truncated factors say."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    assert launch(load(campaign(tmp_path, model)), out, NullObserver()).exit_status == 0
+    source = read_adapter(out / "runs/grpo+none_s1/final")
+    result = CliRunner().invoke(app, ["squeeze", str(out), "--to", "2", "--pattern", "--out", str(tmp_path / "small")])
+    assert result.exit_code == 0, result.output
+    small = read_adapter(tmp_path / "small")
+    ranks = {name: a.shape[0] for name, (a, _) in small.tensors.items()}
+    assert len(set(ranks.values())) > 1
+    assert sum(ranks.values()) <= 2 * len(ranks)
+    kept = uniform = 0.0
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "small")
+    for name, (a, b) in source.tensors.items():
+        u, s, vh = torch.linalg.svd((source.scales[name] * b @ a).double())
+        uniform += float((s[:2] ** 2).sum())
+        k = ranks[name]
+        kept += float((s[:k] ** 2).sum())
+        layer = loaded.get_submodule(f"base_model.model.{name}")
+        torch.testing.assert_close(
+            layer.get_delta_weight("default").double(), u[:, :k] * s[:k] @ vh[:k], atol=1e-5, rtol=0
+        )
+    assert kept >= uniform * (1 - 1e-6)
+    assert CliRunner().invoke(app, ["squeeze", str(out), "--pattern"]).exit_code == 2

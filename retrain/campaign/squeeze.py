@@ -50,11 +50,9 @@ def analyse_adapter(
     Candidates are ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
     and the recommended one.
     """
-    from retrain.maths.squeeze import analyse, recommend
-    from retrain.policy.adapter_stream import AdapterFile
+    from retrain.maths.squeeze import recommend
 
-    with AdapterFile(adapter) as file:  # one module in memory at a time
-        spectra = {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
+    spectra = _spectra(adapter)
     result = recommend(
         spectra,
         min_variance_retention=min_variance_retention,
@@ -87,11 +85,22 @@ def analyse_adapter(
     }
 
 
-def compress_adapter(adapter: Path, rank: int, out: Path) -> Path:
+def _spectra(adapter: Path) -> dict[str, Any]:
+    """Singular values of every module, with one module in memory at a time."""
+    from retrain.maths.squeeze import analyse
+    from retrain.policy.adapter_stream import AdapterFile
+
+    with AdapterFile(adapter) as file:
+        return {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
+
+
+def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter.
+    With ``pattern`` every module gets a rank of its own: the fewest altogether that keep the total energy of ``rank``
+    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter.
     """
+    from retrain.maths.squeeze import rank_pattern
     from retrain.policy.adapter_stream import AdapterFile, write_streamed
 
     with AdapterFile(adapter) as file:
@@ -104,12 +113,17 @@ def compress_adapter(adapter: Path, rank: int, out: Path) -> Path:
         if alpha is None or file.config.get("rank_pattern") or file.config.get("alpha_pattern"):
             # One plain rule for the result, alpha = r: a scale of 1 that every loader computes alike.
             alpha = float(rank)
+        ranks = dict.fromkeys(file.modules, rank)
+        if pattern:
+            ranks, alpha = rank_pattern(_spectra(adapter), rank), float(rank)
         layout = {
-            name: replace(where, a_shape=(rank, where.a_shape[1]), b_shape=(where.b_shape[0], rank))
+            name: replace(where, a_shape=(ranks[name], where.a_shape[1]), b_shape=(where.b_shape[0], ranks[name]))
             for name, where in file.modules.items()
         }
+        own = {name: each for name, each in ranks.items() if each != rank}
         config = file.config | {
-            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
+            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": own,
+            "alpha_pattern": {name: float(each) for name, each in own.items()},
         }  # fmt: skip
         prepare_directory(out.parent)
         if out.is_file():
@@ -118,7 +132,9 @@ def compress_adapter(adapter: Path, rank: int, out: Path) -> Path:
             raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
         aside = out.with_name(f".{out.name}.tmp")
         scale = alpha / rank
-        pairs = ((name, _truncated(*file.factors(name), file.scales[name], rank, scale)) for name in file.modules)
+        pairs = (
+            (name, _truncated(*file.factors(name), file.scales[name], ranks[name], scale)) for name in file.modules
+        )
         write_streamed(aside, layout, pairs, config)
     publish_directory(aside, out)
     return out
@@ -135,16 +151,17 @@ def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tup
     return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
 
 
-def squeeze(directory: Path, to: int | None = None, out: Path | None = None) -> dict[str, Any]:
-    """Analyse the adapter of a run directory; with ``to`` also compress it to that rank.
+def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> dict[str, Any]:
+    """Analyse the adapter of a run directory; with ``to`` also compress it to that rank, or with ``pattern`` to ranks
+    by module that keep as much energy.
 
     The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter.
     """
     adapter = find_adapter(Path(directory))
     analysis = analyse_adapter(adapter, **_retention(adapter))
     if to is not None:
-        target = out or adapter.parent / "squeeze" / f"rank_{to}"
-        analysis["compressed"] = str(compress_adapter(adapter, to, target))
+        target = out or adapter.parent / "squeeze" / (f"pattern_{to}" if pattern else f"rank_{to}")
+        analysis["compressed"] = str(compress_adapter(adapter, to, target, pattern))
     elif out is not None:
         prepare_directory(out)
         write_json(out / "analysis.json", analysis)

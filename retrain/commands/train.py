@@ -130,6 +130,9 @@ def squeeze(
             "--continue", metavar="STEPS", min=1, help="Train the compressed adapter so many steps at its new rank."
         ),
     ] = None,
+    pattern: Annotated[
+        bool, typer.Option("--pattern", help="A rank for each module, with the total energy of RANK everywhere.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
@@ -137,13 +140,15 @@ def squeeze(
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    if pattern and (to is None or steps is not None):
+        raise UsageError("--pattern says how --to compresses: type --to RANK --pattern, without --continue")
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
         from retrain.campaign.continuing import continue_compressed
 
         finish(False, lambda observer: continue_compressed(directory, to, steps, out, observer))
-    report: dict[str, Any] = squeeze_directory(directory, to, out)
+    report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))
     else:
