@@ -9,6 +9,7 @@ from toymodels import toy_base
 
 from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint
 from retrain.errors import CheckpointError, ModelError
+from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.lora import Lanes
 from retrain.policy.update import new_optimizer
@@ -75,9 +76,22 @@ def test_detach_restores_the_base(base):
     assert [name for name, _ in base.model.named_modules()] == names
 
 
-def test_targets_that_match_nothing_are_told(base):
-    with pytest.raises(ModelError, match="q_proj"):
-        Lanes(base, ["query"])
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (["query", "q_proj"], r'"query", which is no linear layer .*q_proj, up_proj.*: target_modules = \["q_proj"\]'),
+        (["lm_head"], 'names "lm_head", the output layer, which gets no adapter: target_modules = "all-linear"'),
+        (["embed_tokens"], 'names "embed_tokens", which is no linear layer'),
+        (["q_proj", "norm", "roj"], '"norm", which is no linear layer(.|\n)*"roj"'),
+    ],
+)
+def test_targets_that_mean_no_layer_are_refused(base, targets, told):
+    with pytest.raises(ModelError, match=told):
+        Lanes(base, targets)
+
+
+def test_the_layers_of_dense_models_are_known_without_loading_them(base, lanes):
+    assert dense_layers(base.model.config.to_dict()) == [shape.name for shape in lanes.shapes]
 
 
 def test_saved_and_read_back(base, lanes, tmp_path):

@@ -87,6 +87,17 @@ def test_five_mistakes_are_five_lines(tmp_path):
             assert key in line
 
 
+def test_layers_that_the_model_does_not_have_are_mistakes_of_the_file(tmp_path):
+    file = tmp_path / "targets.toml"
+    file.write_text('[lora]\ntarget_modules = ["q_proj", "lm_head", "queries"]\n')
+    for command in ("check", "train"):
+        result = run(command, file)
+        assert (result.exit_code, result.stdout) == (2, "")
+        for line, told in zip(result.stderr.splitlines(), ('"lm_head", the output layer', '"queries"'), strict=True):
+            assert line.startswith("targets.toml:2  lora.target_modules  names " + told)
+            assert line.endswith('target_modules = ["q_proj"]')
+
+
 def test_set_is_checked_like_the_file():
     result = run("check", QUICKSTART, "--set", "training.max_steps=0")
     assert result.exit_code == 2

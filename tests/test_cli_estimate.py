@@ -12,10 +12,10 @@ from retrain.commands.estimate import (
     estimate_run,
     evaluations,
     find_device,
-    find_model_config,
 )
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
+from retrain.models import find_config
 
 SMALL = {
     "vocab_size": 300,
@@ -56,7 +56,7 @@ def test_adapter_counts_are_peft_s(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     architecture = architecture_of(str(tmp_path))
     assert architecture is not None
-    for target in ("all-linear", ["q_proj", "down_proj"]):
+    for target in ("all-linear", ["q_proj", "down_proj"], ["model.layers.1.mlp.up_proj", "0.self_attn.o_proj"]):
         lora = LoraConfig(r=5, target_modules=target, task_type="CAUSAL_LM")
         model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -64,10 +64,10 @@ def test_adapter_counts_are_peft_s(tmp_path):
 
 
 def test_the_bundled_model_s_config_is_found_and_a_foreign_one_is_not_looked_for_on_the_hub():
-    path = find_model_config("tiny-reasoner")
+    path = find_config("tiny-reasoner")
     assert path is not None
     assert path.name == "config.json"
-    assert find_model_config("nobody/no-such-model") is None
+    assert find_config("nobody/no-such-model") is None
     assert Architecture.from_config({"model_type": "bert"}) is None
 
 

@@ -20,8 +20,8 @@ from retrain.campaign.manifest import (
     update_plan,
     write_plan,
 )
-from retrain.campaign.own_code import check_own_code
 from retrain.campaign.plan import RunSpec, plan
+from retrain.campaign.references import check_references
 from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
@@ -59,7 +59,7 @@ def launch(
     """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     approval = approval or Approval()
-    check_own_code(loaded)
+    check_references(loaded)
     with DirectoryLock(directory, observer.message) as lock:
         name = loaded.config.campaign.name or loaded.path.stem
         manifest = _open(directory, name, specs, loaded.path.parent, observer, approval)

@@ -7,16 +7,15 @@ to attention biases. Units: bytes, seconds, floating-point operations, tokens.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from retrain.files import read_json
-from retrain.models import bundled_model_path
+from retrain.models import find_config
+from retrain.models.targets import targeted
 
 PROMPT_TOKENS = {"arithmetic": 12}
 """Typical prompt length by data source, of the bundled model's tokenizer."""
@@ -146,10 +145,14 @@ class Architecture:
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
         """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
-        shapes = {**self.attention_shapes, **self.mlp_shapes}
-        names = set(shapes) if isinstance(target_modules, str) else set(target_modules)
-        copies = {name: self.experts if name in self.mlp_shapes else 1 for name in shapes}
-        return self.layers * sum(rank * (a + b) * copies[name] for name, (a, b) in shapes.items() if name in names)
+        attention = {f"self_attn.{name}": sum(sizes) for name, sizes in self.attention_shapes.items()}
+        mlp = {f"mlp.{name}": self.experts * sum(sizes) for name, sizes in self.mlp_shapes.items()}
+        return rank * sum(
+            features
+            for layer in range(self.layers)
+            for name, features in (attention | mlp).items()
+            if targeted(f"model.layers.{layer}.{name}", target_modules)
+        )
 
     def cache_bytes(self, bytes_per_number: int) -> int:
         """Bytes of keys and values that one token occupies."""
@@ -196,22 +199,9 @@ QWEN3 = {
 explained on a machine that has never met a hub."""
 
 
-def find_model_config(model: str, revision: str | None = None) -> Path | None:
-    """The model's config.json where it lies already: bundled, a local directory, or the hub's cache; else None."""
-    path = (bundled_model_path(model) or Path(model).expanduser()) / "config.json"
-    if path.is_file():
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found) if isinstance(found, str) else None
-
-
 def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
     """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
-    path = find_model_config(model, revision)
+    path = find_config(model, revision)
     if path is not None:
         return Architecture.from_config(read_json(path))
     sizes = QWEN3.get(model.removeprefix("Qwen/Qwen3-").removesuffix("-Base")) if model.startswith("Qwen/") else None

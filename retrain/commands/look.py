@@ -65,11 +65,11 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
-    from retrain.campaign.own_code import check_own_code
     from retrain.campaign.plan import plan
+    from retrain.campaign.references import check_references
 
     loaded = read(file, sets)
-    check_own_code(loaded, rewards=True)
+    check_references(loaded, rewards=True)
     print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
 
 

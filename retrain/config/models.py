@@ -56,7 +56,8 @@ class Lora(Section):
     dropout: Decay = 0.0
     """Dropout on the adapter's input while training; sampling never drops anything."""
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
-    """Which layers get an adapter: `all-linear`, or a list of module names such as `["q_proj", "v_proj"]`."""
+    """Which layers get an adapter: `all-linear` (every linear layer but the output layer), or a list of module names
+    such as `["q_proj", "v_proj"]`."""
     anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
     """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
     40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""

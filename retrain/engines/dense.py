@@ -22,12 +22,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, LaneLinear, Lanes
 from retrain.policy.memory import available_memory
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the decoders whose layers look as below."""
 MERGE_SHARE = 0.25
 """Weights are merged only where the copy takes less than this share of the memory that is available."""
 
@@ -327,7 +326,7 @@ def dense_decoder(base: BaseModel) -> DenseDecoder | None:
     turning = str(rope.get("rope_type", rope.get("type", "default")))
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if (
-        config.model_type not in FAMILIES
+        config.model_type not in DENSE_FAMILIES
         or type(base.model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
         or kinds != {"full_attention"}
         or (windowed and config.model_type == "mistral")

@@ -1,7 +1,11 @@
-"""Models that ship with the package; importing this loads nothing heavy."""
+"""Models on this machine: those that ship with the package, and configurations that lie here already.
+
+Importing this loads nothing heavy.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 BUNDLED = {"tiny-reasoner": "tiny_reasoner"}
@@ -15,3 +19,16 @@ def bundled_model_path(name: str) -> Path | None:
     """
     directory = BUNDLED.get(name)
     return None if directory is None else Path(__file__).parent / directory
+
+
+def find_config(model: str, revision: str | None = None) -> Path | None:
+    """The model's config.json where it lies already: bundled, a local directory, or the hub's cache; else None."""
+    path = (bundled_model_path(model) or Path(model).expanduser()) / "config.json"
+    if path.is_file():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found) if isinstance(found, str) else None

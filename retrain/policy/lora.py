@@ -10,7 +10,6 @@ weights are fp32 whatever the base's dtype.
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 
 from retrain.errors import ModelError
 from retrain.maths.squeeze import truncate
+from retrain.models.targets import target_mistakes, targeted
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear
 from retrain.rng import torch_seed
@@ -164,25 +164,22 @@ def _is_linear(module: nn.Module) -> bool:
 class Lanes:
     """The wrapped target layers of one base and the mode they are in; adapters live in the runs.
 
-    ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module names or
-    suffixes. Raises ModelError when nothing matches.
+    ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module paths or
+    ends of such. Raises ModelError when one of them means no layer that can have an adapter.
     """
 
     def __init__(self, base: BaseModel, target_modules: str | Sequence[str] = "all-linear"):
         self.base, self.mode = base, Mode()
         self.target_modules = target_modules
         head = base.model.get_output_embeddings()
-        chosen = [
-            (name, module)
-            for name, module in base.model.named_modules()
-            if _is_linear(module) and module is not head and _targeted(name, target_modules)
-        ]
-        if not chosen:
-            leaves = sorted({name.rpartition(".")[2] for name, m in base.model.named_modules() if _is_linear(m)})
-            raise ModelError(
-                f"[lora] target_modules = {target_modules!r} matches no linear layer of {base.name}: "
-                f"use some of {', '.join(leaves)}"
-            )
+        linears = {name: module for name, module in base.model.named_modules() if _is_linear(module)}
+        layers = [name for name, module in linears.items() if module is not head]
+        if not layers:
+            raise ModelError(f"{base.name} has no linear layers besides its output layer: nothing can have an adapter")
+        head_name = next((name for name, module in linears.items() if module is head), "")
+        if mistakes := target_mistakes(target_modules, layers, head_name):
+            raise ModelError("\n".join(f"[lora] target_modules {message}: {fix}" for message, fix in mistakes))
+        chosen = [(name, linears[name]) for name in layers if targeted(name, target_modules)]
         self.shapes = [LayerShape(name, m.in_features, m.out_features) for name, m in chosen]
         for name, module in chosen:
             parent_name, _, leaf = name.rpartition(".")
@@ -237,11 +234,3 @@ class Lanes:
             for part in parts
         ]
         return torch.stack(padded).contiguous()
-
-
-def _targeted(name: str, target_modules: str | Sequence[str]) -> bool:
-    if target_modules == "all-linear":
-        return True
-    if isinstance(target_modules, str):  # a regular expression over the full name, as in peft
-        return re.fullmatch(target_modules, name) is not None
-    return any(name == target or name.endswith("." + target) for target in target_modules)

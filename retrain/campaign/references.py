@@ -1,4 +1,5 @@
-"""Code of the user's own that a file names, looked up before anything is trained: imports, names, capabilities.
+"""What a file refers to beyond itself, looked up before anything is trained: code of the user's own, and layers of a
+model that lies on this machine.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
@@ -15,6 +16,9 @@ from retrain.config.base import is_plugin
 from retrain.config.checking import Places
 from retrain.config.lines import key_lines
 from retrain.errors import ConfigError, PluginError, Problem
+from retrain.files import read_json
+from retrain.models import find_config
+from retrain.models.targets import dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, load_function, search_folders
 
 KEYS = (
@@ -29,8 +33,9 @@ KEYS = (
 SOURCES = ("data.source", "data.eval_source")
 
 
-def check_own_code(loaded: Loaded, rewards: bool = False) -> None:
-    """Load every function and class that the file names, with ``rewards`` also those of [reward].
+def check_references(loaded: Loaded, rewards: bool = False) -> None:
+    """Load every function and class that the file names, with ``rewards`` also those of [reward], and look for the
+    layers that get an adapter.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
@@ -58,6 +63,7 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                 continue
             if key == "backend.backend":
                 yield from _capability_problems(loaded, places, spec.config, found)
+        yield from _target_problems(loaded, places, spec.config)
         if rewards:
             yield from _reward_problems(places, spec.config.reward, folder)
 
@@ -76,6 +82,16 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
         message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
         fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
         yield Problem(_place(loaded, places, key, wants), key, message, fix)
+
+
+def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+    """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
+    key, targets = "lora.target_modules", config.lora.target_modules
+    path = None if config.backend.backend != "local" else find_config(config.model.model, config.model.revision)
+    layers = None if path is None else dense_layers(read_json(path))
+    if layers is not None:
+        for message, fix in target_mistakes(targets, layers, "lm_head"):
+            yield Problem(_place(loaded, places, key, targets), key, message, fix)
 
 
 def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
@@ -100,7 +116,7 @@ def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Prob
             yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
 
 
-def _place(loaded: Loaded, places: Places, key: str, value: str) -> str:
+def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
     """Where the key was written: in the first condition that has the value, else in its section."""
     section, _, name = key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
