@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -310,9 +311,9 @@ class Cohort:
                 del settings[setting]
                 self._tell_evaluation([run for run, _ in pairs], known)
         records = self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
-        for setting, record in zip(settings, records, strict=True):
-            if self.yardstick and len(record.groups) == len(self.heldout):
-                self.yardstick.put(setting, record)
+        for (setting, pairs), record in zip(settings.items(), records, strict=True):
+            if (kept := self.yardstick) and len(record.groups) == len(self.heldout):
+                self.saves.submit(pairs[0][0], partial(kept.put, setting, record))
 
     def _evaluate(
         self, due: Sequence[tuple[Run, Grader]], shared: Sequence[Sequence[tuple[Run, Grader]]] | None = None

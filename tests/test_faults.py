@@ -18,7 +18,7 @@ import torch
 from hostile import BAD_UTF8, HOSTILE, MEGABYTE
 from record_cases import completion, context, evaluation, group, step
 
-from retrain.campaign.manifest import MANIFEST, PLAN, read_manifest, read_plan
+from retrain.campaign.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directory,
@@ -124,9 +124,24 @@ def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):
     recorder.record_step(step([group([1.0, 0.0], [3, 3])]))
     recorder.flush()
     shutil.rmtree(tmp_path / "run")
+    recorder.record_step(step([group([1.0, 0.0], [3, 3])], 1))
     with pytest.raises(StorageError, match="vanished"):
-        recorder.record_step(step([group([1.0, 0.0], [3, 3])], 1))
+        recorder.flush()
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_manifest_that_cannot_be_written_stops_the_campaign_and_is_made_good_when_it_can(tmp_path):
+    path = tmp_path / MANIFEST
+    path.mkdir()
+    manifest = Manifest(tmp_path, {"runs": []})
+    with contextlib.suppress(StorageError):  # the thread may be faster than the event that it is told of
+        manifest.note(lanes=1)
+    with pytest.raises(StorageError, match="manifest.json cannot be written"):
+        manifest.files.flush()
+    path.rmdir()
+    with pytest.raises(StorageError), manifest:
+        manifest.note(lanes=2)
+    assert read_json(path)["lanes"] == 2
 
 
 def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):

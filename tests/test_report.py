@@ -72,6 +72,7 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
     runs = manifest.content["runs"]
     if len(specs) > 1 and any(run["state"] == "done" for run in runs):
         manifest.note(comparison=compare(out, runs, [spec.label for spec in specs]))
+    manifest.files.flush()
     return out
 
 

@@ -7,10 +7,13 @@ anew; its difference is the difference that users see.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from retrain.config.root import sections
 from retrain.files import read_json, read_jsonl
 from retrain.record.catalogue import METRICS, is_timing_key
 from retrain.record.observer import NullObserver
+from retrain.trainer import Cohort
 
 GOLDEN = Path(__file__).parent / "golden" / "campaign_directory.txt"
 OPEN = {
@@ -90,12 +94,52 @@ log_kl = true
 """
 
 
+WRITES: list[tuple[str, bool, Path]] = []
+"""(thread, whether a cohort was training, file) of everything that the campaign below opened for writing."""
+_WATCHED: dict[str, Any] = {"folder": None, "training": False}
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    """Python calls this for every file that it opens or renames, on the thread that does."""
+    if event not in ("open", "os.rename") or _WATCHED["folder"] is None:
+        return
+    path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
+    if not isinstance(path, str | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    file = Path(os.fsdecode(path))
+    if file.is_relative_to(_WATCHED["folder"]):
+        WRITES.append((threading.current_thread().name, _WATCHED["training"], file))
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Note in ``WRITES`` who writes below ``folder`` meanwhile."""
+    train = Cohort.train
+
+    def watched_train(cohort: Cohort) -> None:
+        _WATCHED["training"] = True
+        try:
+            train(cohort)
+        finally:
+            _WATCHED["training"] = False
+
+    sys.addaudithook(_heard)  # for good: there is no way to remove one
+    _WATCHED["folder"] = folder
+    Cohort.train = watched_train
+    try:
+        yield
+    finally:
+        Cohort.train = train
+        _WATCHED["folder"] = None
+
+
 def make_campaign(folder: Path) -> Path:
     """A campaign of two runs of three steps, trained for real."""
     (folder / "evendigits.py").write_text(REWARDS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
     (folder / "small.toml").write_text(TOML.format(model=model, module=folder / "evendigits.py"))
-    outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
+    with watched(folder / "logs"):
+        outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
     assert outcome.exit_status == 0
     return folder / "logs"
 
@@ -254,6 +298,24 @@ def test_no_secret_is_written(tmp_path, monkeypatch, campaign):
             data = path.read_bytes()
             assert secret.encode() not in data, path
             assert token.encode() not in data, path
+
+
+def test_the_training_thread_writes_nothing(campaign):
+    """Neither records nor checkpoints, states, facts of the run or the untrained model's answers."""
+    main = threading.main_thread().name
+    while_training = {file.name for _, training, file in WRITES if training}
+    kinds = ("metrics.jsonl", "timing_spans.jsonl", "timeline.html", "manifest.json", "checkpoints.jsonl", "state.json",
+             "train_iteration_000000.html", "run.log")  # fmt: skip
+    assert {*kinds} <= while_training
+    assert any(name.startswith("evaluation_") for name in while_training)
+    assert [file for thread, training, file in WRITES if training and thread == main] == []
+    mine = {str(file.relative_to(campaign).parts[0]) for thread, _, file in WRITES if thread == main}
+    mine -= {".lock", "squeeze", "report.html", "comparison.json"}  # taken before, concluded after training
+    assert {re.sub(r"^\.(.*?)\.\d+\.tmp$", r"\1", name) for name in mine} <= {
+        ".lease",
+        "report.html",
+        "comparison.json",
+    }
 
 
 # -- people's scripts ---------------------------------------------------------------------------------------------

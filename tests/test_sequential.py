@@ -110,6 +110,7 @@ def test_the_decision_does_not_depend_on_when_and_how_often_one_looks(tmp_path):
     mine, other = often.look(), once.look()
     assert mine == other
     assert other["stopped_after"] == 6  # the look after six pairs decides, although eight were there
+    once.manifest.files.flush()
     again = Played.__new__(Played)
     again.specs, again.manifest = once.specs, Manifest.open(once.manifest.directory, "rule", once.specs)
     for file in (once.manifest.directory / "runs").rglob("evals.jsonl"):

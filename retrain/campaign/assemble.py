@@ -30,7 +30,7 @@ from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
-from retrain.record.environment import module_hashes, run_facts, write_environment
+from retrain.record.environment import Surroundings, module_hashes, run_facts
 from retrain.record.notes import Note
 from retrain.record.recorder import RunRecorder
 from retrain.record.yardstick import Yardstick
@@ -69,7 +69,7 @@ def assemble(
     )
     for note in data.notes:
         observer.message(note)
-    facts = _world(base, data, engine, workers)
+    facts, surroundings = _world(base, data, engine, workers), Surroundings.now()
     for spec in specs:
         recorded = recorded_facts(run_directory(directory, spec))
         changes = world_changes(recorded, facts)
@@ -85,6 +85,7 @@ def assemble(
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
         begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
+        begin[spec.run_id].surroundings = surroundings
         try:
             run = _build_run(
                 directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder, begin[spec.run_id],
@@ -138,12 +139,14 @@ def _policy(
 @dataclass
 class Beginning:
     """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``told`` says what was passed over,
-    ``any_base`` whether other weights of the base were accepted, and ``facts`` what it is made with."""
+    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``surroundings`` what it is made with
+    and in."""
 
     step: int | None
     told: list[str]
     any_base: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+    surroundings: Surroundings | None = None
 
 
 def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, Beginning]:
@@ -242,8 +245,7 @@ def _build_run(
         ranges=dict(context.ranges),
         **(begin.facts | {"built": built}),
     )
-    write_environment(where)
-    recorder.start(facts)
+    recorder.start(facts, begin.surroundings)
     return run
 
 

@@ -27,7 +27,7 @@ from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import refuse_links, write_json
-from retrain.record.environment import run_facts, write_environment
+from retrain.record.environment import Surroundings, run_facts
 from retrain.record.observer import Observer
 
 CPU_LANES, GPU_LANES = 10, 8
@@ -62,12 +62,17 @@ def launch(
     check_references(loaded)
     with DirectoryLock(directory, observer.message) as lock:
         name = loaded.config.campaign.name or loaded.path.stem
-        manifest = _open(directory, name, specs, loaded.path.parent, observer, approval)
-        write_plan(directory, specs, loaded.text, loaded.path)
-        if loaded.is_campaign:
-            write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
-            write_environment(directory)
-        return _carry_out(manifest, specs, loaded.path.parent, observer, retry_failed, lock, approval)
+        with _open(directory, name, specs, loaded.path.parent, observer, approval) as manifest:
+            manifest.files.write(lambda: write_plan(directory, specs, loaded.text, loaded.path))
+            if loaded.is_campaign:
+                manifest.files.write(lambda: _write_facts(directory, loaded))
+            return _carry_out(manifest, specs, loaded.path.parent, observer, retry_failed, lock, approval)
+
+
+def _write_facts(directory: Path, loaded: Loaded) -> None:
+    """What the whole campaign is made with, beside its runs' own."""
+    write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
+    Surroundings.now().write(directory)
 
 
 def resume(
@@ -80,10 +85,10 @@ def resume(
     specs, folder = read_plan(directory, sets)
     approval = approval or Approval()
     with DirectoryLock(directory, observer.message) as lock:
-        manifest = _open(directory, directory.name, specs, folder, observer, approval)
-        if sets:
-            update_plan(directory, specs)
-        return _carry_out(manifest, specs, folder, observer, retry_failed, lock, approval)
+        with _open(directory, directory.name, specs, folder, observer, approval) as manifest:
+            if sets:
+                manifest.files.write(lambda: update_plan(directory, specs))
+            return _carry_out(manifest, specs, folder, observer, retry_failed, lock, approval)
 
 
 def _open(
@@ -313,14 +318,16 @@ def _train_cohort(
                 follower.run_finished(spec, "failed", str(error))
             return
         try:
+            manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
             cohort.train()
         except (Interrupted, KeyboardInterrupt, LeaseLost):
             raise
         except StorageError as error:  # no run's fault: all of them go on once there is room
+            for run in cohort.runs:
+                if run.active:
+                    manifest.run(run.run_id).update(state="interrupted", reason=str(error))
             with suppress(StorageError):
-                for run in cohort.runs:
-                    if run.active:
-                        manifest.update(run.run_id, state="interrupted", reason=str(error))
+                manifest.write()
             raise _with_advice(error, manifest.directory) from error
         except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
             active = [run for run in cohort.runs if run.active]
@@ -376,6 +383,7 @@ def _report(manifest: Manifest, observer: Observer) -> None:
     from retrain.campaign.report import REPORT, write_report
 
     try:
+        manifest.files.flush()
         write_report(manifest.directory)
         manifest.note(report=REPORT)
     except Exception as error:  # whatever it is, all results are on the disk already

@@ -6,17 +6,20 @@ process needs to continue. Both are also written for a single run.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from retrain.campaign.plan import RunSpec
 from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
+from retrain.record.writer import RecordFiles
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
 CONCLUSIONS = ("comparison", "squeeze", "report")
@@ -54,10 +57,23 @@ def run_directory(directory: Path, spec: RunSpec) -> Path:
 
 
 class Manifest:
-    """``manifest.json`` of one directory, in memory and on disk."""
+    """``manifest.json`` of one directory, in memory and on disk.
+
+    ``files`` is the thread that writes it and what else belongs to the whole directory, in order; what must be read
+    from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
+    waits as well. Each event also raises StorageError when an earlier one could not be written.
+    """
 
     def __init__(self, directory: Path, content: dict[str, Any]):
         self.directory, self.content = directory, content
+        self.files = RecordFiles(directory)
+
+    def __enter__(self) -> Manifest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self.files.close() and error is None:
+            self.files.check()
 
     @classmethod
     def open(cls, directory: Path, name: str, specs: Sequence[RunSpec]) -> Manifest:
@@ -111,9 +127,11 @@ class Manifest:
         self.write()
 
     def write(self) -> None:
-        """Replace the file."""
+        """Have the file replaced by what it says now; also after a failure, which the new one may make good."""
         self.content["updated"] = time.time()
-        write_json(self.directory / MANIFEST, self.content)
+        now = copy.deepcopy(self.content)
+        self.files.write(lambda: write_json(self.directory / MANIFEST, now), always=True)
+        self.files.check()
 
 
 def _new_content(name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,22 @@ def environment_facts() -> dict[str, Any]:
     }
 
 
-def write_environment(directory: Path, root: Path | None = None) -> None:
-    """Write ``environment.json`` and ``code.diff`` (of the repository around ``root``) into ``directory``."""
-    write_json(directory / "environment.json", environment_facts())
-    write_text(directory / "code.diff", code_diff(root or Path.cwd()))
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run is made in: the content of ``environment.json`` and of ``code.diff``."""
+
+    facts: Mapping[str, Any]
+    diff: str
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        """As they are in the current directory."""
+        return cls(environment_facts(), code_diff(Path.cwd()))
+
+    def write(self, directory: Path) -> None:
+        """Write both files into ``directory``."""
+        write_json(directory / "environment.json", self.facts)
+        write_text(directory / "code.diff", self.diff)
 
 
 def git_state(path: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import Any
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.context import RunContext, setting
-from retrain.record.environment import without_keys
+from retrain.record.environment import Surroundings, without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
@@ -85,16 +85,19 @@ class RunRecorder:
         if not self.close(failed=error is not None) and error is None:
             self._files.check()
 
-    def start(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Write ``config.json`` (``facts`` as given) and start the trackers; a second call does nothing."""
+    def start(self, facts: Mapping[str, Any] | None = None, surroundings: Surroundings | None = None) -> None:
+        """Have ``config.json`` (``facts`` as given) and the files of ``surroundings`` written, and start the trackers;
+        a second call does nothing."""
         if self._started:
             return
         self._started = True
         self.directory.mkdir(parents=True, exist_ok=True)
         if facts is not None:
-            self._marker = self.directory / "config.json"
-            write_json(self._marker, facts)
+            self._marker = marker = self.directory / "config.json"
+            self._files.write(lambda: write_json(marker, facts))
             self._dtype = setting(facts, "built.dtype", self._dtype)
+        if surroundings is not None:
+            self._files.write(lambda: surroundings.write(self.directory))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             name = reporter.tracker.name
@@ -108,7 +111,6 @@ class RunRecorder:
     def record_step(self, record: StepRecord) -> Row:
         """Make the step's row, which is returned, and have everything about the step written."""
         self.start()
-        self._still_there()
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations)
@@ -135,6 +137,7 @@ class RunRecorder:
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """All files of one step; runs on the files' thread."""
+        self._still_there()
         self._files.append("metrics.jsonl", [row])
         self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
         self._files.append("emergence/generations.jsonl", generations(record))
@@ -163,7 +166,6 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        self._still_there()
         row = eval_row(record, self.context.tags)
         self._evaluations.update(row)
         started = time.time() - record.seconds
@@ -172,6 +174,7 @@ class RunRecorder:
 
     def _write_eval(self, record: EvalRecord, row: Row, started: float) -> None:
         """All files of one evaluation; runs on the files' thread."""
+        self._still_there()
         facts = {
             "step": record.step,
             "name": record.name,

@@ -1,7 +1,7 @@
 """Threads that do the writing: training hands its records over and goes on.
 
-``Thread`` does pieces of work in order. ``RecordFiles`` is the files of one run behind such a thread; ``Reporter`` is
-one tracker behind another, so that a slow service holds back neither the training nor the files.
+``Thread`` does pieces of work in order. ``RecordFiles`` is the files of one directory behind such a thread;
+``Reporter`` is one tracker behind another, so that a slow service holds back neither the training nor the files.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Thread:
 
 
 class RecordFiles:
-    """The growing files of one run directory, written in order by one thread.
+    """The files of one run or campaign directory, written in order by one thread.
 
-    ``write`` takes a function that calls ``append`` (and whatever else writes files); it runs on the thread. A failure
+    ``write`` takes a function that calls ``append`` or whatever else writes files; it runs on the thread. A failure
     there is raised as RunFailed by the next ``write`` or ``flush``.
     """
 

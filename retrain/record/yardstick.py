@@ -8,8 +8,8 @@ improve on is one number, not one number per cohort. One ``.npz`` file per way o
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.files import dumps
+from retrain.files import dumps, write_bytes
 from retrain.types import Completion, EvalRecord, Group, Prompt, RewardResult
 
 FOLDER = "base"
@@ -75,7 +75,10 @@ class Yardstick:
         return EvalRecord(facts["name"], 0, groups, **sampling)
 
     def put(self, setting: str, record: EvalRecord) -> None:
-        """Keep an evaluation. One in which a grading failed is not kept: the next cohort tries again."""
+        """Keep an evaluation. One in which a grading failed is not kept: the next cohort tries again.
+
+        Raises StorageError when it cannot be written.
+        """
         completions = [completion for group in record.groups for completion in group.completions]
         rewards = [reward for group in record.groups for reward in group.rewards]
         if not completions or any(reward.error or reward.total_reward is None for reward in rewards):
@@ -93,18 +96,13 @@ class Yardstick:
         }
         known = all(one.entropy_T is not None for one in completions)
         entropies = [one.entropy_T for one in completions if one.entropy_T is not None] if known else []
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.path(setting)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(aside, "wb") as file:
-            np.savez_compressed(
-                file,
-                facts=np.array(dumps(facts)),
-                lengths=np.array([len(one) for one in completions]),
-                token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in completions]),
-                logprobs=np.concatenate([one.logprobs_T for one in completions]),
-                entropies=np.concatenate(entropies) if entropies else np.zeros(0),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        packed = io.BytesIO()
+        np.savez_compressed(
+            packed,
+            facts=np.array(dumps(facts)),
+            lengths=np.array([len(one) for one in completions]),
+            token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in completions]),
+            logprobs=np.concatenate([one.logprobs_T for one in completions]),
+            entropies=np.concatenate(entropies) if entropies else np.zeros(0),
+        )
+        write_bytes(self.path(setting), packed.getvalue())
