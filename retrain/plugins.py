@@ -67,6 +67,11 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
     Raises PluginError, which begins with ``what`` and the name, when the module is missing or fails to import, or
     there is no such function in it.
     """
+    return _found(plugin, base_dir, what)[1]
+
+
+def _found(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """The module and the function that ``module:function`` names; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
     told = f"{what} {plugin!r}"
@@ -79,7 +84,36 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
     function = getattr(loaded, name, None)
     if not callable(function):
         raise PluginError(f"{told}: the module {module!r} has no function {name!r}")
-    return function
+    return loaded, function
+
+
+def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, dict[str, Any]]:
+    """The ranges that ``module:function`` declares of its numbers, on the function (or class) or on its module.
+
+    Raises PluginError, which begins with ``what`` and the name, also for what is no range.
+    """
+    loaded, function = _found(plugin, base_dir, what)
+    try:
+        return declared_ranges(function, loaded)
+    except PluginError as error:
+        raise PluginError(f"{what} {plugin!r}: {error}") from None
+
+
+def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
+    """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
+    ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
+
+    def attribute(name: str) -> Any:
+        return next((getattr(owner, name) for owner in owners if getattr(owner, name, None) is not None), None)
+
+    ends = {"min": attribute("reward_min"), "max": attribute("reward_max")}
+    ranges = dict(attribute("metrics_ranges") or {})
+    if known := {name: end for name, end in ends.items() if end is not None}:
+        ranges["reward"] = known
+    for name, limits in ranges.items():
+        if wrong := why_no_range(limits):
+            raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
+    return {str(name): dict(limits) for name, limits in ranges.items()}
 
 
 def why_no_range(limits: Any) -> str:

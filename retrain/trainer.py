@@ -429,7 +429,7 @@ def _correct_rate(groups: Sequence[Group]) -> float:
 def _evaluation_setting(run: Run) -> str:
     """Runs with the same text here score an untrained base alike."""
     config = run.config
-    return repr((run.evaluation_sampling, config.reward, config.data, config.campaign.seed))
+    return repr((run.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -136,7 +136,7 @@ def test_a_manifest_that_cannot_be_written_stops_the_campaign_and_is_made_good_w
     manifest = Manifest(tmp_path, {"runs": []})
     with contextlib.suppress(StorageError):  # the thread may be faster than the event that it is told of
         manifest.note(lanes=1)
-    with pytest.raises(StorageError, match="manifest.json cannot be written"):
+    with pytest.raises(StorageError, match=r"manifest\.json cannot be written"):
         manifest.files.flush()
     path.rmdir()
     with pytest.raises(StorageError), manifest:

@@ -346,21 +346,21 @@ def test_waiting_in_a_cohort_has_its_own_time():
 
 
 def test_numbers_of_all_kinds_flow_through_under_their_names():
-    """Of a reward, a plug-in's state and the update; and a declared range gives the first row its key."""
+    """Of a reward, a plug-in's state and the update; and a name that is known before gives the first row its key."""
     result = RewardResult(1.0, sample_metrics={"tool calls/search": 2.0})
     record = step([group([result], [2])], update={"mine/spread": np.float32(0.5)}, my_gate=True)
-    row = step_row(record, context(ranges={"reward": {"max": 1.0}, "depth": {"min": 0.0, "max": 9.0}}))
+    row = step_row(record, context(reward_names=("depth",)))
     assert row["rewards/tool calls/search/mean"] == row["env/all/tool calls/search"] == 2.0
     assert (row["mine/spread"], row["my_gate"]) == (0.5, True)
     assert row["rewards/depth/mean"] is None
-    assert "rewards/reward/mean" not in row
 
 
-def test_ranges_are_the_rewards_own_with_the_files_instead():
+def test_of_several_ranges_the_last_one_counts():
     declared = {"reward": {"min": 0.0, "max": 1.0}, "steps": {"max": 9, "invert": True}}
-    section = config(reward={"metrics_ranges": {"steps": {"max": 20.0}}, "reward_min": -1.0}).reward
-    assert chart_ranges(declared, section) == {
+    written = {"steps": {"max": 20.0}, "reward": {"min": -1.0}}
+    assert chart_ranges(declared, written) == {
         "reward": {"min": -1.0, "max": 1.0},
         "steps": {"max": 20.0, "invert": True},
     }
-    assert chart_ranges({}, config().reward) == {}
+    assert declared["reward"] == {"min": 0.0, "max": 1.0}
+    assert chart_ranges() == {}

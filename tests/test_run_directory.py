@@ -22,7 +22,10 @@ import pandas as pd
 import pytest
 from toymodels import qwen3_directory
 
+from retrain.campaign.changes import settings_changes
 from retrain.campaign.launch import launch
+from retrain.campaign.manifest import fingerprint, planned_configs
+from retrain.campaign.plan import plan
 from retrain.config import load
 from retrain.config.root import sections
 from retrain.files import read_json, read_jsonl
@@ -58,6 +61,14 @@ def score(completion, answer):
     share = sum(c in "02468" for c in completion) / max(1, len(completion))
     return RewardResult(share, sample_metrics={"digits": float(sum(c.isdigit() for c in completion))})
 """
+PROBLEMS = """
+metrics_ranges = {"digits": {"min": 0, "max": 99}, "carries": {"max": 3, "invert": True}}
+reward_max = 7.0
+
+def problems(split):
+    return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "tags": level}
+            for a in (range(10, 40) if split == "train" else [50]) for b, level in enumerate(("easy", "medium", "hard"))]
+"""
 TOML = """
 [campaign]
 seeds = [1]
@@ -80,6 +91,9 @@ save_every = 2
 eval_every = 2
 [evaluation]
 problems = 3
+[data]
+source = "sums:problems"
+tags_column = "tags"
 [sepa]
 steps = 2
 delay_steps = 0
@@ -136,6 +150,7 @@ def watched(folder: Path) -> Iterator[None]:
 def make_campaign(folder: Path) -> Path:
     """A campaign of two runs of three steps, trained for real."""
     (folder / "evendigits.py").write_text(REWARDS)
+    (folder / "sums.py").write_text(PROBLEMS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
     (folder / "small.toml").write_text(TOML.format(model=model, module=folder / "evendigits.py"))
     with watched(folder / "logs"):
@@ -273,17 +288,38 @@ def test_what_is_not_recorded_after_all_is_not_promised(run):
         r"bp_|sepa_|tools/": "switched off",
         r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
         r"env/[^/]+/format": "the reward knows of no format",
+        r".*carries": "declared by the data source, measured by nobody",
         r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
         r"timing_(data_to_device|weight_sync)": "no such part of a step in one process on the CPU",
     }
     assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
 
 
-def test_the_ranges_of_the_reward_are_passed_along(run):
+def test_the_ranges_of_data_source_and_reward_are_passed_along(run):
+    """Where both say something of a number, the reward is nearer to it."""
     assert read_json(run / "config.json")["ranges"] == {
         "reward": {"min": 0.0, "max": 1.0},
         "digits": {"min": 0, "max": 12},
+        "carries": {"max": 3, "invert": True},
     }
+    first = read_jsonl(run / "metrics.jsonl")[0]
+    assert first["rewards/carries/mean"] is None
+    assert first["rewards/digits/mean"] is not None
+
+
+def test_other_ranges_for_charts_leave_a_run_the_same(campaign):
+    toml = campaign.parent / "small.toml"
+    (run, *_), (other, *_) = (
+        plan(load(toml, sets)) for sets in ([], ["reward.reward_max=5.0", "reward.metrics_ranges.digits.max=3"])
+    )
+    assert run.config.reward != other.config.reward
+    assert fingerprint(run) == fingerprint(other)
+    asked, told = settings_changes([other], planned_configs(campaign), {run.run_id: {"state": "running", "step": 1}})
+    assert (asked, told) == ([], [])
+    (less, *_) = plan(load(toml, ["reward.timeout_s=5"]))
+    assert fingerprint(less) != fingerprint(run)
+    asked, _ = settings_changes([less], planned_configs(campaign), {run.run_id: {"state": "running", "step": 1}})
+    assert asked == ["reward.timeout_s: 10.0 → 5.0"]
 
 
 def test_no_secret_is_written(tmp_path, monkeypatch, campaign):

@@ -17,6 +17,7 @@ from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, rec
 from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
+from retrain.campaign.references import SOURCES, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
@@ -26,6 +27,7 @@ from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
 from retrain.maths.planning import Detector
+from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
@@ -81,7 +83,7 @@ def assemble(
     runs, used = [], []
     told: set[str] = set()
     for spec, mode in zip(specs, modes, strict=True):
-        key = spec.config.reward.model_dump_json()
+        key = spec.config.reward.grading
         if key not in graders:
             graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
         begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
@@ -200,6 +202,7 @@ def _build_run(
 ) -> Run:
     where = run_directory(directory, spec)
     tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
+    plugins, tasks = _declared_ranges(spec.config, folder, grader)
     context = RunContext(
         condition=spec.label,
         run_id=spec.run_id,
@@ -208,8 +211,8 @@ def _build_run(
         max_steps=spec.config.training.max_steps,
         is_campaign=spec.is_campaign,
         tags=tags,
-        reward_names=grader.names,
-        ranges=chart_ranges(grader.ranges, spec.config.reward),
+        reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
+        ranges=chart_ranges(plugins, tasks),
         folder=folder,
     )
     recorder = RunRecorder(
@@ -247,6 +250,17 @@ def _build_run(
     )
     recorder.start(facts, begin.surroundings)
     return run
+
+
+def _declared_ranges(config: Any, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """In which ranges numbers lie, for charts: those of plug-ins under their own keys, and those of components and
+    sample metrics, as data source, reward and [reward] say; where they differ, the last of these counts."""
+    code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
+    ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
+    known = {name: end for name, end in ends.items() if end is not None}
+    written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
+    plugins = chart_ranges(*(ranges for key, ranges in code if key not in SOURCES))
+    return plugins, chart_ranges(*(ranges for key, ranges in code if key in SOURCES), grader.ranges, written)
 
 
 def _remarks(observer: Any, spec: RunSpec, told: set[str]) -> Callable[[Note], None]:

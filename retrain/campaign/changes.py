@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import RunSpec
+from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError
 from retrain.record.environment import code_version, module_hashes, package_versions
 
@@ -23,7 +24,7 @@ QUIET_SECTIONS = ("logging", "squeeze")
 QUIET_KEYS = (
     "campaign.name", "campaign.seeds", "campaign.conditions", "campaign.lanes", "campaign.max_steps",
     "campaign.primary_metric", "campaign.equivalence_margin", "training.keep_last", "training.keep_every",
-    "model.local_files_only",
+    "campaign.sequential", "model.local_files_only", *(f"reward.{key}" for key in CHART_KEYS),
 )  # fmt: skip
 """Keys that change nothing of what one run learns or records."""
 EXTENSION = "training.max_steps"
@@ -82,12 +83,18 @@ def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{key}", value
 
 
+def counts(key: str) -> bool:
+    """Whether a run with another value of this dotted key would be another run."""
+    quiet = (*QUIET_SECTIONS, *QUIET_KEYS)
+    return not any(key == name or key.startswith(f"{name}.") for name in quiet)
+
+
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """(before, now) by dotted key, for every key that counts and differs. A key that is new has its default before."""
     before, now = dict(flat(old)), dict(flat(new))
     found = {}
     for key in sorted({*before, *now}):
-        if key.partition(".")[0] in QUIET_SECTIONS or key in QUIET_KEYS:
+        if not counts(key):
             continue
         pair = before.get(key), now.get(key)
         if pair[0] != pair[1] and not (pair[0] in (None, [], {}) and pair[1] in (None, [], {})):

@@ -84,11 +84,13 @@ def resume(
     directory = Path(directory)
     specs, folder = read_plan(directory, sets)
     approval = approval or Approval()
-    with DirectoryLock(directory, observer.message) as lock:
-        with _open(directory, directory.name, specs, folder, observer, approval) as manifest:
-            if sets:
-                manifest.files.write(lambda: update_plan(directory, specs))
-            return _carry_out(manifest, specs, folder, observer, retry_failed, lock, approval)
+    with (
+        DirectoryLock(directory, observer.message) as lock,
+        _open(directory, directory.name, specs, folder, observer, approval) as manifest,
+    ):
+        if sets:
+            manifest.files.write(lambda: update_plan(directory, specs))
+        return _carry_out(manifest, specs, folder, observer, retry_failed, lock, approval)
 
 
 def _open(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from retrain.campaign.changes import counts, flat
 from retrain.campaign.plan import RunSpec
 from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
@@ -32,23 +33,10 @@ def fingerprint(spec: RunSpec) -> str:
 
     Only what differs from the defaults counts, so that a later release with further keys still continues the run.
     """
-    config = spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    config.pop("logging", None)
-    config.pop("squeeze", None)
-    for section, key in (
-        ("campaign", "seeds"),
-        ("campaign", "conditions"),
-        ("campaign", "lanes"),
-        ("campaign", "name"),
-        ("campaign", "sequential"),
-        ("campaign", "primary_metric"),
-        ("campaign", "equivalence_margin"),
-    ):
-        config.get(section, {}).pop(key, None)
+    config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
-    config = {name: {k: v for k, v in table.items() if v not in ({}, [])} for name, table in config.items()}
-    config = {name: table for name, table in config.items() if table}
-    return hashlib.sha256(dumps(config).encode()).hexdigest()[:16]
+    given = {key: value for key, value in config if counts(key) and value not in ({}, [])}
+    return hashlib.sha256(dumps(given).encode()).hexdigest()[:16]
 
 
 def run_directory(directory: Path, spec: RunSpec) -> Path:

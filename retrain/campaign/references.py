@@ -19,7 +19,7 @@ from retrain.errors import ConfigError, PluginError, Problem
 from retrain.files import read_json
 from retrain.models import find_config
 from retrain.models.targets import dense_layers, target_mistakes
-from retrain.plugins import check_backend_class, load_function, search_folders
+from retrain.plugins import check_backend_class, load_function, plugin_ranges, search_folders
 
 KEYS = (
     "algorithm.advantage_mode",
@@ -47,14 +47,11 @@ def check_references(loaded: Loaded, rewards: bool = False) -> None:
 def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
     places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
     for spec in plan(loaded):
-        for key in (*KEYS, *SOURCES):
-            section, _, name = key.partition(".")
-            value = getattr(getattr(spec.config, section), name)
-            if not is_plugin(value):
-                continue
+        for key, value in named_code(spec.config):
             where = _place(loaded, places, key, value)
             try:
                 found = load_function(value, folder, "")
+                plugin_ranges(value, folder, "")
                 if key == "backend.backend":
                     check_backend_class(found, value)
             except PluginError as error:
@@ -66,6 +63,15 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
         yield from _target_problems(loaded, places, spec.config)
         if rewards:
             yield from _reward_problems(places, spec.config.reward, folder)
+
+
+def named_code(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, ``module:function``) of all code besides rewards that a configuration names."""
+    for key in (*KEYS, *SOURCES):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if is_plugin(value):
+            yield key, value
 
 
 def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:

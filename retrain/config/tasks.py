@@ -101,6 +101,10 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
     return value
 
 
+CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
+"""Keys of [reward] that scale charts and decide nothing."""
+
+
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
@@ -144,11 +148,16 @@ class Reward(Grader):
     """The parts of a weighted reward, each logged by its name."""
     metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges)] = Field(default_factory=dict)
     """Ranges of components and sample metrics, for scaling charts only: `{ steps = { min = 0, max = 20 } }`, with
-    `invert = true` where less is better. A custom reward may declare them itself."""
+    `invert = true` where less is better. A custom reward or data source may declare them itself."""
     reward_min: float | None = None
     """Lower end of the reward, for scaling charts only."""
     reward_max: float | None = None
     """Upper end of the reward, for scaling charts only."""
+
+    @property
+    def grading(self) -> str:
+        """Everything that decides grades, as text."""
+        return self.model_dump_json(exclude={*CHART_KEYS})
 
 
 class Environment(Section):

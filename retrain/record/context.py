@@ -17,8 +17,7 @@ class RunContext:
 
     ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
     data source may give a problem and ``reward_names`` further reward parts or sample metrics, so that their keys
-    stand in the very first row, as do those of ``ranges``; whatever else turns up joins the row from the step where it
-    is first seen.
+    stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
     """
 
     condition: str
@@ -30,7 +29,7 @@ class RunContext:
     tags: tuple[str, ...] = ()
     reward_names: tuple[str, ...] = ()
     ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``), components and sample metrics."""
+    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
     folder: Path | None = None
     """The folder of the TOML file, where modules that it names are looked up first."""
 
@@ -44,8 +43,7 @@ class RunContext:
         """Names of the configured parts of a weighted reward, then ``reward_names``."""
         parts = setting(self.config, "reward.components", None) or ()
         names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
-        ranged = [name for name in self.ranges if name != "reward"]
-        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names, *ranged]))
+        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
     @property
     def features(self) -> frozenset[str]:
@@ -67,18 +65,15 @@ class RunContext:
         return frozenset(found)
 
 
-def chart_ranges(declared: Mapping[str, Mapping[str, Any]], reward: Any) -> dict[str, dict[str, Any]]:
-    """What a reward declares of its numbers' ranges, with what the ``[reward]`` section says instead.
+def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What several owners say of their numbers' ranges, each in place of those before it.
 
-    Keys are ``reward`` for the total and the names of components and sample metrics; values hold ``min``, ``max`` and
-    ``invert`` where known. Charts are scaled by them; training never sees them.
+    Keys are ``reward`` for the total and the names of other numbers; values hold ``min``, ``max`` and ``invert`` where
+    known. Charts are scaled by them; training never sees them.
     """
-    ranges = {name: dict(limits) for name, limits in declared.items()}
-    for name, limits in (setting(reward, "metrics_ranges", None) or {}).items():
+    ranges: dict[str, dict[str, Any]] = {}
+    for name, limits in (item for owner in declared for item in owner.items()):
         ranges.setdefault(name, {}).update(limits)
-    ends = {"min": setting(reward, "reward_min", None), "max": setting(reward, "reward_max", None)}
-    if known := {name: end for name, end in ends.items() if end is not None}:
-        ranges.setdefault("reward", {}).update(known)
     return ranges
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import PluginError
-from retrain.plugins import load_file, load_module, search_folders, why_no_range
+from retrain.plugins import declared_ranges, load_file, load_module, search_folders
 from retrain.rewards.base import Item, Reward, checked, failed, guarded
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem, RewardResult
@@ -135,23 +135,6 @@ def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[
 
     grade.facts = {"ranges": declared_ranges(score, loaded)}  # type: ignore[attr-defined]
     return grade
-
-
-def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
-    """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
-    ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
-
-    def attribute(name: str) -> Any:
-        return next((getattr(owner, name) for owner in owners if getattr(owner, name, None) is not None), None)
-
-    ends = {"min": attribute("reward_min"), "max": attribute("reward_max")}
-    ranges = dict(attribute("metrics_ranges") or {})
-    if known := {name: end for name, end in ends.items() if end is not None}:
-        ranges["reward"] = known
-    for name, limits in ranges.items():
-        if wrong := why_no_range(limits):
-            raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
-    return {str(name): dict(limits) for name, limits in ranges.items()}
 
 
 def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
