@@ -66,8 +66,9 @@ metrics_ranges = {"digits": {"min": 0, "max": 99}, "carries": {"max": 3, "invert
 reward_max = 7.0
 
 def problems(split):
+    numbers = range(10, 40) if split == "train" else [50]
     return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "tags": level}
-            for a in (range(10, 40) if split == "train" else [50]) for b, level in enumerate(("easy", "medium", "hard"))]
+            for a in numbers for b, level in enumerate(("easy", "medium", "hard"))]
 """
 TOML = """
 [campaign]
