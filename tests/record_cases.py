@@ -73,3 +73,15 @@ def context(**changes: Any) -> RunContext:
     """A run of 10 steps."""
     values = {"condition": "grpo+none", "run_id": "grpo+none_s1", "seed": 1, "config": config(), "max_steps": 10}
     return RunContext(**{**values, **changes})
+
+
+def find_conversations(node: Any) -> list[dict[str, Any]]:
+    """Conversations of a logtree, as in the cookbook's documentation."""
+    results: list[dict[str, Any]] = []
+    if isinstance(node, dict):
+        if node.get("data", {}).get("type") == "conversation":
+            results.append(node["data"])
+        for child in node.get("children", []):
+            if isinstance(child, dict):
+                results.extend(find_conversations(child))
+    return results

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser import Browser, needs_chromium
 from hostile import HOSTILE, MARKER, MEGABYTE
-from record_cases import completion, config, context, evaluation, group, step
+from record_cases import completion, config, context, evaluation, find_conversations, group, step
 from test_record_html import Reader
 
 from retrain.files import read_jsonl
@@ -34,18 +33,6 @@ def characters(one: Completion) -> tuple[str, np.ndarray]:
     """Tokens of one character each, the rest of the tokens empty."""
     ends = np.minimum(np.arange(1, len(one) + 1), len(one.text))
     return one.text, np.stack([np.minimum(np.arange(len(one)), len(one.text)), ends], axis=1)
-
-
-def find_conversations(node: Any) -> list[dict[str, Any]]:
-    """As the cookbook's users write it."""
-    results = []
-    if isinstance(node, dict):
-        if node.get("data", {}).get("type") == "conversation":
-            results.append(node["data"])
-        for child in node.get("children", []):
-            if isinstance(child, dict):
-                results.extend(find_conversations(child))
-    return results
 
 
 def test_one_summary_line_for_every_trajectory():
@@ -147,26 +134,15 @@ def test_hostile_texts_are_inert(tmp_path):
     assert len(find_conversations(tree["root"])) == 2 * len(groups)
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=4000", "--dump-dom",
-)  # fmt: skip
-
-
-def dom_after(page: Path, fragment: str, profile: Path) -> str:
-    """The document as Chromium has it after its scripts have run."""
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", page.as_uri() + fragment]
-    return subprocess.run(command, capture_output=True, check=True, timeout=120).stdout.decode()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; the same pages are parsed in the test above")
+@needs_chromium
 def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
     groups = hostile_groups()
     write_pages(tmp_path, batch(groups, token_text=characters), len(groups))
-    dom = dom_after(tmp_path / "train_iteration_000003.html", "#color=s", tmp_path / "profile")
-    assert 'class="t su h2"' in dom  # one nat of surprisal: our script ran, and coloured
-    assert "data-hit" not in dom.replace("dataset.hit", "")
+    with Browser() as browser:
+        browser.open(tmp_path / "train_iteration_000003.html", "#color=s")
+        assert browser.run("document.querySelectorAll('.t.su.h2').length") > 0  # one nat: our script ran, and coloured
+        assert browser.run("Object.keys(document.documentElement.dataset).join()") == ""
+        assert browser.run("document.querySelectorAll('[data-hit]').length") == 0
 
 
 def test_pages_are_bounded_and_say_what_is_left_out():

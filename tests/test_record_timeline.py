@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from browser import Browser, needs_chromium
 from record_cases import context, group, step
 from test_record_html import Reader
-from test_record_rollouts import CHROMIUM, dom_after
 
 from retrain.record import RunRecorder
 from retrain.record.timeline import BARS, SPANS_SHOWN, duration, steps_of, timeline_page, write_timeline
@@ -104,20 +103,85 @@ def test_the_recorder_writes_it_at_the_end(tmp_path):
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0, "0"), (0.0042, "4.2 ms"), (0.25, "250 ms"), (0.9996, "1.0 s"), (99, "99.0 s"), (185, "3:05"),
-     (3723, "1:02:03")],
+    [(0, "0"), (1e-5, "<0.1 ms"), (0.0042, "4.2 ms"), (0.25, "250 ms"), (0.9996, "1.0 s"), (99, "99.0 s"),
+     (185, "3:05"), (3723, "1:02:03")],
 )  # fmt: skip
 def test_durations(seconds, words):
     assert duration(seconds) == words
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; the page's data is checked above")
-def test_a_browser_draws_the_detail(tmp_path):
-    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
+WINDOW = """(() => { const found = [...document.querySelectorAll("#detail text.number")];
+  return found.map(each => Number(each.textContent)); })()"""
+"""Steps whose numbers the detail shows."""
+SPANS = """[...document.querySelectorAll("#detail .span")].map(each => each.dataset.told)"""
+
+
+@needs_chromium
+def test_a_browser_shows_hovers_zooms_and_moves(tmp_path):
+    """Real events of mouse and keyboard; 40 steps of 4 s: two spans each, records of all but the first."""
+    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(40)))
     path = write_timeline(tmp_path)
     assert path is not None
-    try:
-        dom = dom_after(path, "", tmp_path / "profile")
-    except subprocess.TimeoutExpired:  # pragma: no cover
-        pytest.fail("Chromium did not end")
-    assert dom.count('class="span p1"') == 5
+    with Browser() as browser:
+        browser.open(path)
+        assert len(browser.run(SPANS)) == 40 * 3 - 1
+        everything = browser.run(WINDOW)
+        assert everything[0] == 0
+
+        browser.mouse("mouseMoved", *browser.centre("#steps .bar:nth-of-type(4) .hit"))
+        told = browser.run("document.getElementById('steptold').textContent")
+        assert re.match(r"step (\d+): 4\.0 s = rollout 2\.0 s, update 1\.5 s", told), told
+        browser.mouse("mouseMoved", *browser.centre("#detail .span.p4"))
+        told = browser.run("document.getElementById('told').textContent")
+        assert told == "step 0 · update · 1.5 s · from 2.0 s"
+
+        browser.click(*browser.centre('#steps .bar[data-step="7"] .hit'))
+        assert browser.run(WINDOW) == [7]
+        assert {each.split(" · ")[0] for each in browser.run(SPANS)} == {"step 7"}
+        browser.click(*browser.centre('[data-do="right"]'))
+        assert browser.run(WINDOW) == [8]
+        browser.click(*browser.centre('[data-do="all"]'))
+        assert browser.run(WINDOW) == everything
+
+        x, y = browser.centre("#detail")
+        before = browser.run(SPANS)
+        for _ in range(8):
+            browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
+        near = browser.run(SPANS)
+        assert 0 < len(near) < len(before)
+        assert {15, 18, 21} < {int(each.split()[1]) for each in near} <= {*range(15, 23)}  # around the pointer
+        browser.mouse("mousePressed", x, y)
+        browser.mouse("mouseMoved", x + 400, y, buttons=1)
+        browser.mouse("mouseReleased", x + 400, y)
+        assert max(browser.run(WINDOW)) < 21
+        browser.mouse("mouseMoved", x, y)
+        after = browser.run(WINDOW)
+        browser.mouse("mouseMoved", x + 100, y)  # not held any more
+        assert browser.run(WINDOW) == after
+        browser.key("0")
+        assert browser.run(WINDOW) == everything
+        for _ in range(24):
+            browser.key("+")
+        marks = browser.run("[...document.querySelectorAll('#detail text')].map(e => e.textContent)")
+        times = [each for each in marks if each.endswith(" s")]
+        assert len(times) == len(set(times)) > 1  # also a millisecond has ticks that differ
+        assert browser.errors == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [500, 1200])
+def test_a_browser_finds_room_for_everything(tmp_path, width):
+    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(300)))
+    path = write_timeline(tmp_path)
+    assert path is not None
+    with Browser(width) as browser:
+        browser.open(path, dark=True)
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        right = "Math.max(...[...document.querySelectorAll('#detail text')].map(e => e.getBoundingClientRect().right))"
+        assert browser.run(f"{right} <= document.getElementById('detail').getBoundingClientRect().right")
+        numbers = browser.run(
+            "[...document.querySelectorAll('#detail text.number')].map(e => {"
+            "const b = e.getBoundingClientRect(); return [b.left, b.right]; })"
+        )
+        assert all(right < left for (_, right), (left, _) in pairwise(numbers))
+        assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 27)"

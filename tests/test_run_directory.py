@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from record_cases import find_conversations
 from toymodels import qwen3_directory
 
 from retrain.campaign.changes import settings_changes
@@ -395,18 +396,6 @@ def test_mean_and_deviation_of_a_sample_metric():
     for mean, std in (("rewards/digits/mean", "rewards/digits/std"), ("reward_digits_mean", "reward_digits_std")):
         assert df[mean].tolist() == pytest.approx(by_step.mean().tolist())
         assert df[std].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
-
-
-def find_conversations(node):
-    """As in the cookbook's documentation."""
-    results = []
-    if isinstance(node, dict):
-        if node.get("data", {}).get("type") == "conversation":
-            results.append(node["data"])
-        for child in node.get("children", []):
-            if isinstance(child, dict):
-                results.extend(find_conversations(child))
-    return results
 
 
 @pytest.mark.usefixtures("run")

@@ -56,10 +56,8 @@ def steps_of(rows: Sequence[dict[str, Any]]) -> list[Step]:
     """
     steps: list[Step] = []
     for row in rows:
-        spans = sorted(
-            (str(s["name"]), float(s["wall_start"]), float(s["wall_end"])) for s in row["spans"]
-        )  # fmt: skip
-        spans = [span for span in sorted(spans, key=lambda span: span[1]) if span[2] >= span[1]]
+        named = ((str(s["name"]), float(s["wall_start"]), float(s["wall_end"])) for s in row["spans"])
+        spans = sorted((span for span in named if span[2] >= span[1]), key=lambda span: span[1])
         if not spans:
             continue
         first, end = spans[0][1], max(span[2] for span in spans)
@@ -131,8 +129,9 @@ def _phase_table(steps: Sequence[Step], phases: Sequence[str], total: float) -> 
         share = 100 * spent / total if total > 0 else 0.0
         rows.append(
             f'<tr><td><i class="key {colour(phases, name)}"></i>{escape(name)}</td>'
-            f'<td class="number">{duration(spent)}</td><td class="number">{share:.1f} %</td>'
-            f'<td class="number">{duration(spent / len(steps))}</td><td class="number">{duration(longest)}</td>'
+            f'<td class="number">{escape(duration(spent))}</td><td class="number">{share:.1f} %</td>'
+            f'<td class="number">{escape(duration(spent / len(steps)))}</td>'
+            f'<td class="number">{escape(duration(longest))}</td>'
             f'<td class="number">{at}</td></tr>'
         )
     heads = "".join(
@@ -250,7 +249,9 @@ def _ms(moment: float, origin: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``."""
+    """``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
+    if 0 < seconds < 5e-5:
+        return "<0.1 ms"
     if seconds < 0.9995:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 100:

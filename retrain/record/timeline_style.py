@@ -39,8 +39,8 @@ SCRIPT = r"""
   const data = JSON.parse(document.getElementById("spans").textContent);
   const svg = document.getElementById("detail"), told = document.getElementById("told");
   const names = 92, row = 26, top = 22;
-  const height = top + row * data.lanes.length + 8, last = Math.max(...data.steps.map(s => s[2]));
-  svg.setAttribute("height", height);
+  const bottom = top + row * data.lanes.length, height = bottom + 18, last = Math.max(...data.steps.map(s => s[2]));
+  svg.style.height = `${height + 2}px`;  // its border included
   let from = 0, to = Math.max(last, 1), width = 900;
   const make = (tag, attributes, parent) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -65,21 +65,25 @@ SCRIPT = r"""
       make("text", { x: names - 10, y: top + i * row + 17, "text-anchor": "end" }, svg).textContent = lane;
     });
     const raw = (to - from) / Math.max(2, (width - names) / 110), power = 10 ** Math.floor(Math.log10(raw));
-    const gap = [1, 2, 5, 10].map(n => n * power).find(n => n >= raw);
-    for (let t = Math.ceil(from / gap) * gap; t <= to; t += gap) {
-      make("line", { x1: x(t), x2: x(t), y1: top - 4, y2: height }, svg);
-      make("text", { x: x(t) + 3, y: 13 }, svg).textContent = words(t);
+    const gap = [1, 2, 5, 10].map(n => n * power).find(n => n >= raw), first = Math.ceil(from / gap);
+    const places = Math.max(0, Math.ceil(3 - Math.log10(gap)));
+    for (let t = first * gap, i = first; t <= to; t = ++i * gap) {
+      make("line", { x1: x(t), x2: x(t), y1: top - 4, y2: bottom }, svg);
+      if (x(t) > width - 54) continue;
+      make("text", { x: x(t) + 3, y: 13 }, svg).textContent = places ? `${(t / 1000).toFixed(places)} s` : words(t);
     }
     const ends = new Float64Array(data.lanes.length).fill(-1);
+    let free = names;
     for (const [number, start, end, spans] of data.steps) {
       if (end < from || start > to) continue;
-      if (scale * (end - start) > 28) {
+      if (x(start) >= free - 1 && x(start) < width - 34) {
         make("line", { class: "edge", x1: x(start), x2: x(start), y1: top, y2: height }, svg);
-        if (x(start) >= names) make("text", { x: x(start) + 3, y: height - 1, opacity: .8 }, svg).textContent = number;
+        make("text", { class: "number", x: x(start) + 3, y: height - 4 }, svg).textContent = number;
+        free = x(start) + 34;
       }
       for (let k = 0; k < spans.length; k += 3) {
         const lane = spans[k], a = Math.max(names, x(spans[k + 1])), b = Math.min(width, x(spans[k + 2]));
-        if (b < names || a > width || (b - a < .5 && a - ends[lane] < .5)) continue;
+        if (b - names < .01 || width - a < .01 || (b - a < .5 && a - ends[lane] < .5)) continue;
         const size = Math.max(1, b - a);
         ends[lane] = a + size;
         const box = make("rect", {
