@@ -48,6 +48,8 @@ keep_every = 4
 steps = 4
 [evaluation]
 problems = 3
+[data]
+size = 50
 [reward]
 type = "custom"
 custom_module = "{module}"
@@ -321,7 +323,6 @@ def soak(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, Any]:
 
 def warm() -> None:
     """Import what a life needs, so that every child has it at once."""
-    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import retrain.campaign.assemble

@@ -45,6 +45,8 @@ save_every = 2
 schedule = "linear"
 [evaluation]
 problems = 3
+[data]
+size = 50
 [reward]
 type = "custom"
 custom_module = "lengths.py"

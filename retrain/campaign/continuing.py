@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from retrain.campaign.changes import Approval
 from retrain.campaign.launch import Outcome, launch
 from retrain.campaign.manifest import read_plan, run_directory
 from retrain.campaign.squeeze import compress_adapter, find_adapter
 from retrain.config import Loaded, parse_dict
+from retrain.config.describe import document
 from retrain.errors import UsageError
-from retrain.files import dumps, read_json
+from retrain.files import read_json
 from retrain.record.observer import Observer
 
 
@@ -48,24 +48,10 @@ def continue_compressed(
     settings.pop("campaign", None)
     config = parse_dict(settings)
     path = folder / f"{owner.name}_continue_{rank}.toml"  # no file: where relative paths are looked up, and the name
-    text = "".join(
-        f"[{section}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in keys.items() if value is not None)
-        for section, keys in settings.items()
-    )
-    loaded = Loaded(config, path, text, is_campaign=False)
+    loaded = Loaded(config, path, document(settings), is_campaign=False)
     return launch(loaded, target, observer, approval=approval)
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:
     """The first of the folders with a file of this name."""
     return next((folder for folder in folders if (folder / name).is_file()), None)
-
-
-def _toml(value: Any) -> str:
-    """A JSON value as TOML writes it; tables inline, absent values left out."""
-    if isinstance(value, dict):
-        inside = ", ".join(f"{dumps(key)} = {_toml(each)}" for key, each in value.items() if each is not None)
-        return f"{{{inside}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return dumps(value)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -32,6 +32,10 @@ class Section(BaseModel):
         serialize_by_alias=True,
         protected_namespaces=(),
     )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""
+        return self
 
 
 class Finding(NamedTuple):
@@ -88,7 +92,7 @@ def _zero_is_none(value: Any) -> Any:
 
 
 def _empty_is_none(value: Any) -> Any:
-    return None if value in ([], "", {}) else value
+    return None if value == [] else value
 
 
 def _split_commas(value: Any) -> Any:

@@ -17,7 +17,7 @@ from retrain.config.base import Finding
 from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.conditions import MODES, assemble, fold
 from retrain.config.problems import Mistake, Path, mistakes
-from retrain.config.root import Config, differing, keys, rule_findings, unused, without_unused
+from retrain.config.root import Config, differing, effective, keys, rule_findings, unused
 from retrain.config.tasks import FILE_ENDINGS
 from retrain.errors import ConfigError, Problem
 
@@ -36,6 +36,11 @@ class Places:
     name: str
     lines: dict[Path, int] = field(default_factory=dict)
     sets: set[Path] = field(default_factory=set)
+
+    def written(self) -> list[str]:
+        """Every key of the configuration that was written, dotted, in the order of the reference."""
+        pairs = {f"{path[0]}.{path[1]}" for path in (*self.lines, *self.sets) if len(path) == 2}
+        return [dotted for dotted in keys() if dotted in pairs]
 
     def given(self, path: Path) -> bool:
         """Whether this very key was written anywhere."""
@@ -221,7 +226,7 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
         if number in review.partial:
             continue
         label = config.campaign.conditions[position].label
-        content = {section: table for section, table in without_unused(run).items() if section != "campaign"}
+        content = {dotted: value for dotted, value in effective(run).items() if not dotted.startswith("campaign.")}
         same = labels.setdefault(label.casefold(), number)
         twin = next((earlier for earlier, other in contents if other == content), None)
         if same != number:
@@ -256,10 +261,8 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
     """A key that was written and has no effect in any run is a mistake: somebody believes that it has one."""
     if review.is_broken("campaign.conditions") or review.partial:
         return
-    differs = set(differing(config))
-    for dotted in keys():
-        if not (review.places.given(_path(dotted)) if review.places.lines or review.places.sets else dotted in differs):
-            continue
+    places = review.places
+    for dotted in places.written() if places.lines or places.sets else differing(config):
         idle = [finding for run in runs if (finding := unused(run, dotted)) is not None]
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue

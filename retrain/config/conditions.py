@@ -73,6 +73,8 @@ def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict
         if name in MODES:
             folded[name] = value
         elif name in sections() and isinstance(value, Mapping):
+            if not value:
+                wrong.append(Mistake(place, "has no effect: the table is empty", "remove it"))
             for key, item in value.items():
                 override(f"{name}.{key}", (*place, key), item)
         elif isinstance(value, Mapping):

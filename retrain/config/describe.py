@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
+import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 from retrain.config.base import INT_MAX, PLUGIN_PATTERN, Device, Section, Unavailable
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
+_ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
+"""By the identity of the field, which has no hash; the field beside it keeps that number from being given again."""
 _DEVICE_PATTERN = get_args(Device)[1].metadata[0].pattern
 
 
@@ -30,15 +32,28 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        pairs = [f"{key} = {toml(item)}" for key, item in value.items() if item is not None]
+        pairs = _pairs(value)
         return "{ " + ", ".join(pairs) + " }" if pairs else "{}"
     return str(value)
+
+
+def document(data: Mapping[str, Any]) -> str:
+    """Sections and their keys as a TOML file, without the keys that are None."""
+    loose = _pairs({name: value for name, value in data.items() if not isinstance(value, Mapping)})
+    tables = [[f"[{_name(name)}]", *_pairs(table)] for name, table in data.items() if isinstance(table, Mapping)]
+    return "\n\n".join("\n".join(lines) for lines in [loose, *tables] if lines) + "\n"
+
+
+def _pairs(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_name(key)} = {toml(value)}" for key, value in table.items() if value is not None]
+
+
+def _name(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
 
 
 def kind(value: Any) -> str:
@@ -141,15 +156,22 @@ def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
 
 def accepts(field: FieldInfo, value: Any) -> bool:
     """Whether the field by itself would accept the value."""
-    kind: Any = field.annotation
-    if field.metadata:
-        kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
-    adapter = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
     try:
-        adapter.validate_python(value)
+        _adapter(field).validate_python(value)
     except ValidationError:
         return False
     return True
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    """The validator of one field, built once."""
+    if id(field) not in _ADAPTERS:
+        kind: Any = field.annotation
+        if field.metadata:
+            kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
+        adapter = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+        _ADAPTERS[id(field)] = field, adapter
+    return _ADAPTERS[id(field)][1]
 
 
 def default_of(field: FieldInfo) -> Any:

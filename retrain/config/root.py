@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -124,17 +124,36 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
     return None
 
 
-def differing(config: Config) -> Iterable[str]:
-    """Dotted keys whose values are not the defaults."""
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """The default of every dotted key, by section."""
     default = Config()
-    return [key for key in keys() if value_at(config, key) != value_at(default, key)]
+    return {
+        section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
+        for section in sections()
+    }
+
+
+def differing(config: Config) -> dict[str, Any]:
+    """The values that are not the defaults, by dotted key."""
+    return {
+        dotted: value
+        for section, defaults in _defaults().items()
+        if getattr(config, section).model_fields_set
+        for dotted, default in defaults.items()
+        if (value := value_at(config, dotted)) != default
+    }
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The values that are not the defaults and have an effect, by dotted key."""
+    return {dotted: value for dotted, value in differing(config).items() if unused(config, dotted) is None}
 
 
 def without_unused(config: Config) -> dict[str, Any]:
     """The dump of the configuration in which keys without effect have their defaults."""
-    dumped, default = config.model_dump(), Config()
-    for dotted in differing(config):
-        if unused(config, dotted) is not None:
-            section, _, key = dotted.partition(".")
-            dumped[section][key] = value_at(default, dotted)
+    dumped = config.model_dump()
+    for dotted in differing(config).keys() - effective(config):
+        section, _, key = dotted.partition(".")
+        dumped[section][key] = _defaults()[section][dotted]
     return dumped

@@ -159,7 +159,8 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
 
 def logging_rules(config: Config) -> Iterator[Finding]:
     """Without pages there is nothing to choose for them."""
-    if config.logging.rollouts_every == 0 and "num_groups_to_log" in config.logging.model_fields_set:
+    default = Logging.model_fields["num_groups_to_log"].default
+    if config.logging.rollouts_every == 0 and config.logging.num_groups_to_log != default:
         yield Finding(
             ("logging.num_groups_to_log", "logging.rollouts_every"),
             "has no effect with rollouts_every = 0",

@@ -14,7 +14,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,8 @@ def value_types(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
             yield f"{path}{key}", "null" if value is None else type(value).__name__
 
 
-def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+@functools.cache
+def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Installed versions of the named distributions; those that are absent are left out."""
     found = {}
     for name in names:
@@ -124,9 +125,15 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+@functools.cache
+def all_packages() -> dict[str, str]:
+    """Versions of all installed distributions, by name; read once, reading them takes half a second."""
+    found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {name: found[name] for name in sorted(found, key=lambda text: (text or "").lower())}
+
+
 def environment_facts() -> dict[str, Any]:
     """The content of ``environment.json``: machine, GPUs and their driver, Python, all installed packages, git."""
-    everything = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -138,7 +145,7 @@ def environment_facts() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "argv": [without_keys(argument) for argument in sys.argv],
-        "packages": {name: everything[name] for name in sorted(everything, key=lambda text: (text or "").lower())},
+        "packages": all_packages(),
         "git": git_state(Path.cwd()),
     }
 
