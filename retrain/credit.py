@@ -16,6 +16,7 @@ import torch
 from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
 from retrain.maths.credit import (
     NEEDS_ENTROPY,
+    OWN_ADVANTAGE,
     TRANSFORMS,
     UNCERTAINTIES,
     ModeInputs,
@@ -180,7 +181,8 @@ def assign_credit(
     them when the loss has a KL or entropy term (they are then no longer marked as discarded).
 
     ``config`` is the run's configuration; ``placebo_stream`` names the random stream of the HICRA placebo; ``modes``
-    are loaded from ``config`` by default. What a transform of the user's returns decides which groups have signal.
+    are loaded from ``config`` by default. Where the transform makes its own advantages (``gtpo_paper``, one of the
+    user's), what it returns decides which groups have signal.
     """
     modes = modes or load_modes(config.algorithm)
     if config.algorithm.regularised:
@@ -225,7 +227,8 @@ def assign_credit(
         ),
     )
     advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
-    if callable(modes.transform) and not config.algorithm.regularised:
+    own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
+    if own and not config.algorithm.regularised:
         signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if id(group) in signal else "zero_advantage"

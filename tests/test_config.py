@@ -19,11 +19,13 @@ from pydantic import ValidationError
 
 from retrain.campaign.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
+from retrain.config.algorithm import sepa_rules
 from retrain.config.conditions import FIXED, FREE
 from retrain.config.describe import toml
 from retrain.config.legacy import REPLACED, SYNONYMS
 from retrain.config.root import keys, sections, value_at
 from retrain.errors import ConfigError, UsageError
+from retrain.maths.schedules import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
 
 ROOT = Path(__file__).parents[1]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
@@ -292,7 +294,7 @@ def test_five_mistakes_are_five_lines(tmp_path):
         'f.toml:7  training.lr  is "1e-4", a string, but must be a number > 0 and ≤ 1: lr = 0.0001',
         "f.toml:8  training.temperature  is -1.0, but must be a number > 0: temperature = 1.0",
         "f.toml:14  sepa.delay_steps  is 200 and max_steps is 100: λ would be 0 for the whole run, which makes "
-        "gtpo_sepa plain gtpo: delay_steps = 10, or max_steps = 300",
+        "gtpo_sepa plain gtpo: delay_steps = 10, or max_steps = 302",
     ]
 
 
@@ -456,6 +458,33 @@ def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
         "training.top_p",
         "training.max_steps",
     ]
+
+
+def highest_lambda(steps: int, sepa: dict) -> float:
+    """The largest λ of a run whose first batch opens the gate and whose execution variance falls to nearly nothing."""
+    schedule = SepaSchedule(**{"var_threshold": 0.2, **sepa})
+    state, seen = sepa_start(schedule), []
+    for step in range(steps):
+        seen.append(sepa_lambda(schedule, state, step))
+        state = sepa_observe(schedule, state, step, 1.0, 1.0 if step < schedule.warmup_steps else 1e-9)
+    return max(seen)
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.1])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 9])
+def test_sepa_without_lambda_is_told_before_it_runs(steps, delay, gate):
+    """gtpo_sepa is an error when λ stays 0 in every run of this length, and the warning tells how far it gets."""
+    sepa = {"steps": 4, "delay_steps": delay, "correct_rate_gate": gate}
+    run = Config(training={"max_steps": 100}, algorithm={"transform_mode": "gtpo_sepa"}, sepa=sepa)  # type: ignore[arg-type]
+    run = run.model_copy(update={"training": run.training.model_copy(update={"max_steps": steps})})
+    found, peak = list(sepa_rules(run)), highest_lambda(steps, sepa)
+    assert [finding.warning for finding in found] == ([] if peak == 1 else [peak > 0])
+    assert peak in (0, 1) or f"λ gets to {peak:.2f} at most" in found[0].message
+    auto = sepa | {"schedule": "auto", "warmup_steps": 2, "ema_decay": 0.3}
+    run = run.model_copy(update={"sepa": run.sepa.model_copy(update=auto)})
+    told = any("λ would be 0" in finding.message for finding in sepa_rules(run))
+    assert told == (highest_lambda(steps, auto) == 0 or steps <= delay)
 
 
 def test_direct_construction_is_held_to_the_same_rules():

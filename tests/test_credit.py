@@ -130,6 +130,21 @@ def test_no_reward_at_all_trains_nothing(base):
     assert result.denominators.tokens == 0
 
 
+def test_gtpo_paper_finds_signal_where_the_advantages_have_none_and_the_other_way_round(base):
+    """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not."""
+    equal, right = group(base, [0.5, 0.5]), group(base, [0.6, 1.0])
+    equal.rewards[0].correct, equal.rewards[1].correct = True, False
+    fill_advantages([equal, right], "grpo")
+    assert (equal.discarded, right.discarded) == ("zero_advantage", None)
+    config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper"}})
+    result = assign_credit([equal, right], config, 0.0, ("placebo",))
+    assert (equal.discarded, right.discarded) == (None, "zero_advantage")
+    first, second = result.sequences
+    assert (first.advantages_T > 0).all()
+    assert (second.advantages_T < 0).all()
+    assert result.denominators.sequences == 4
+
+
 @pytest.mark.parametrize(
     "mode", ["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
 )

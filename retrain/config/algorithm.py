@@ -186,24 +186,29 @@ def sepa_rules(config: Config) -> Iterator[Finding]:
         return
     sepa, steps = config.sepa, config.training.max_steps
     length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    if steps <= sepa.delay_steps:
+    flat = 1 + sepa.delay_steps + (sepa.correct_rate_gate > 0)  # first steps with λ = 0: a batch has to open the gate
+    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
+    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
+    by_variance = falls and steps > sepa.delay_steps
+    if steps <= flat and not by_variance:
+        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
         yield Finding(
             ("sepa.delay_steps", length, _MODE),
             f"is {sepa.delay_steps} and max_steps is {steps}: λ would be 0 for the whole run, which makes gtpo_sepa "
             "plain gtpo",
-            f"delay_steps = {steps // 10}, or max_steps = {sepa.delay_steps + max(sepa.steps, 1)}",
+            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
         )
     elif sepa.steps == 0 and sepa.schedule == "linear":
         yield Finding(
             ("sepa.steps", "sepa.schedule", _MODE),
             "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {steps - sepa.delay_steps}",
+            f"steps = {steps - flat}",
         )
-    elif steps < sepa.delay_steps + sepa.steps and sepa.schedule == "linear":
+    elif steps < flat + sepa.steps and sepa.schedule == "linear":
         yield Finding(
             ("sepa.steps", "sepa.delay_steps", length, _MODE),
-            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - 1 - sepa.delay_steps) / sepa.steps:.2f} at most",
-            f"steps = {steps - sepa.delay_steps}",
+            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
+            f"steps = {steps - flat}",
             warning=True,
         )
 

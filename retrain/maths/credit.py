@@ -30,6 +30,8 @@ UNCERTAINTIES = ("surprisal", "predictive_variance", "shannon_entropy")
 TRANSFORMS = ("none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask")
 NEEDS_PLANNING = frozenset({"gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"})
 NEEDS_ENTROPY = frozenset({"entropy_mask"})
+OWN_ADVANTAGE = frozenset({"gtpo_paper"})
+"""Modes that start from the rewards: whether a group has signal shows in their result, not in the advantages."""
 
 Uncertainty = str | Callable[..., Any]
 Transform = str | Callable[..., Any]

@@ -16,6 +16,9 @@ from retrain.types import Problem, RewardResult
 Item = tuple[Problem, str]
 """A problem and the text of one completion."""
 
+LARGEST_REWARD = 1e30
+"""A reward beyond this is a mistake; its square still has a float64, its advantage a float32."""
+
 
 class Reward:
     """Base of all rewards: override ``grade``, or ``grade_all`` where a batch is cheaper than its parts."""
@@ -98,7 +101,7 @@ def checked(value: Any) -> RewardResult:
     """What a reward returned, as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
-    None and other types give ``total_reward=None`` with the reason.
+    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason.
     """
     if isinstance(value, RewardResult):
         result = value
@@ -111,8 +114,8 @@ def checked(value: Any) -> RewardResult:
     if total is None:
         found = value.total_reward if isinstance(value, RewardResult) else value
         return failed(f"the reward returned {type(found).__name__}, not a number or a RewardResult")
-    if not math.isfinite(total):
-        result.total_reward, result.error = None, f"the reward returned {total}"
+    if not abs(total) <= LARGEST_REWARD:
+        result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
         return result
     result.total_reward = total
     if not isinstance(result.sample_metrics, Mapping):

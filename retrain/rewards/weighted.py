@@ -8,11 +8,10 @@ offset −1): 1 for a correct boxed answer, 0 for a wrong one, −0.1 for no box
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retrain.rewards.base import Item, Reward, failed
+from retrain.rewards.base import Item, Reward, checked, failed
 from retrain.types import RewardResult
 
 
@@ -57,7 +56,7 @@ class WeightedReward(Reward):
             result = failed("; ".join(errors))
         else:
             total = sum(c.weight * (part.total_reward + c.offset) for c, part in pairs if part.total_reward is not None)
-            result = RewardResult(total) if math.isfinite(total) else failed(f"the weighted sum is {total}")
+            result = checked(RewardResult(total))
         result.components = {component.name: part.total_reward for component, part in pairs}
         # The first component that knows says what is correct, and the first that defines a format whether it is met.
         result.correct = next((part.correct for part in parts if part.correct is not None), None)
