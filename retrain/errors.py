@@ -67,6 +67,12 @@ class PluginError(RetrainError):
     """A user's module:function is missing or returned something it may not return; names the plug-in."""
 
 
+class PluginMissing(PluginError):
+    """A user's module:function cannot be loaded: a mistake of the configuration, told before anything is trained."""
+
+    exit_status = 2
+
+
 class CheckpointError(RetrainError):
     """A checkpoint or run directory is damaged or does not belong to this run."""
 

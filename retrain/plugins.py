@@ -10,13 +10,12 @@ import importlib
 import importlib.util
 import math
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from retrain.errors import PluginError
+from retrain.errors import PluginError, PluginMissing
 
 
 def search_folders(base_dir: Path | None) -> list[Path]:
@@ -27,12 +26,12 @@ def search_folders(base_dir: Path | None) -> list[Path]:
 def load_file(path: Path, name: str) -> ModuleType:
     """The module in a ``.py`` file under ``name``; what lies beside the file can be imported, as from a script.
 
-    Another module that already has this name keeps it. Raises PluginError for what is no Python file; what the
+    Another module that already has this name keeps it. Raises PluginMissing for what is no Python file; what the
     module itself raises passes through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginError(f"{path} is no Python file")
+        raise PluginMissing(f"{path} is no Python file")
     _look_in([path.parent])
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
     sys.modules[name] = module  # dataclasses look their module up there
@@ -64,7 +63,7 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
 def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
     """The function that ``module:function`` names.
 
-    Raises PluginError, which begins with ``what`` and the name, when the module is missing or fails to import, or
+    Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
     there is no such function in it.
     """
     return _found(plugin, base_dir, what)[1]
@@ -78,12 +77,12 @@ def _found(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, C
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
-        raise PluginError(f"{told}: no module {error.name!r} here or in {', '.join(map(str, folders))}") from None
-    except Exception as error:  # whatever a user's module does when it is imported
-        raise PluginError(f"{told}: importing {module!r} failed: {_reason(error)}") from error
+        raise PluginMissing(f"{told}: no module {error.name!r} here or in {', '.join(map(str, folders))}") from None
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        raise PluginMissing(f"{told}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
-        raise PluginError(f"{told}: the module {module!r} has no function {name!r}")
+        raise PluginMissing(f"{told}: the module {module!r} has no function {name!r}")
     return loaded, function
 
 
@@ -114,6 +113,21 @@ def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
         if wrong := why_no_range(limits):
             raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
     return {str(name): dict(limits) for name, limits in ranges.items()}
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the innermost file and line it came from; ways of importing are no such place."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file == __file__:
+            where = ""  # what called the loader did not raise it
+        elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
+            where = f" ({Path(file).name}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def why_no_range(limits: Any) -> str:
@@ -150,11 +164,3 @@ def check_backend_class(found: Any, name: str) -> None:
 def _look_in(folders: Sequence[Path]) -> None:
     """Let ``import`` search these folders first."""
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line, with the place in the user's code where it arose."""
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"

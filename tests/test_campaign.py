@@ -291,6 +291,23 @@ def test_an_unusable_model_stops_before_anything_is_trained(model, tmp_path):
     assert train(path, tmp_path / "other", sets=["campaign.max_steps=1"]).exit_status == 0
 
 
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        (['data.source="wrong.jsonl"'], r"wrong\.jsonl:1  is not JSON"),
+        (['reward.custom_module="absent.py"'], r"custom_module = 'absent\.py': no such file"),
+    ],
+)
+def test_data_and_rewards_are_read_before_the_model(model, tmp_path, sets, reason):
+    """Loading a large model takes minutes; a mistake in a file is told first, and marks no run as failed."""
+    path = campaign(tmp_path, model)
+    (tmp_path / "wrong.jsonl").write_text("prompt,answer\n")
+    with pytest.raises(RetrainError, match=reason) as error:
+        train(path, tmp_path / "out", sets=[*sets, f'model.model="{tmp_path / "nothing"}"'])
+    assert error.value.exit_status == 2
+    assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
+
+
 def test_squeeze_of_a_run_directory(finished, tmp_path):
     out, _ = finished
     analysis = squeeze(out / "runs/grpo+none_s1", to=2, out=tmp_path / "small")

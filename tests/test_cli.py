@@ -7,13 +7,14 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from retrain import __version__
 from retrain.cli import app
-from retrain.commands import look, setup, status, train
+from retrain.commands import setup
 from retrain.errors import Interrupted, RunFailed
 
 ROOT = Path(__file__).parents[1]
@@ -171,10 +172,20 @@ def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path):
     assert json.loads(schema.read_text()) == json.loads(run("schema").output)
 
 
-@pytest.mark.parametrize("path", ["here", "missing/dir/a.toml"])
-def test_init_refuses_other_paths(tmp_path, monkeypatch, path):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("here", "type: retrain init here.toml"),
+        ("missing/dir/a.toml", "type: mkdir -p missing/dir"),
+        ("/proc/a.toml", "/proc/a.toml cannot be written: "),
+    ],
+)
+def test_init_refuses_other_paths(tmp_path, monkeypatch, path, words):
     monkeypatch.chdir(tmp_path)
-    assert run("init", path).exit_code == 2
+    result = run("init", path)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert words in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,12 +264,35 @@ def test_status_without_runs(tmp_path):
     assert run("status", tmp_path / "nowhere").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["resume", "squeeze"])
+@pytest.mark.parametrize("command", ["resume", "squeeze", "report", "compare"])
 def test_directories_that_are_no_runs_are_refused_in_one_line(tmp_path, command):
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        result = run(command, directory)
+    (tmp_path / "file.toml").write_text("")
+    for path, words in (("", "it"), ("nowhere", "is not a directory"), ("file.toml", "type: retrain train")):
+        result = run(command, tmp_path / path)
         assert result.exit_code == 2
-        assert len(result.stderr.splitlines()) == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(str(tmp_path / path))
+        assert words in line
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit(3)", "importing it failed: SystemExit: 3 (own.py:1)"),
+        ("def score(completion, answer) return 1", "importing it failed: SyntaxError: expected ':' (own.py:1)"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (own.py:1)"),
+        ("def scor(completion, answer): return 1", "there is no function 'score' in it; it defines scor"),
+    ],
+)
+def test_a_reward_with_a_mistake_is_told_with_its_line(tmp_path, code, reason):
+    (tmp_path / "own.py").write_text(code)
+    file = tmp_path / "own.toml"
+    file.write_text('[reward]\ntype = "custom"\ncustom_module = "own.py"\n')
+    result = run("check", file)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("own.toml:3  reward.custom_module  is ")
+    assert line.endswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +322,14 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch, tmp_path):
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_every_command_has_help_that_names_its_options():
-    for command in (train.train, train.resume, train.squeeze, look.check, look.explain, status.status, setup.init):
-        result = run(command.__name__, "--help")
-        assert result.exit_code == 0
-        assert command.__doc__
-        assert command.__doc__.split()[0] in result.output
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_every_command_has_help_that_names_its_options(command):
+    result = run(command.callback.__name__, "--help")
+    assert result.exit_code == 0
+    (first, *_) = command.callback.__doc__.split("\n\n")
+    assert " ".join(first.split()) in " ".join(result.output.split())
+    hints = get_type_hints(command.callback, include_extras=True).values()
+    options = [
+        name for hint in hints for item in get_args(hint)[1:] for name in getattr(item, "param_decls", None) or ()
+    ]
+    assert [name for name in options if name not in result.output] == []

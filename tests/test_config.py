@@ -339,6 +339,7 @@ SINGLE = [
     ("[gtpo]\nbeta = 0.2\n[algorithm]\ntransform_mode = 'my:own'", 'no effect with transform_mode = "my:own"'),
     ('[algorithm]\ntransform_mode = "gtpo_sepa_amp"', 'transform_mode = "gtpo_sepa"'),
     ('[algorithm]\ntransform_mode = "gtpo"\n[hicra]\nalpha = 0.2', 'no effect with transform_mode = "gtpo"'),
+    ('[data]\nsource = "my.csv"', 'source = "my.jsonl", made with one {"prompt": "…", "answer": "…"} per line'),
     ("[sepa]\nsteps = 10", 'no effect with transform_mode = "none"'),
     ("[sepa]\nema_decay = 0.9\n[algorithm]\ntransform_mode = 'gtpo_sepa'", 'no effect with schedule = "linear"'),
     ("[algorithm]\ncispo_cap = 4", 'no effect with loss = "ppo"'),

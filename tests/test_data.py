@@ -112,6 +112,13 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
         load(tmp_path / "sums.parquet")
 
 
+def test_a_tags_column_that_no_row_has_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}?", "answer": "{i}", "level": 1}}\n' for i in range(9)))
+    with pytest.raises(DataError, match=r'no column "subject": set \[data\] tags_column .*prompt, answer, level'):
+        load(path, tags_column="subject")
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

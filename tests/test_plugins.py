@@ -162,6 +162,7 @@ def test_functions_of_one_file_share_their_module(folder):
         ("toy_wrong:f", "\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
         ("toy_wrong:f", "def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
         ("toy_wrong:f", "import toy_absent", "no module 'toy_absent'"),
+        ("toy_wrong:f", "import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
@@ -171,6 +172,7 @@ def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
         load_modes(algorithm(advantage_mode=plugin).algorithm, folder)
     assert str(caught.value).startswith(f"[algorithm] advantage_mode = '{plugin}': ")
     assert reason in str(caught.value)
+    assert caught.value.exit_status == 2
     assert "\n" not in str(caught.value)
 
 

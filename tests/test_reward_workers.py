@@ -330,8 +330,8 @@ def test_a_function_that_cannot_be_called_is_told_at_the_start(module: Path, fun
     ("source", "reason"),
     [
         ("import no_such_package\ndef score(c, a): return 1", "no_such_package"),
-        ("def score(c, a) return 1", "SyntaxError"),
-        ("raise SystemExit(4)", "SystemExit"),
+        ("def score(c, a) return 1", "SyntaxError: expected ':' (broken.py:1)"),
+        ("raise SystemExit(4)", "SystemExit: 4 (broken.py:1)"),
         ("import os; os._exit(5)", "cannot start: the reward's worker ended (exit status 5)"),
     ],
 )
@@ -341,6 +341,7 @@ def test_a_module_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path, s
     with pytest.raises(PluginError) as caught:
         custom(path, "score")
     assert reason in str(caught.value)
+    assert caught.value.exit_status == 2
 
 
 def test_a_module_is_found_by_name_beside_the_configuration(

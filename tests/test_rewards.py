@@ -260,6 +260,8 @@ def test_numbers_of_any_kind_are_rewards(value: object) -> None:
         (math.nan, "nan"),
         (math.inf, "inf"),
         (10**400, "inf"),
+        (1.7e308, "the reward returned 1.7e+308, not a number within ±1e30"),
+        (RewardResult(-1.01e30), "-1.01e+30"),
         (RewardResult(math.nan), "nan"),
         (RewardResult(None, error="no verdict"), "no verdict"),
         (RewardResult(None), "no total_reward"),
@@ -318,8 +320,13 @@ def test_a_failed_component_leaves_no_total_but_the_others_values() -> None:
     assert result.error.startswith("b: ")
 
 
-def test_an_infinite_sum_is_null() -> None:
-    assert weighted(("a", 1e308, 10.0, 0.0)).total_reward is None
+def test_a_sum_beyond_all_bounds_is_null() -> None:
+    largest = weighted(("a", 1e30, 1.0, 0.0))
+    assert largest.total_reward == 1e30
+    doubled = weighted(("a", 1e30, 2.0, 0.0))
+    assert doubled.total_reward is None
+    assert "2e+30" in (doubled.error or "")
+    assert doubled.components == {"a": 1e30}
 
 
 def test_sample_metrics_of_components_keep_apart() -> None:

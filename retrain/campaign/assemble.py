@@ -65,12 +65,15 @@ def assemble(
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.training.deterministic)
-    base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
+    # What is quick to read comes before the model, which may take minutes.
+    rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
+    graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
     data = load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
     )
     for note in data.notes:
         observer.message(note)
+    base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
     facts, surroundings = _world(base, data, engine, workers), Surroundings.now()
     for spec in specs:
         recorded = recorded_facts(run_directory(directory, spec))
@@ -79,18 +82,15 @@ def assemble(
         begin[spec.run_id].any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
         for line in machine_changes(recorded, facts):
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
-    graders: dict[str, Grader] = {}
     runs, used = [], []
     told: set[str] = set()
     for spec, mode in zip(specs, modes, strict=True):
-        key = spec.config.reward.grading
-        if key not in graders:
-            graders[key] = stack.enter_context(build_grader(spec.config.reward, folder))
+        grader = graders[spec.config.reward.grading]
         begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
         begin[spec.run_id].surroundings = surroundings
         try:
             run = _build_run(
-                directory, spec, mode, base, lanes, data, graders[key], observer, stack, folder, begin[spec.run_id],
+                directory, spec, mode, base, lanes, data, grader, observer, stack, folder, begin[spec.run_id],
                 backends.get(spec.run_id),
             )  # fmt: skip
         except CheckpointError as error:  # this run's own files: the others can go on
@@ -99,7 +99,7 @@ def assemble(
         run.recorder.remark = _remarks(observer, spec, told)
         run.check_engine(engine.gives_entropy)
         runs.append(run)
-        used.append(graders[key])
+        used.append(grader)
     yardstick = None
     if specs[0].is_campaign and data.heldout and not backends:
         yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")

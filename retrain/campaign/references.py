@@ -19,7 +19,7 @@ from retrain.errors import ConfigError, PluginError, Problem
 from retrain.files import read_json
 from retrain.models import find_config
 from retrain.models.targets import dense_layers, target_mistakes
-from retrain.plugins import check_backend_class, load_function, plugin_ranges, search_folders
+from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
 
 KEYS = (
     "algorithm.advantage_mode",
@@ -113,11 +113,11 @@ def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Prob
             if is_path(module):
                 module = str(found_file(module, folder))
             scorer(module, part.custom_function, [str(each) for each in search_folders(folder)])
-        except Exception as error:  # whatever a user's module does when it is imported
-            reason = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
-            told = (
-                reason if isinstance(error, PluginError) else f"importing it failed: {type(error).__name__}: {reason}"
-            )
+        except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+            if isinstance(error, PluginError):
+                told = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
+            else:
+                told = f"importing it failed: {described(error)}"
             key = ".".join(str(each + 1) if isinstance(each, int) else each for each in path) + ".custom_module"
             yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from retrain.errors import UsageError
+
 if TYPE_CHECKING:
     from retrain.config import Loaded
 
@@ -75,6 +77,14 @@ Detect = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def require_directory(directory: Path) -> None:
+    """Raise UsageError, with what to type, unless ``directory`` is one."""
+    if directory.suffix == ".toml" and directory.is_file():
+        raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
 
 
 def read(file: Path, sets: Sequence[str] | None) -> Loaded:

@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
-from retrain.commands.arguments import AsJson
+from retrain.commands.arguments import AsJson, require_directory
 from retrain.commands.output import print_comparison
-from retrain.errors import UsageError
 from retrain.files import dumps
 
 
 def compare(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR…", help="Directories of campaigns or runs.", show_default=False),
+        typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False),
     ],
     metric: Annotated[
         str | None,
@@ -46,8 +45,7 @@ def compare(
     from retrain.campaign.pooling import compare_directories
 
     for directory in directories:
-        if not directory.is_dir():
-            raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+        require_directory(directory)
     report = compare_directories(directories, metric=metric, baseline=baseline)
     if as_json:
         print(dumps(report, indent=2))

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read
+from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
 from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
 from retrain.commands.output import count, duration, plural, print_table, size
-from retrain.errors import UsageError
 
 if TYPE_CHECKING:
     from retrain.commands.estimate import Architecture, Device, Estimate
@@ -244,6 +243,5 @@ def report(
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
     from retrain.campaign.report import write_report
 
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    require_directory(directory)
     print(write_report(directory, out))

@@ -56,7 +56,7 @@ def template_path(name: str) -> Path:
 def init(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[PATH]", help="File or directory to write to.", show_default="<template>.toml here"),
+        typer.Argument(metavar="PATH", help="File or directory to write to.", show_default="<template>.toml here"),
     ] = None,
     template: Annotated[
         Template,
@@ -84,12 +84,14 @@ def init(
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a file that does not exist yet; False, and nothing done, when it does."""
+    """Write a file that does not exist yet; False, and nothing done, when it does. UsageError when it cannot be."""
     try:
         with open(path, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
     except FileExistsError:
         return False
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
     return True
 
 

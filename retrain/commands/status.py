@@ -19,7 +19,7 @@ LOOK_EVERY_S = 1.0
 
 def status(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A run, a campaign, or a directory of those.")
+        Path, typer.Argument(metavar="DIR", help="A run, a campaign, or a directory of those.")
     ] = Path("logs"),
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed.")

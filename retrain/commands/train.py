@@ -19,6 +19,7 @@ from retrain.commands.arguments import (
     RunDirectory,
     Sets,
     read,
+    require_directory,
 )
 from retrain.commands.output import print_squeeze, print_tables_of
 from retrain.errors import UsageError
@@ -59,8 +60,7 @@ def train(
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
-    Started again on the same file, it continues where it stopped: finished runs are not repeated, unless the file
-    asks for more steps by now.
+    Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
     loaded = read(file, sets)
     if dry_run:
@@ -84,8 +84,7 @@ def resume(
     training.max_steps=…)."""
     from retrain.campaign.launch import resume as resume_directory
 
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    require_directory(directory)
     finish(
         plain,
         lambda observer: resume_directory(
@@ -138,8 +137,7 @@ def squeeze(
     """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
     from retrain.campaign.squeeze import squeeze as squeeze_directory
 
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    require_directory(directory)
     if pattern and (to is None or steps is not None):
         raise UsageError("--pattern says how --to compresses: type --to RANK --pattern, without --continue")
     if steps is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,10 +35,13 @@ def _source(value: str | None) -> str | None:
         return value
     close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
     name = "math" if close == ["hendrycks_math"] else close[0] if close else "arithmetic"
+    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
+    if file:
+        name = f"{file[1]}.jsonl"
     raise fault(
         f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, or a '
         "module:function",
-        f'source = "{name}"',
+        f'source = "{name}"' + (', made with one {"prompt": "…", "answer": "…"} per line' if file else ""),
     )
 
 

@@ -175,14 +175,22 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
 
 
 def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[Problem]:
-    """Rows as problems. Raises DataError if there is none, or some have an answer and others not."""
-    problems = [problem_of_row(where, row, columns) for where, row in rows]
+    """Rows as problems. Raises DataError if there is none, some have an answer and others not, or none has a tag's
+    column."""
+    problems, seen = [], dict[str, None]()
+    for where, row in rows:
+        problems.append(problem_of_row(where, row, columns))
+        seen |= dict.fromkeys(row)
     if not problems:
         raise DataError(f"{what} holds no problems")
     if any(problem.answer for problem in problems):  # no answers at all is a data set for a judge
         for problem in problems:
             if not problem.answer:
                 raise DataError(f'{problem.id}  column "{columns.answer}" is empty: no completion could ever be right')
+    for column in columns.tags:
+        if column not in seen:
+            names = ", ".join(seen)
+            raise DataError(f'{what} has no column "{column}": set [data] tags_column to one that it has ({names})')
     return problems
 
 

@@ -139,6 +139,8 @@ def load_base(
     device, bundled = resolve_device(devices), bundled_model_path(name)
     source = str(bundled) if bundled else name
     local = bundled is not None or Path(source).is_dir()
+    if not local and source.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"cannot load model {name!r}: there is no such directory")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if local:
         options["local_files_only"] = True

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from retrain.plugins import described
 from retrain.types import Problem, RewardResult
 
 Item = tuple[Problem, str]
@@ -86,15 +87,6 @@ def guarded(grade: Callable[..., Any], *arguments: Any) -> RewardResult:
         return checked(grade(*arguments))
     except Exception as error:  # a reward's fault costs one completion, never the run
         return failed(described(error))
-
-
-def described(error: BaseException) -> str:
-    """An exception in one line, with the innermost file and line it came from."""
-    where, trace = "", error.__traceback__
-    while trace is not None:
-        where = f" ({trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def checked(value: Any) -> RewardResult:

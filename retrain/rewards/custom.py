@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import PluginError
+from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import declared_ranges, load_file, load_module, search_folders
 from retrain.rewards.base import Item, Reward, checked, failed, guarded
 from retrain.rewards.workers import WorkerPool
@@ -44,7 +44,7 @@ class CustomReward(Reward):
     """Calls ``function`` of ``module``: a path to a ``.py`` file, or a module's name as ``import`` takes it.
 
     Both are looked up in ``base_dir`` (the TOML's folder), then in the current directory. The module is imported in
-    the workers only. Raises PluginError, before anything is sampled, when the file, module or function is missing,
+    the workers only. Raises PluginMissing, before anything is sampled, when the file, module or function is missing,
     importing it fails, or a parameter has a name that nothing is known for.
     """
 
@@ -68,7 +68,8 @@ class CustomReward(Reward):
             self.ranges = self.pool.facts.get("ranges", {})
         except PluginError as error:
             self.close()
-            raise PluginError(f"[reward] custom_module = {module!r}, custom_function = {function!r}: {error}") from None
+            what = f"[reward] custom_module = {module!r}, custom_function = {function!r}"
+            raise PluginMissing(f"{what}: {error}") from None
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in order; what the function raises, or a wrong return value, stands in ``error``."""
@@ -89,12 +90,12 @@ def is_path(module: str) -> bool:
 
 
 def found_file(path: str, base_dir: Path | None) -> Path:
-    """The absolute path of a file named relative to ``base_dir`` or the current directory; PluginError if neither."""
+    """The absolute path of a file named relative to ``base_dir`` or the current directory; PluginMissing if neither."""
     tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
     for candidate in tried:
         if candidate.is_file():
             return candidate.resolve()
-    raise PluginError(f"[reward] custom_module = {path!r}: no such file (looked for {' and '.join(map(str, tried))})")
+    raise PluginMissing(f"[reward] custom_module = {path!r}: no such file (looked for {' and '.join(map(str, tried))})")
 
 
 def prompt_text(problem: Problem) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import UsageError
-from retrain.rewards.base import Item, Reward, described, failed
+from retrain.plugins import described
+from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.custom import prompt_text
 from retrain.types import Problem, RewardResult
 

@@ -18,7 +18,8 @@ import struct
 from typing import Any
 
 from retrain.errors import RetrainError
-from retrain.rewards.base import described, printable
+from retrain.plugins import described
+from retrain.rewards.base import printable
 
 HEADER = struct.Struct(">I")
 
