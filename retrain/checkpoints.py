@@ -20,10 +20,9 @@ from retrain.errors import CheckpointError, ModelError
 from retrain.files import dumps, publish_directory, read_json, remove_leftovers, sha256, write_bytes, write_json
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.lora import Adapter
+from retrain.record.recorder import ROW_FILES
 from retrain.record.status import last_row
 
-ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
-"""Records in which every step has a row."""
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
 OWN = "backend"
 """Directory inside a checkpoint with the files of a backend of the user's, in place of adapter and optimizer."""

@@ -132,16 +132,20 @@ def test_what_counts_as_disagreement_depends_on_the_precision():
     assert "sampler_and_trainer_disagree" not in keys(made, dtype="bfloat16")
 
 
-def test_remarks_stand_in_the_log_in_a_file_and_are_heard_once(tmp_path):
-    heard = []
-    with RunRecorder(tmp_path, context(), remark=heard.append) as recorder:
+def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_path):
+    heard: list[str] = []
+    with RunRecorder(tmp_path, context(), warn=heard.append) as recorder:
         recorder.start({"built": {"dtype": "bfloat16"}})
         for number in range(WINDOW + 10):
-            recorder.record_step(step([group([0.0, 0.0], [3, 4], stops=[False, False])], number, {"loss": None}))
-    assert [note.key for note in heard].count("truncated") == 1
-    assert [note.key for note in heard].count("groups_uniform") == 1
+            update = {"loss": 1e-9, "optim/grad_norm": 0.1}
+            recorder.record_step(step([group([0.0, 0.0], [3, 4], stops=[False, False])], number, update))
     log = (tmp_path / "run.log").read_text()
     assert log.count("ended at max_tokens = 16") == 1
     lines = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
-    assert [line["key"] for line in lines] == [note.key for note in heard]
+    keys = [line["key"] for line in lines]
+    assert {"truncated", "groups_uniform", "loss_near_zero"} <= {*keys}
+    assert len(keys) == len({*keys})
+    assert all(f"{line['level']:<7} step {line['step']}: {line['text']}" in log for line in lines)
+    told = [f"step {line['step']}: {line['text']}" for line in lines if line["level"] == "warning"]
+    assert [text[: len(start)] for text, start in zip(heard, told, strict=True)] == told  # what is harmless is not
     assert set(lines[0]) == {"step", "key", "level", "text", "remedy"}

@@ -33,7 +33,6 @@ from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
 from retrain.record.environment import Surroundings, module_hashes, run_facts
-from retrain.record.notes import Note
 from retrain.record.recorder import RunRecorder
 from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
@@ -83,7 +82,6 @@ def assemble(
         for line in machine_changes(recorded, facts):
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
     runs, used = [], []
-    told: set[str] = set()
     for spec, mode in zip(specs, modes, strict=True):
         grader = graders[spec.config.reward.grading]
         begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
@@ -96,7 +94,6 @@ def assemble(
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
-        run.recorder.remark = _remarks(observer, spec, told)
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(grader)
@@ -261,14 +258,3 @@ def _declared_ranges(config: Any, folder: Path, grader: Grader) -> tuple[dict[st
     written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
     plugins = chart_ranges(*(ranges for key, ranges in code if key not in SOURCES))
     return plugins, chart_ranges(*(ranges for key, ranges in code if key in SOURCES), grader.ranges, written)
-
-
-def _remarks(observer: Any, spec: RunSpec, told: set[str]) -> Callable[[Note], None]:
-    """Passes a run's remarks on; what is harmless is said of the first run of a cohort only."""
-
-    def remark(note: Note) -> None:
-        if note.level != "info" or note.key not in told:
-            told.add(note.key)
-            observer.message(f"{spec.run_id}: step {note.step}: {note}", note.level)
-
-    return remark

@@ -30,11 +30,10 @@ from retrain.types import EvalRecord, Group, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
-
-
-STEP_FILES = (
-    "metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "notes.jsonl",
-)  # fmt: skip
+ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
+"""Records in which every step has a row."""
+STEP_FILES = (*ROW_FILES, "notes.jsonl")
+"""Records whose rows belong to a step."""
 
 
 class RunRecorder:
@@ -43,10 +42,9 @@ class RunRecorder:
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
     step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
     must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
-    (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``. Any call raises
-    RunFailed (of a disk, StorageError) when an earlier record could not be written. ``token_text`` places a
-    completion's tokens in its text, for the pages; ``remark`` (also an attribute) hears what odd
-    numbers mean.
+    (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``, as are odd numbers that
+    ask for something to be done. Any call raises RunFailed (of a disk, StorageError) when an earlier record could not
+    be written. ``token_text`` places a completion's tokens in its text, for the pages.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class RunRecorder:
         trackers: Sequence[Tracker] | None = None,
         warn: Callable[[str], None] = lambda text: None,
         token_text: TokenText | None = None,
-        remark: Callable[[Note], None] = lambda note: None,
     ):
         self.directory = Path(run_dir)
         self.context = context
@@ -69,7 +66,7 @@ class RunRecorder:
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
         self._tracker_state: dict[str, Any] = {}
-        self._token_text, self.remark = token_text, remark
+        self._token_text = token_text
         self._rows: list[Row] = []  # the first row and the newest, for remarks
         self._noted: set[str] = set()
         self._dtype = "float32"
@@ -126,13 +123,13 @@ class RunRecorder:
         return row
 
     def _remarks(self, row: Row) -> list[Note]:
-        """What is odd about this row and was not said before, told to the log and to whoever listens."""
+        """What is odd about this row and was not said before, told to the log; where something is to do, aloud."""
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
         notes = explain(self._rows, self.context.config, self._dtype, self._noted)
         for note in notes:
             self._noted.add(note.key)
-            self.log(f"step {note.step}: {note}", level=note.level)
-            self.remark(note)
+            tell = self._warn if note.level == "warning" else self.log
+            tell(f"step {note.step}: {note}")
         return notes
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
