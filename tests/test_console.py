@@ -15,8 +15,9 @@ from rich.console import Console
 from retrain.record import NullObserver, RunRecorder, eval_row, step_row
 from retrain.record.board import Board, printable
 from retrain.record.console import LiveConsole, PlainConsole, RecordingConsole, make_console
+from retrain.record.numbers import duration, number, short
 from retrain.record.tables import comparison_table, comparison_text, squeeze_table, squeeze_text
-from retrain.record.views import board_view, duration, number, short, visible_runs
+from retrain.record.views import board_view, visible_runs
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 
@@ -241,7 +242,7 @@ def test_the_comparison_table():
     plain = comparison_text(COMPARISON)
     for text in (stream.getvalue(), plain):
         assert "maxrl+gtpo_hicra[red]" in text
-        assert "+12.3 [-1.0, +25.6]" in text
+        assert "+12.3 [−1.0, +25.6]" in text
         assert "1/2" in text
         assert "65 to 75%" in text
         assert "50.0% → 70.0%" in text
@@ -249,7 +250,7 @@ def test_the_comparison_table():
         assert "Fewer than 6 pairs." in text
         assert "3.0k tokens, 2:01" in text
     assert plain.splitlines()[3].split() == [
-        "maxrl+gtpo_hicra[red]", "1/2", "50.0%", "→", "-", "-", "+12.3", "[-1.0,", "+25.6]", "0.500",
+        "maxrl+gtpo_hicra[red]", "1/2", "50.0%", "→", "-", "-", "+12.3", "[−1.0,", "+25.6]", "0.500",
         "2", "pairs:", "no", "verdict", "possible",
     ]  # fmt: skip
 
@@ -259,7 +260,7 @@ def test_the_comparison_table_keeps_everything_in_80_columns():
     Console(file=stream, width=80).print(comparison_table(COMPARISON))
     text = stream.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "+12.3 [-1.0, +25.6]" in text
+    assert "+12.3 [−1.0, +25.6]" in text
     assert "maxrl+gtpo_hicra[red]: 2 pairs: no verdict possible" in text
 
 

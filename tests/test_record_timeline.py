@@ -63,7 +63,7 @@ def test_the_page_says_where_the_time_went(tmp_path):
     assert reader.tags.count("script") == 3
     assert "b" not in reader.tags
     words = " ".join(reader.texts)
-    assert re.search(r"rollout\s+10\.0 s\s+51\.3 %", words)
+    assert re.search(r"rollout\s+10\.0 s\s+51\.3%", words)
     data = spans_of(text)
     assert data["lanes"] == ["rollout", "update", "record"]
     assert data["steps"][0] == [0, 0.0, 3500.0, [0, 0.0, 2000.0, 1, 2000.0, 3500.0]]

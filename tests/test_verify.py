@@ -94,4 +94,4 @@ def test_the_verdict_follows_from_the_interval(low, high, expected):
         "rank": 2, "problems": 90, "samples": 2, "p": 0.03, "verdict": expected, "full": {"accuracy": 0.8},
         "compressed": {"accuracy": 0.75}, "difference": {"mean": -0.05, "low": low or -0.1, "high": high or 0.1},
     }  # fmt: skip
-    assert "75.0 % against 80.0 % with the full adapter, −5.0 points" in sentence(found)
+    assert "75.0% against 80.0% with the full adapter, −5.0 points" in sentence(found)

@@ -28,7 +28,7 @@ from retrain.files import write_text
 from retrain.record import charts
 from retrain.record.charts import Row
 from retrain.record.html import escape, page
-from retrain.record.views import duration, short
+from retrain.record.numbers import duration, short
 
 REPORT = "report.html"
 

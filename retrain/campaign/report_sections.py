@@ -26,7 +26,7 @@ from retrain.campaign.words import amount, number, probability
 from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape
-from retrain.record.views import short
+from retrain.record.numbers import percent, points, short
 
 TWINS = 8
 """Prompts shown for each comparison."""
@@ -186,7 +186,7 @@ def _twin_item(twin: Twin, left: str, right: str, opened: bool) -> str:
         for name, row in zip((left, right), twin.examples, strict=True)
     )
     tags = "".join(f"<span class='chip'>{escape(tag)}</span>" for tag in twin.tags)
-    change = f"{100 * twin.change:+.0f} points".replace("-", "−")
+    change = f"{points(twin.change, 0)} points"
     return (
         f"<details class='twin'{' open' * opened}><summary><span class='prompt'>{escape(twin.prompt)}</span>{tags}"
         f"<span class='number'>{counts}</span><b class='{css}'>{change}</b></summary>"
@@ -283,7 +283,7 @@ def squeeze_section(campaign: Campaign) -> str:
     head = ("rank", "energy kept", "worst layer", "weight error")
     table = table_of(head, [
         [f"<b>{row['rank']}, recommended</b>" if row["rank"] == report["recommended_rank"] else str(row["rank"]),
-         *(f"{100 * row[key]:.1f}%" for key in ("mean_variance", "min_variance", "relative_error"))]
+         *(percent(row[key], 1) for key in ("mean_variance", "min_variance", "relative_error"))]
         for row in rows
     ])  # fmt: skip
     words = [report.get("message") or ""]

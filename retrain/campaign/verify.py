@@ -15,6 +15,7 @@ from retrain.campaign.words import probability
 from retrain.errors import UsageError
 from retrain.files import write_json
 from retrain.maths.statistics import accuracy_interval, cluster_interval, sampled_sign_flip_p
+from retrain.record.numbers import percent, points
 
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
@@ -64,9 +65,8 @@ def verdict(low: float | None, high: float | None) -> str:
 
 def sentence(found: dict[str, Any]) -> str:
     """The finding for a person."""
-    accuracies = [f"{100 * found[name]['accuracy']:.1f} %" for name in ("compressed", "full")]
-    low, high = (f"{100 * found['difference'][end]:+.1f}".replace("-", "−") for end in ("low", "high"))
-    mean = f"{100 * found['difference']['mean']:+.1f}".replace("-", "−")
+    accuracies = [percent(found[name]["accuracy"], 1) for name in ("compressed", "full")]
+    low, high, mean = (points(found["difference"][key]) for key in ("low", "high", "mean"))
     words = {
         "kept": f"the rank is enough: a loss above {100 * TOLERANCE:g} points is excluded",
         "lost": "accuracy is lost: train on at this rank, or keep more of it",

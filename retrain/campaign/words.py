@@ -7,6 +7,7 @@ from typing import Any
 
 from retrain.campaign.results import Measure
 from retrain.maths.statistics import pairs_for_verdict
+from retrain.record.numbers import minus, points
 
 SIGNIFICANT = 0.05
 TOLD_RUNS = 6
@@ -75,8 +76,7 @@ def exclusion(condition: Mapping[str, Any], measure: Measure) -> str:
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
     """A difference: points of a share with one decimal, three digits of anything else; a real minus sign."""
-    text = f"{100 * value:{'+' if sign else ''}.1f}" if measure.is_share else f"{value:{'+' if sign else ''}.3g}"
-    return text.replace("-", "−")
+    return points(value, sign=sign) if measure.is_share else minus(f"{value:{'+' if sign else ''}.3g}")
 
 
 def amount(value: float, measure: Measure, *, sign: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,7 +115,9 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    before, after = (dict(leaves(each.config.model_dump())) for each in (first, spec))
+    from retrain.campaign.changes import flat
+
+    before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
@@ -128,15 +130,6 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
         credit_words(spec.config),
         ", ".join(changed) or "-",
     )
-
-
-def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf of nested dictionaries."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from retrain.record.html import escape
+from retrain.record.numbers import minus, percent
 
 WIDTH = 560
 """Units of a chart's view box; the page scales it to its column."""
@@ -120,7 +121,7 @@ def tick_text(value: float, step: float, unit: str = "") -> str:
     decimals += abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6
     text = f"{value:,.{decimals}f}"
     text = f"+{text}" if unit == "points" and value > step / 2 else text
-    return text.replace("-", "−") + ("%" if unit == "%" else "")
+    return minus(text) + ("%" if unit == "%" else "")
 
 
 def colour(index: int) -> str:
@@ -245,7 +246,7 @@ def dot_chart(
             f'<rect class="margin" x="{x(-margin):.1f}" y="{top}" width="{x(margin) - x(-margin):.1f}" '
             f'height="{bottom - top}"><title>{said}</title></rect>'
         )
-    parts += _columns(x, unit, top, bottom)
+    parts += _ticks(x, unit, bottom + 14, (top, bottom))
     if zero:
         parts.append(f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" y2="{bottom}"/>')
     for place, row in enumerate(rows):
@@ -284,7 +285,7 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
     y = Axis.around(values, height - 36, 12, limits=limits)
     left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
     columns = [left + (WIDTH - left - 20) * (i + 0.5) / len(names) for i in range(len(names))]
-    parts = _lines_of(y, unit, left, WIDTH - 14)
+    parts = _ticks(y, unit, left - 6, (left, WIDTH - 14), upright=True)
     for name, row in lines:
         spots = [(columns[i], y(value)) for i, value in enumerate(row) if value is not None]
         parts.append(f'<path class="pair" d="{_path(spots)}"><title>{escape(name)}</title></path>')
@@ -318,7 +319,7 @@ def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str,
             counts[min(bins - 1, int((value - x.low) / width))] += 1
         shares.append([count / max(1, len(values)) for count in counts])
     tallest = max((max(row) for row in shares), default=1.0) or 1.0
-    parts = _columns(x, unit, top, height - 30)
+    parts = _ticks(x, unit, height - 16, (top, height - 30))
     for place, ((name, index, values), row) in enumerate(zip(groups, shares, strict=True)):
         floor = top + pitch * (place + 1)
         for i, share in enumerate(row):
@@ -328,7 +329,7 @@ def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str,
                 parts.append(
                     f'<rect x="{left + 0.5:.1f}" y="{floor - tall:.1f}" width="{max(1.0, right - left - 1):.1f}" '
                     f'height="{tall:.1f}" fill="{colour(index)}" opacity=".8"><title>{escape(name)}: '
-                    f"{100 * share:.1f}% from {tick_text(x.low + i * width, width, unit)}</title></rect>"
+                    f"{percent(share, 1)} from {tick_text(x.low + i * width, width, unit)}</title></rect>"
                 )
         parts.append(f'<line class="grid" x1="16" x2="{WIDTH - 16}" y1="{floor}" y2="{floor}"/>')
         mean = f", mean {sum(values) / len(values):.3g}" if values else ""
@@ -351,35 +352,30 @@ def _path(spots: Sequence[tuple[float, float]]) -> str:
     return "".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(spots))
 
 
-def _lines_of(y: Axis, unit: str, left: float, right: float) -> list[str]:
-    parts = []
-    for tick in y.ticks:
-        at = y(tick)
-        parts.append(f'<line class="grid" x1="{left:.0f}" x2="{right:.0f}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(
-            f'<text x="{left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick, _step(y), unit)}</text>'
-        )
-    return parts
+def _ticks(
+    axis: Axis, unit: str, label_at: float, lines: tuple[float, float] | None = None, *, upright: bool = False
+) -> list[str]:
+    """The labels of an axis, and where wanted a grid line at each from one end of ``lines`` to the other.
 
-
-def _columns(x: Axis, unit: str, top: float, bottom: float) -> list[str]:
+    ``label_at`` is the height of the labels, of an ``upright`` axis their right end.
+    """
     parts = []
-    for tick in x.ticks:
-        at = x(tick)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}"/>')
-        parts.append(
-            f'<text x="{at:.1f}" y="{bottom + 14:.0f}" text-anchor="middle">{tick_text(tick, _step(x), unit)}</text>'
-        )
+    for tick in axis.ticks:
+        at, (along, across) = axis(tick), ("yx" if upright else "xy")
+        if lines:
+            first, last = lines
+            ends = f'{along}1="{at:.1f}" {along}2="{at:.1f}" {across}1="{first:.0f}" {across}2="{last:.0f}"'
+            parts.append(f'<line class="grid" {ends}/>')
+        x, y, anchor = (label_at, at + 4, "end") if upright else (at, label_at, "middle")
+        text = tick_text(tick, _step(axis), unit)
+        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>')
     return parts
 
 
 def _frame(x: Axis, y: Axis, unit: str, x_title: str, height: float) -> list[str]:
-    parts = _lines_of(y, unit, x.start, x.end)
-    for tick in x.ticks:
-        parts.append(
-            f'<text x="{x(tick):.1f}" y="{height - 20:.0f}" text-anchor="middle">{tick_text(tick, _step(x))}</text>'
-        )
-    parts.append(
-        f'<text x="{(x.start + x.end) / 2:.0f}" y="{height - 4:.0f}" text-anchor="middle">{escape(x_title)}</text>'
-    )
-    return parts
+    middle = (x.start + x.end) / 2
+    return [
+        *_ticks(y, unit, x.start - 6, (x.start, x.end), upright=True),
+        *_ticks(x, "", height - 20),
+        f'<text x="{middle:.0f}" y="{height - 4:.0f}" text-anchor="middle">{escape(x_title)}</text>',
+    ]

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from retrain.files import write_text
 from retrain.record.board import Board, printable
+from retrain.record.numbers import duration, number
 from retrain.record.observer import Observer, SpecLike
-from retrain.record.views import board_view, duration, number
+from retrain.record.views import board_view
 
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from retrain.record.html import escape, page
+from retrain.record.numbers import minus, percent
 from retrain.record.rollout_style import SCRIPT, STYLES
 from retrain.record.rollouts import (
     LEAST_CHARACTERS,
@@ -91,7 +92,7 @@ def _facts(groups: Sequence[Group]) -> str:
 
 
 def _percent(flags: Sequence[Any]) -> str:
-    return f"{100 * sum(map(bool, flags)) / len(flags):.0f} %" if flags else "none"
+    return percent(sum(map(bool, flags)) / len(flags)) if flags else "none"
 
 
 def _overview(groups: Sequence[Group], linked: int) -> str:
@@ -204,7 +205,7 @@ def _sample(batch: Batch, group: Group, sample: int, completion: Completion, rew
 
 def _signed(value: float, digits: int) -> str:
     """With its sign, a true minus; 0 as such."""
-    return f"{value:+.{digits}f}".replace("-", "−") if round(value, digits) else "0"
+    return minus(f"{value:+.{digits}f}") if round(value, digits) else "0"
 
 
 def _shortened(text: str, limit: int) -> str:
@@ -284,7 +285,7 @@ def _table(groups: Sequence[Group], name: str) -> str:
             cells = "".join(f'<td class="number">{value}</td>' for value in values)
             rows.append(
                 f'<tr><td class="number">{index}</td><td>{escape(group.prompt.problem.id[:80])}</td>'
-                f'<td class="number">{sample}</td>{cells}<td>{completion.stop_reason}</td></tr>'
+                f'<td class="number">{sample}</td>{cells}<td>{escape(completion.stop_reason)}</td></tr>'
             )
     more = f'<p class="muted">{count - len(rows):,} more not shown</p>' if count > len(rows) else ""
     heads = "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ from rich.text import Text
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.board import Board, RunView
-from retrain.record.views import board_view, duration
+from retrain.record.numbers import duration
+from retrain.record.views import board_view
 
 LAST_BLOCK = 1 << 16
 """Bytes first read from the end of a file when its last row is wanted."""
@@ -76,7 +78,7 @@ def last_row(path: Path) -> dict[str, Any]:
             file.seek(max(0, size - block))
             lines = file.read(block).split(b"\n")[:-1]  # what follows the last line break is torn
             if len(lines) >= 2 or (lines and block >= size):
-                return _loads(lines[-1])
+                return json.loads(lines[-1])
             if block >= size:
                 return {}
             block *= 4
@@ -84,11 +86,9 @@ def last_row(path: Path) -> dict[str, Any]:
 
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     path = directory / entry["path"]
-    row = last_row(path / "metrics.jsonl")
-    rates = [
-        r["eval/heldout/correct_rate"] for r in read_jsonl(path / "evals.jsonl") if "eval/heldout/correct_rate" in r
-    ]
     metrics = path / "metrics.jsonl"
+    row, key = last_row(metrics), "eval/heldout/correct_rate"
+    rates = [each[key] for each in read_jsonl(path / "evals.jsonl") if key in each]
     return {
         **{key: entry.get(key) for key in ("run_id", "label", "seed", "state", "reason", "path")},
         "step": row["step"] + 1 if row else entry.get("step") or 0,
@@ -126,12 +126,6 @@ def _entry(directory: Path, path: Path) -> dict[str, Any]:
         "max_steps": round((row["step"] + 1) / share) if share else 0,
         "path": os.path.relpath(path, directory),
     }
-
-
-def _loads(line: bytes) -> dict[str, Any]:
-    import json
-
-    return json.loads(line)
 
 
 def homes_of_runs(directory: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrain.record.board import printable
-from retrain.record.views import NOTHING, duration, percent, short
+from retrain.record.numbers import NOTHING, duration, minus, percent, points, short
 
 Report = Mapping[str, Any]
 
@@ -145,7 +145,7 @@ def told_difference(condition: Report, share: bool) -> str:
 
 def plain_number(value: float | None) -> str:
     """Three digits."""
-    return NOTHING if value is None else f"{value:.3g}"
+    return NOTHING if value is None else minus(f"{value:.3g}")
 
 
 def comparison_costs(report: Report) -> str:
@@ -202,8 +202,8 @@ def squeeze_title(report: Report) -> str:
 
 def squeeze_cells(row: Report, chosen: bool) -> list[str]:
     """One row of the rank table."""
-    energies = [f"{100 * row[key]:.1f}%" for key in ("mean_variance", "min_variance", "max_variance")]
-    return [str(row["rank"]), *energies, f"{100 * row['relative_error']:.1f}%", "<- recommended" if chosen else ""]
+    keys = ("mean_variance", "min_variance", "max_variance", "relative_error")
+    return [str(row["rank"]), *(percent(row[key], 1) for key in keys), "<- recommended" if chosen else ""]
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
@@ -220,14 +220,9 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 def rate(value: float | None) -> str:
     """A share in per cent with one decimal."""
-    return NOTHING if value is None else f"{100 * value:.1f}%"
+    return percent(value, 1)
 
 
 def interval(ends: Sequence[float] | None) -> str:
     """Both ends in per cent."""
     return NOTHING if not ends else f"{100 * ends[0]:.0f} to {percent(ends[1])}"
-
-
-def points(value: float | None) -> str:
-    """A difference in percentage points, with its sign."""
-    return NOTHING if value is None else f"{100 * value:+.1f}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from retrain.files import read_jsonl, write_text
 from retrain.record.html import data_block, escape, page
+from retrain.record.numbers import percent
 from retrain.record.timeline_style import SCRIPT, STYLES
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
@@ -113,7 +114,7 @@ def _totals(steps: Sequence[Step], name: str) -> list[float]:
 def _share_bar(steps: Sequence[Step], phases: Sequence[str], total: float) -> str:
     parts = "".join(
         f'<i class="{colour(phases, name)}" style="flex-grow:{sum(_totals(steps, name)):.6f}" '
-        f'title="{escape(name)}: {100 * sum(_totals(steps, name)) / total:.1f} %"></i>'
+        f'title="{escape(name)}: {percent(sum(_totals(steps, name)) / total, 1)}"></i>'
         for name in phases
         if total > 0 and sum(_totals(steps, name)) > 0
     )
@@ -126,10 +127,10 @@ def _phase_table(steps: Sequence[Step], phases: Sequence[str], total: float) -> 
         values = _totals(steps, name)
         spent, longest = sum(values), max(values)
         at = steps[values.index(longest)].number
-        share = 100 * spent / total if total > 0 else 0.0
+        share = spent / total if total > 0 else 0.0
         rows.append(
             f'<tr><td><i class="key {colour(phases, name)}"></i>{escape(name)}</td>'
-            f'<td class="number">{escape(duration(spent))}</td><td class="number">{share:.1f} %</td>'
+            f'<td class="number">{escape(duration(spent))}</td><td class="number">{percent(share, 1)}</td>'
             f'<td class="number">{escape(duration(spent / len(steps)))}</td>'
             f'<td class="number">{escape(duration(longest))}</td>'
             f'<td class="number">{at}</td></tr>'

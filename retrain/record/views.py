@@ -1,4 +1,4 @@
-"""The live view as rich renderables, and how numbers are written in it."""
+"""The live view as rich renderables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrain.record.board import Board, RunView, printable
+from retrain.record.numbers import change, duration, number, percent, short
 
 STATE_STYLES = {
     "done": "green",
@@ -16,7 +17,6 @@ STATE_STYLES = {
     "running": "cyan",
     "waiting": "dim",
 }
-NOTHING = "-"
 RUN_COLUMNS = (
     ("step", 7, 0),
     ("ETA", 5, 0),
@@ -141,43 +141,3 @@ def bar_text(view: RunView, width: int) -> Text:
     share = min(1.0, view.steps_done / view.max_steps) if view.max_steps else 0.0
     full = round(share * width)
     return Text("━" * full, style=STATE_STYLES[view.state]) + Text("━" * (width - full), style="bright_black")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Fixed digits; a dash where there is no value."""
-    return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage."""
-    return NOTHING if value is None else f"{100 * value:.0f}%"
-
-
-def change(before: float | None, now: float | None) -> str:
-    """``before → now`` in per cent; ``before`` alone as long as nothing was measured since."""
-    if before is None:
-        return NOTHING
-    if now is None:
-        return f"{100 * before:.0f}%"
-    return f"{100 * before:.0f} → {100 * now:.0f}%"
-
-
-def short(value: float | None) -> str:
-    """A count in at most five characters: 987, 12.3k, 4.5M."""
-    if value is None:
-        return NOTHING
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float | None) -> str:
-    """``m:ss``, ``h:mm:ss`` or ``2d 3h``."""
-    if seconds is None:
-        return NOTHING
-    whole = round(seconds)
-    if whole >= 86400:
-        return f"{whole // 86400}d {whole % 86400 // 3600}h"
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
