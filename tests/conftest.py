@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -16,3 +18,21 @@ os.environ["COLUMNS"] = "120"
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "_TYPER_FORCE_DISABLE_TERMINAL"):
     os.environ.pop(name, None)
 os.environ["NO_COLOR"] = "1"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A Qwen3 of random weights in float32, as training loads it."""
+    from toymodels import toy_base
+
+    return toy_base(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def lanes(base):
+    """The lanes of that base, taken off again at the end."""
+    from retrain.policy.lora import Lanes
+
+    lanes = Lanes(base)
+    yield lanes
+    lanes.detach()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from test_engine import trained
-from toymodels import toy_base
 
 from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint
 from retrain.errors import CheckpointError, ModelError
@@ -13,19 +12,6 @@ from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.lora import Lanes
 from retrain.policy.update import new_optimizer
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return toy_base(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture
-def lanes(base):
-    lanes = Lanes(base)
-    yield lanes
-    lanes.detach()
-
 
 IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
 

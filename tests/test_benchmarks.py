@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from retrain.files import read_json
+from retrain.plugins import load_file
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "maxrl_digits.py"
@@ -19,13 +19,7 @@ SCRIPT = ROOT / "benchmarks" / "maxrl_digits.py"
 
 @pytest.fixture(scope="module")
 def digits():
-    specification = importlib.util.spec_from_file_location("maxrl_digits", SCRIPT)
-    assert specification
-    assert specification.loader
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["maxrl_digits"] = module
-    specification.loader.exec_module(module)
-    yield module
+    yield load_file(SCRIPT, "maxrl_digits")
     del sys.modules["maxrl_digits"]
 
 

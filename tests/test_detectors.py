@@ -6,7 +6,7 @@ import builtins
 
 import pytest
 
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.detectors import embedding_source, load_detector, load_embedder
 from retrain.errors import MissingExtra, ModelError
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
@@ -83,15 +83,10 @@ def test_the_package_is_found_and_other_names_pass_through(semantic):
 
 def test_a_run_trains_with_the_semantic_detector(semantic, tmp_path):
     """From a TOML: HICRA with an anchor that the toy model's own words resemble, and the share that is recorded."""
-    from toymodels import qwen3_directory
-
-    from retrain.campaign.launch import launch
-    from retrain.files import read_jsonl
-    from retrain.record.observer import NullObserver
+    from toymodels import qwen3_directory, train_quietly
 
     model = qwen3_directory(tmp_path / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
-    (tmp_path / "run.toml").write_text(
-        f"""
+    toml = f"""
         [model]
         model = "{model}"
         [algorithm]
@@ -106,13 +101,6 @@ def test_a_run_trains_with_the_semantic_detector(semantic, tmp_path):
         max_tokens = 6
         [backend]
         devices = "cpu"
-        [evaluation]
-        problems = 0
-        [squeeze]
-        enabled = false
         """
-    )
-    outcome = launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
-    (row,) = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    (row,) = train_quietly(tmp_path, toml)
     assert row["planning_fraction"] > 0.5  # all but blanks and end tokens: every cosine difference exceeds −2

@@ -20,18 +20,6 @@ from retrain.policy.threads import Workers
 from retrain.rng import generator
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return toy_base(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture
-def lanes(base):
-    lanes = Lanes(base)
-    yield lanes
-    lanes.detach()
-
-
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
     """An adapter whose ΔW is not 0."""
     adapter = lanes.new_adapter(rank, 8.0).initialise(seed)

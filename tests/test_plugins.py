@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from test_credit import base, group  # noqa: F401  (base is a fixture)
-from toymodels import qwen3_directory
+from toymodels import qwen3_directory, train_quietly
 
-from retrain.campaign.launch import launch
 from retrain.campaign.plan import plan
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.credit import assign_credit, fill_advantages, load_modes, mark_planning
 from retrain.detectors import load_detector
 from retrain.errors import PluginError
@@ -22,7 +21,6 @@ from retrain.files import read_jsonl
 from retrain.maths.losses import policy_loss
 from retrain.maths.planning import RegexDetector
 from retrain.plugins import load_function
-from retrain.record.observer import NullObserver
 
 CODE = '''
 """GRPO and GTPO written again by a user."""
@@ -299,6 +297,14 @@ def test_wrong_masks_name_the_detector(base, folder, name, reason):  # noqa: F81
         mark_planning([one], detector(name, folder), base)
 
 
+def train_toy(folder: Path, toml: str) -> list[dict]:
+    """``train_quietly`` with a toy model and a reward that differs between its samples."""
+    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
+    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
+    reward = '[reward]\ntype = "custom"\ncustom_module = "toy_rewards"\n'
+    return train_quietly(folder, f'{toml}\n[model]\nmodel = "{model}"\nlora_rank = 4\n{reward}')
+
+
 def test_the_example_of_the_documents_trains(folder):
     """The TOML and the code under "Code of your own", as they stand there."""
     page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -306,31 +312,8 @@ def test_the_example_of_the_documents_trains(folder):
     toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]
     code = re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
     (folder / "my_credit.py").write_text(code)
-    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
-    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
-    (folder / "run.toml").write_text(
-        toml
-        + f"""
-        [model]
-        model = "{model}"
-        [training]
-        max_steps = 1
-        batch_size = 1
-        group_size = 3
-        max_tokens = 8
-        [evaluation]
-        problems = 0
-        [squeeze]
-        enabled = false
-        [reward]
-        type = "custom"
-        custom_module = "toy_rewards"
-        """
-    )
-    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    (row,) = train_toy(folder, toml + "[training]\nmax_steps = 1\nbatch_size = 1\ngroup_size = 3\nmax_tokens = 8\n")
     sys.modules.pop("my_credit", None)
-    assert outcome.exit_status == 0, outcome.summary
-    (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
     assert row["optim/grad_norm"] > 0
     assert row["planning_fraction"] is not None
 
@@ -347,10 +330,9 @@ def test_labels_of_plug_ins_are_file_names():
 
 def test_a_campaign_trains_with_plug_ins_as_without(folder):
     """The same formulas by name and by plug-in, from a TOML: the same losses, step for step."""
-    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
-    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
-    (folder / "run.toml").write_text(
-        f"""
+    train_toy(
+        folder,
+        """
         [campaign]
         seeds = [1]
         max_steps = 2
@@ -361,24 +343,12 @@ def test_a_campaign_trains_with_plug_ins_as_without(folder):
         [[campaign.conditions]]
         advantage_mode = "toy_credit:grpo"
         transform_mode = "toy_credit:gtpo"
-        [model]
-        model = "{model}"
-        lora_rank = 4
         [training]
         batch_size = 2
         group_size = 3
         max_tokens = 8
-        [evaluation]
-        problems = 0
-        [squeeze]
-        enabled = false
-        [reward]
-        type = "custom"
-        custom_module = "toy_rewards"
-        """
+        """,
     )
-    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
     ours, mine = (
         [row["loss"] for row in read_jsonl(folder / "out" / "runs" / run / "metrics.jsonl")]
         for run in ("grpo+gtpo~gtpo.beta=0.5_s1", "toy_credit-grpo+toy_credit-gtpo_s1")

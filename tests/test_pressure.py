@@ -5,14 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from toymodels import toy_base
 
 from retrain.pressure import Pressure, decode_work
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return toy_base(tmp_path_factory.mktemp("model"))
 
 
 def settings(**changes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from retrain.environments.arithmetic import LEVELS, problems
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.models import bundled_model_path
+from retrain.plugins import load_file
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "make_reasoner.py"
 DIRECTORY = bundled_model_path("tiny-reasoner") or Path()
@@ -23,13 +23,7 @@ DIRECTORY = bundled_model_path("tiny-reasoner") or Path()
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reasoner", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file(SCRIPT, "make_reasoner")
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-from retrain.campaign.launch import launch
-from retrain.config import load
-from retrain.record.observer import NullObserver
+from toymodels import train_quietly
+
+from retrain.plugins import load_file
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sepa_in_the_logs.py"
 
 
 def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
     """λ follows its ramp, pooling shrinks the variance of execution weights by (1 − λ)², planning weights stay."""
-    spec = importlib.util.spec_from_file_location("sepa_in_the_logs", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    (tmp_path / "run.toml").write_text(
-        """
+    script = load_file(SCRIPT, "sepa_in_the_logs")
+    toml = """
         [algorithm]
         transform_mode = "gtpo_sepa"
         [gtpo]
@@ -33,13 +29,8 @@ def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
         max_tokens = 40
         [backend]
         devices = "cpu"
-        [evaluation]
-        problems = 0
-        [squeeze]
-        enabled = false
         """
-    )
-    assert launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver()).exit_status == 0
+    train_quietly(tmp_path, toml)
     rows = script.read(tmp_path / "out")
     assert [row["sepa_lambda"] for row in rows] == [0.0, 0.5, 1.0]
     assert all(row["sepa_gate_open"] for row in rows)

@@ -16,7 +16,6 @@ from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
-from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
@@ -25,13 +24,6 @@ from retrain.rng import generator
 @pytest.fixture(scope="module", params=["float32", "float64"])
 def base(request, tmp_path_factory):
     return toy_base(tmp_path_factory.mktemp("toy"), request.param)
-
-
-@pytest.fixture
-def lanes(base):
-    lanes = Lanes(base)
-    yield lanes
-    lanes.detach()
 
 
 def rollout(base, lanes, adapter, temperature=1.0) -> list[TrainSequence]:

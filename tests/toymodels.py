@@ -68,6 +68,20 @@ def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int 
     return path
 
 
+def train_quietly(folder: Path, toml: str) -> list[dict]:
+    """Train one file without evaluation and squeeze to ``folder``/out, and see that it ends well; the rows of a single
+    run's steps, none of a campaign."""
+    from retrain.campaign.launch import launch
+    from retrain.config import load
+    from retrain.files import read_jsonl
+    from retrain.record.observer import NullObserver
+
+    (folder / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
+    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    assert outcome.exit_status == 0, outcome.summary
+    return read_jsonl(folder / "out" / "metrics.jsonl")
+
+
 def toy_base(path: Path, dtype: str = "float32") -> BaseModel:
     """The model above, loaded the way training loads it."""
     directory = qwen3_directory(path, ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"])

@@ -28,7 +28,7 @@ from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
 from retrain.maths.planning import Detector
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import BaseModel, load_base
+from retrain.policy.base import BaseModel, base_of
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
@@ -114,14 +114,7 @@ def _policy(
         first = backends[specs[0].run_id]
         base = backend_base(config.model.model, plugin, first)
         return base, None, OwnEngine(plugin, getattr(first, "gives_entropy", False)), Workers(), backends
-    base = load_base(
-        config.model.model,
-        revision=config.model.revision,
-        local_files_only=config.model.local_files_only,
-        trust_remote_code=config.model.trust_remote_code,
-        devices=config.backend.devices,
-        dtype=config.inference.dtype,
-    )
+    base = base_of(config)
     lanes = Lanes(base, config.lora.target_modules)
     stack.callback(lanes.detach)
     # Dropout draws from torch's global stream, which runs side by side would share.

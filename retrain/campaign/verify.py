@@ -88,20 +88,13 @@ def _evaluate_both(
     from retrain.environments import load_data
     from retrain.environments.prompts import render
     from retrain.policy.adapter_io import read_adapter
-    from retrain.policy.base import load_base
+    from retrain.policy.base import base_of
     from retrain.policy.lora import Lanes
     from retrain.rewards import build_grader
 
     config = spec.config
     with ExitStack() as stack:
-        base = load_base(
-            config.model.model,
-            revision=config.model.revision,
-            local_files_only=config.model.local_files_only,
-            trust_remote_code=config.model.trust_remote_code,
-            devices=config.backend.devices,
-            dtype=config.inference.dtype,
-        )
+        base = base_of(config)
         lanes = Lanes(base, config.lora.target_modules)
         stack.callback(lanes.detach)
         adapters, ranks = [], []

@@ -161,3 +161,15 @@ def load_base(
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     return BaseModel(name, model, tokenizer, device, torch_dtype, eos_ids, pad_id, _fingerprint(model))
+
+
+def base_of(config: Any) -> BaseModel:
+    """``load_base`` of what a run's configuration names."""
+    return load_base(
+        config.model.model,
+        revision=config.model.revision,
+        local_files_only=config.model.local_files_only,
+        trust_remote_code=config.model.trust_remote_code,
+        devices=config.backend.devices,
+        dtype=config.inference.dtype,
+    )
