@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_docs import blocks
 
 from retrain.campaign.launch import launch
 from retrain.config import load
@@ -49,15 +52,51 @@ def test_sepa_ramps_and_leaves_planning_tokens_alone(quickstart):
     assert {row["sepa_lambda"] for row in plain} == {None}
 
 
-def test_peft_loads_the_final_adapter(quickstart):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def snippet(mark: str) -> str:
+    """The Python block of docs/outputs.md in which this stands."""
+    here = [block.values[0] for block in blocks("python") if block.id.startswith("outputs.md")]
+    (found,) = [text for text in here if mark in text]
+    return found
 
+
+@pytest.fixture
+def in_run(quickstart, monkeypatch):
+    """A run's directory, in which people start their scripts."""
+    monkeypatch.chdir(quickstart / "runs" / "grpo+none_s1")
+
+
+@pytest.mark.usefixtures("in_run")
+def test_the_documented_readers_of_rollouts():
+    names: dict[str, Any] = {}
+    exec(snippet("find_conversations"), names)
+    assert [t["iteration"] for t in names["trajectories"]] == [10] * 64
+    assert len(names["conversations"]) == 4 * 8
+    asked, answered = names["conversations"][0]["messages"][-2:]
+    assert (asked["role"], answered["role"]) == ("user", "assistant")
+    assert "=?" in asked["content"]
+
+
+@pytest.mark.usefixtures("in_run")
+def test_the_documented_plot(monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLCONFIGDIR", tempfile.gettempdir())
+    matplotlib.use("Agg")
+    names: dict[str, Any] = {}
+    exec(snippet("df.plot"), names)
+    (line,) = matplotlib.pyplot.gca().lines
+    assert list(line.get_xdata()) == list(range(18))
+    matplotlib.pyplot.close("all")
+
+
+@pytest.mark.usefixtures("in_run")
+def test_the_documented_way_to_load_the_final_adapter():
     from retrain.models import bundled_model_path
 
-    base = AutoModelForCausalLM.from_pretrained(bundled_model_path("tiny-reasoner"))
-    model = PeftModel.from_pretrained(base, str(quickstart / "runs" / "grpo+none_s1" / "final"))
-    assert model.peft_config["default"].r == 16
+    base = str(bundled_model_path("tiny-reasoner"))
+    text = snippet("PeftModel").replace('"Qwen/Qwen3-8B"', repr(base)).replace('"logs/gsm8k/final"', '"final"')
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["model"].peft_config["default"].r == 16
 
 
 def test_the_minimal_loop_fits_a_screen_and_learns(capsys):
