@@ -8,10 +8,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from record_cases import config, context, group, step
+from test_docs import blocks
 
 from retrain.errors import MissingExtra, RetrainError
 from retrain.record import RunRecorder
@@ -325,3 +327,36 @@ def test_unknown_and_missing_trackers_stop_the_run(tmp_path, monkeypatch):
     recorder = RunRecorder(tmp_path, context(config=config(logging={"report_to": ["trackio"]})))
     with pytest.raises(MissingExtra, match=r"pip install 'retrain\[trackio\]'"):
         recorder.start()
+
+
+def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):
+    """The class in docs/outputs.md, word for word, against a client that keeps what it is told."""
+    calls: list[tuple[Any, ...]] = []
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: f"experiment of {name}",
+        create_run=lambda experiment, run_name: (
+            calls.append(("run", experiment, run_name)) or SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+        ),
+        log_param=lambda *arguments: calls.append(("param", *arguments)),
+        log_metric=lambda run, name, value, step: calls.append(("metric", run, name, value, step)),
+        set_terminated=lambda run, status: calls.append(("end", run, status)),
+    )
+    module = ModuleType("mlflow")
+    module.MlflowClient = lambda: client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    (text,) = [block.values[0] for block in blocks("python") if "class Mlflow" in block.values[0]]
+    (tmp_path / "mytracker.py").write_text(text)
+    settings = context(config=config(logging={"report_to": ["mytracker:make"]}), folder=tmp_path)
+    with RunRecorder(tmp_path / "run", settings) as recorder:
+        recorder.record_step(step([group([1.0, 0.0], [3, 4])]))
+        state = recorder.state()
+    assert calls[0] == ("run", "experiment of retrain", "grpo+none")
+    assert ("param", "r1", "lr", 1e-4) in calls
+    assert ("metric", "r1", "train/rewards/mean_reward", 0.5, 0) in calls
+    assert calls[-1] == ("end", "r1", "FINISHED")
+    with RunRecorder(tmp_path / "run", settings) as again:
+        again.restore(state)
+        again.record_step(step([group([1.0, 1.0], [3, 4])], 1))
+    assert sum(call[0] == "run" for call in calls) == 1
+    assert ("metric", "r1", "train/rewards/mean_reward", 1.0, 1) in calls
