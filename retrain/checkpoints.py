@@ -172,7 +172,7 @@ def check_records(run_directory: Path, step: int) -> None:
     for name in ROW_FILES:
         try:
             last = last_row(run_directory / name).get("step", -1)
-        except (ValueError, AttributeError):
+        except CheckpointError:
             continue  # a damaged line, which cutting the records to their step will name
         if last < step - 1:
             raise CheckpointError(f"{run_directory / name} ends with step {last}, the checkpoint is of step {step}")

@@ -201,6 +201,16 @@ def test_several_directories_and_files_that_go(tmp_path):
     assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
 
 
+def test_watching_ends_when_a_rule_has_stopped_what_is_left(tmp_path):
+    campaign, stream = Campaign(tmp_path), io.StringIO()
+    campaign.state(0, "done")
+    follower = Follower(tmp_path, JsonLines(stream))
+    assert not follower.look()
+    campaign.state(1, "stopped", "decided")
+    assert follower.look()
+    assert "end a_s2 stopped" in events(stream)
+
+
 def test_a_run_of_a_campaign_looked_at_alone(tmp_path):
     campaign = Campaign(tmp_path)
     campaign.hold()

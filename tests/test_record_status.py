@@ -12,7 +12,7 @@ import pytest
 from record_cases import context, evaluation, group, step
 from rich.console import Console
 
-from retrain.errors import UsageError
+from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
 from retrain.record import RunRecorder
 from retrain.record.environment import code_diff, environment_facts, git_state, package_versions, run_facts
@@ -51,6 +51,23 @@ def test_a_campaign_from_its_files(tmp_path):
     assert "a_s2: RunFailed: no reward" in text
     assert "1 waiting" in text
     assert "recommended rank 4" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("manifest.json", '{"runs": [', UsageError),
+        ("manifest.json", '{"runs": [{"run_id": 3}]}', UsageError),
+        ("manifest.json", "[]", UsageError),
+        ("metrics.jsonl", "nonsense\n", CheckpointError),
+        ("metrics.jsonl", "[1]\n", CheckpointError),
+    ],
+)
+def test_damaged_files_are_named_in_one_line(tmp_path, name, text, error):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=rf"{name} is damaged \(") as told:
+        read_status(tmp_path)
+    assert "\n" not in str(told.value)
 
 
 def test_a_single_run_without_a_manifest(tmp_path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ from retrain.campaign.plan import RunSpec
 from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
+from retrain.record.states import MANIFEST, is_name, read_manifest
 from retrain.record.writer import RecordFiles
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
+PLAN = "plan.json"
 CONCLUSIONS = ("comparison", "squeeze", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
-STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -126,27 +125,6 @@ def _new_content(name: str) -> dict[str, Any]:
     return {"format": 1, "name": name, "created": time.time(), "runs": []}
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of ``manifest.json``. Raises UsageError when it is none, or names files outside the directory."""
-    path = directory / MANIFEST
-    try:
-        content = read_json(path)
-        for run in content["runs"]:
-            run_id, where = run["run_id"], run["path"]
-            if where not in (".", f"runs/{run_id}") or not _is_name(run_id):
-                raise UsageError(f"{path} names {where!r}, which is no run of this directory")
-            if run["state"] not in STATES or not isinstance(run["step"], int):
-                raise ValueError(f"run {run_id} is in no known state")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged ({error!r}): move it away to begin the record of runs anew") from error
-    return content
-
-
-def _is_name(run_id: Any) -> bool:
-    """Whether a run id is a plain name: not a path that could lead elsewhere."""
-    return isinstance(run_id, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", run_id) is not None and run_id[0] != "."
-
-
 def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_path: Path) -> None:
     """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
     every run with its resolved configuration."""
@@ -218,7 +196,7 @@ def _plan_content(directory: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
         for run in content["runs"]:
-            if not _is_name(run["run_id"]):
+            if not is_name(run["run_id"]):
                 raise UsageError(f"{path} names {run['run_id']!r}, which is no run of this directory")
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")

@@ -28,7 +28,7 @@ class RunView:
     label: str
     seed: int
     state: str = "waiting"
-    """waiting, running, done, failed or interrupted."""
+    """waiting, running, done, failed, interrupted or stopped."""
     first_step: int = 0
     steps_done: int = 0
     max_steps: int = 0

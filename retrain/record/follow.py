@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from retrain.files import dumps, read_json
+from retrain.errors import UsageError
+from retrain.files import dumps
 from retrain.record.observer import NullObserver, Observer, SpecLike
+from retrain.record.states import ENDED, MANIFEST, read_manifest
 from retrain.record.status import LAST_BLOCK, homes_of_runs, is_written, run_entries
 
 SEAM_BYTES = 64
 """Bytes before the place where reading stopped that must still be the same for reading to go on there."""
-ENDED = ("done", "failed")
 
 Row = dict[str, Any]
 
@@ -142,13 +143,13 @@ class Follower:
 
     def _manifest(self, home: Path) -> dict[str, Any] | None:
         """The manifest, read again only when it has been replaced; None where there is none."""
-        path = home / "manifest.json"
+        path = home / MANIFEST
         try:
             status = path.stat()
             signature = (status.st_mtime_ns, status.st_size, status.st_ino)
             if path not in self._manifests or self._manifests[path][0] != signature:
-                self._manifests[path] = (signature, read_json(path))
-        except (OSError, ValueError):
+                self._manifests[path] = (signature, read_manifest(home))
+        except (OSError, UsageError):
             return None
         return self._manifests[path][1]
 

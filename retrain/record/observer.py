@@ -45,7 +45,7 @@ class Observer(Protocol):
         ...
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """``status`` is done, failed or interrupted; ``message`` says why."""
+        """``status`` is done, failed, interrupted or stopped; ``message`` says why."""
         ...
 
     def message(self, text: str, level: str = "info") -> None:

@@ -12,10 +12,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from retrain.errors import UsageError
-from retrain.files import read_json, read_jsonl
+from retrain.errors import CheckpointError, UsageError
+from retrain.files import read_jsonl
 from retrain.record.board import Board, RunView
 from retrain.record.numbers import duration
+from retrain.record.states import MANIFEST, read_manifest
 from retrain.record.views import board_view
 
 LAST_BLOCK = 1 << 16
@@ -33,10 +34,11 @@ def read_status(directory: Path) -> dict[str, Any]:
     "recommended_rank"}``; ``step`` counts finished steps.
 
     Raises:
-        UsageError: the directory holds no runs.
+        UsageError: the directory holds no runs, or its manifest is damaged.
+        CheckpointError: records of a run are damaged.
     """
     directory = Path(directory)
-    manifest = read_json(directory / "manifest.json") if (directory / "manifest.json").is_file() else None
+    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
     entries = manifest["runs"] if manifest is not None else run_entries(directory)
     if not entries:
         raise UsageError(f"{directory} holds no runs: give a campaign's or a run's directory, such as logs/quickstart")
@@ -69,7 +71,10 @@ def status_view(status: dict[str, Any], width: int = 80, height: int = 1000) -> 
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of a JSONL file without reading all of it; empty when there is none."""
+    """The last complete row of a JSONL file without reading all of it; empty when there is none.
+
+    Raises CheckpointError when that is no JSON object.
+    """
     if not path.is_file():
         return {}
     size, block = path.stat().st_size, LAST_BLOCK
@@ -78,10 +83,20 @@ def last_row(path: Path) -> dict[str, Any]:
             file.seek(max(0, size - block))
             lines = file.read(block).split(b"\n")[:-1]  # what follows the last line break is torn
             if len(lines) >= 2 or (lines and block >= size):
-                return json.loads(lines[-1])
+                return _object(lines[-1], path)
             if block >= size:
                 return {}
             block *= 4
+
+
+def _object(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise CheckpointError(f"the last line of {path} is damaged ({error}): remove that line") from error
+    if not isinstance(row, dict):
+        raise CheckpointError(f"the last line of {path} is damaged (no object): remove that line")
+    return row
 
 
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
@@ -105,10 +120,10 @@ def run_entries(directory: Path) -> list[dict[str, Any]]:
 
     A run of a campaign, looked at alone, is told as the campaign's manifest tells it.
     """
-    campaign = campaign_of(directory) / "manifest.json"
-    if campaign.is_file():
+    campaign = campaign_of(directory)
+    if (campaign / MANIFEST).is_file():
         path = f"runs/{directory.absolute().name}"
-        return [entry | {"path": "."} for entry in read_json(campaign)["runs"] if entry["path"] == path]
+        return [entry | {"path": "."} for entry in read_manifest(campaign)["runs"] if entry["path"] == path]
     paths = [directory, *sorted((directory / "runs").glob("*"))]
     return [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
 
@@ -132,7 +147,7 @@ def homes_of_runs(directory: Path) -> list[Path]:
     """``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
 
     def is_home(path: Path) -> bool:
-        return (path / "manifest.json").is_file() or (path / "metrics.jsonl").is_file()
+        return (path / MANIFEST).is_file() or (path / "metrics.jsonl").is_file()
 
     return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
 

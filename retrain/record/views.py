@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -60,7 +63,7 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
 
 def visible_runs(views: list[RunView], room: int) -> list[RunView]:
     """The runs that get a row: running ones, then failed, then the latest finished, in their planned order."""
-    rank = {"running": 0, "failed": 1, "interrupted": 1, "done": 2}
+    rank = {"running": 0, "failed": 1, "interrupted": 1, "done": 2, "stopped": 2}
     candidates = [view for view in views if view.state in rank]
     chosen = sorted(reversed(candidates), key=lambda view: rank[view.state])[: max(1, room)]
     names = {view.run_id for view in chosen}
@@ -99,7 +102,7 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
     return table
 
 
-def steps_table(rows: list[tuple[RunView, object]], width: int) -> Table:
+def steps_table(rows: list[tuple[RunView, Mapping[str, Any]]], width: int) -> Table:
     """The last steps of all runs, the newest at the bottom."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold dim", style="dim")
     table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
@@ -107,7 +110,6 @@ def steps_table(rows: list[tuple[RunView, object]], width: int) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for view, row in rows:
-        assert isinstance(row, dict)
         values = {
             "step": str(row["step"]),
             "reward": number(row.get("mean_reward")),
