@@ -21,15 +21,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 POINTS = (
     "time", "sampling", "update", "record", "torn record", "torn checkpoint", "before rename", "after rename",
-    "before line", "final", "manifest", "pruning", "terminate",
+    "before line", "final", "manifest", "pruning", "resuming", "any rename", "any sync", "terminate",
 )  # fmt: skip
-"""Where a life ends: ``time`` anywhere, ``terminate`` by SIGTERM and then SIGKILL, the others as they say."""
+"""Where a life ends: ``time`` anywhere, ``any rename`` and ``any sync`` before or after that call for whatever file,
+``terminate`` by SIGTERM and then SIGKILL, the others as they say."""
 LIFE_SECONDS = 120.0
 TOML = """
 {head}
@@ -105,17 +106,16 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.run as run
     from retrain.engines.local import LocalEngine
 
-    def at(owner: Any, name: str, times: int, before: Callable[..., None] | None = None, after: bool = False) -> None:
+    def at(owner: Any, name: str, times: int, act: Callable[..., None] = die, after: bool = False) -> None:
         original, left = getattr(owner, name), [1 + int(moment * times)]
 
         def trapped(*arguments: Any, **named: Any) -> Any:
             left[0] -= 1
-            if left[0] == 0 and not after:
-                if before is not None:
-                    before(*arguments, **named)
-                die()
+            due = left[0] == 0
+            if due and not after:
+                act(*arguments, **named)
             result = original(*arguments, **named)
-            if left[0] == 0:
+            if due and after:
                 die()
             return result
 
@@ -126,49 +126,38 @@ def set_trap(point: str, moment: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(data[: int(moment * 7919) % len(data)])
+        die()
 
-    def half(path: Path, data: bytes) -> None:
+    def half(path: Path, data: bytes, *_: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data[: len(data) // 2])
+        die()
 
     def soon(*_: Any, **__: Any) -> None:
-        threading.Timer(0.02 * moment, die).start()
-        time.sleep(0)
+        threading.Timer(0.04 * (moment * 1009 % 1), die).start()
 
-    if point == "sampling":
-        original = LocalEngine.sample
-        left = [1 + int(moment * 8)]
-
-        def sample(self: Any, *arguments: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                soon()
-            return original(self, *arguments, **named)
-
-        LocalEngine.sample = sample  # type: ignore[method-assign]
-    elif point == "update":
-        at(run, "train_step", 12, after=moment > 0.5)
-    elif point == "record":
-        at(writer, "append_jsonl", 60, after=True)
-    elif point == "torn record":
-        at(writer, "append_jsonl", 60, before=torn)
-    elif point == "torn checkpoint":
-        at(checkpoints, "write_bytes", 8, before=half)
-    elif point == "before rename":
-        at(checkpoints, "publish_directory", 6)
-    elif point == "after rename":
-        at(checkpoints, "publish_directory", 6, after=True)
-    elif point == "before line":
-        at(run.Run, "_record_save", 6)
-    elif point == "final":
-        at(run, "publish_directory", 2, after=moment > 0.5)
-    elif point == "manifest":
-        at(manifest, "write_json", 8, after=moment > 0.5)
-    elif point == "pruning":
-        at(run, "prune", 4)
+    late = moment * 101 % 1 > 0.5
+    traps: dict[str, Callable[[], None]] = {
+        "sampling": lambda: at(LocalEngine, "sample", 8, soon),
+        "update": lambda: at(run, "train_step", 12, soon),
+        "record": lambda: at(writer, "append_jsonl", 60, after=True),
+        "torn record": lambda: at(writer, "append_jsonl", 60, torn),
+        "torn checkpoint": lambda: at(checkpoints, "write_bytes", 8, half),
+        "before rename": lambda: at(checkpoints, "publish_directory", 6),
+        "after rename": lambda: at(checkpoints, "publish_directory", 6, after=True),
+        "before line": lambda: at(run.Run, "_record_save", 6),
+        "final": lambda: at(run, "publish_directory", 2, after=late),
+        "manifest": lambda: at(manifest, "write_json", 8, after=late),
+        "pruning": lambda: at(run, "prune", 4),
+        "resuming": lambda: at(run, "forget_after", 2, after=late),
+        "any rename": lambda: at(os, "replace", 80, after=late),
+        "any sync": lambda: at(os, "fsync", 160, after=late),
+    }
+    if point in traps:
+        traps[point]()
 
 
-def die() -> None:
+def die(*_: Any, **__: Any) -> None:
     """The end of this process, as a power cut or the OOM killer would make it."""
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -272,8 +261,8 @@ def differences(mine: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def soak(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, Any]:
-    """Kill until there were ``kills`` or ``minutes`` are over; the figures, with ``wrong`` empty when all is well."""
+def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[str] = POINTS) -> dict[str, Any]:
+    """Kill at ``where`` until there were ``kills`` or ``minutes`` are over; the figures: ``wrong`` should be empty."""
     chance, begin, log = random.Random(seed), time.monotonic(), folder / "lives.log"
     files: dict[str, Path] = {}
     builder = child(lambda: files.update(prepare(folder)), log)
@@ -295,7 +284,7 @@ def soak(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, Any]:
         out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
         while True:
             lives += 1
-            point = chance.choice(POINTS) if lives <= 12 and sum(points.values()) < kills else "none"
+            point = chance.choice(where) if lives <= 12 and sum(points.values()) < kills else "none"
             result = one_life(files[kind], out, log, point, chance.random(), typical[kind])
             if result in ("killed", "stopped"):
                 points[point] += 1
@@ -336,13 +325,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further run after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="of where the kills fall")
+    parser.add_argument("--points", nargs="+", choices=POINTS, default=POINTS, help="where to kill; all by default")
     parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
     options = parser.parse_args()
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
         os.environ[name] = value
     folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.dir))
     warm()
-    report = soak(folder, options.kills, options.minutes, options.seed)
+    report = soak(folder, options.kills, options.minutes, options.seed, options.points)
     print(json.dumps(report))
     if report["wrong"]:
         print(f"see {folder}", file=sys.stderr)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from toymodels import qwen3_directory
 
+import retrain
 import retrain.run
 from retrain.campaign.changes import Approval
 from retrain.campaign.launch import launch, resume
 from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer_tensors, prune
 from retrain.config import load
-from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
+from retrain.errors import CheckpointError, ConfigError, ModelError, NonFinite, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.base import load_base
 from retrain.policy.logprobs import TrainSequence
 from retrain.policy.lora import Lanes
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.record.catalogue import is_timing_key
+from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
 
 SECRET = "very-secret-value-8c1f"
@@ -46,7 +52,10 @@ schedule = "linear"
 [evaluation]
 problems = 3
 [data]
-size = 50
+source = "problems.jsonl"
+eval_fraction = 0.2
+[squeeze]
+enabled = {squeeze}
 [reward]
 type = "custom"
 custom_module = "lengths.py"
@@ -66,6 +75,8 @@ class Heard(NullObserver):
 def home(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("home")
     qwen3_directory(path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
+    problems = [{"prompt": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(20)]
+    (path / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (path / "lengths.py").write_text(
         "import os\n\ndef score(completion, answer):\n"
         "    if len(completion) % 7 == 0:\n"
@@ -77,7 +88,7 @@ def home(tmp_path_factory) -> Path:
 
 def single(home: Path, name: str = "single", training: str = "max_steps = 2") -> Path:
     path = home / f"{name}.toml"
-    path.write_text(TOML.format(head="", model=home / "model", training=training))
+    path.write_text(TOML.format(head="", model=home / "model", training=training, squeeze="false"))
     return path
 
 
@@ -193,16 +204,92 @@ def test_every_difference_is_named_and_decided(home, copied):
     assert go(path, copied).exit_status == 0  # the record says now what it was made with
 
 
-@pytest.mark.parametrize(("section", "name"), [("data_hash", "data"), ("base", "weights of the base model")])
-def test_other_data_or_weights_are_named(copied, section, name):
+@contextmanager
+def changed(path: Path, content: bytes) -> Iterator[None]:
+    """The file with other content, as long as it lasts."""
+    before = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def test_other_data_weights_or_tokenizer_are_named(home, copied):
+    """One number of one weight, the chat template, one answer: the files change, not the record."""
     interrupted(copied)
-    facts = read_json(copied / "config.json")
-    facts[section] = "other" if section == "data_hash" else facts[section] | {"fingerprint": "other"}
-    write_json(copied / "config.json", facts)
-    with pytest.raises(UsageError, match=f"{name}: other → "):
-        resume(copied, NullObserver(), sets=["training.max_steps=3"])
+    weights = load_file(home / "model/model.safetensors")
+    max(weights.values(), key=torch.numel).view(-1)[1] += 1e-3
+    problems = (home / "problems.jsonl").read_bytes()
+    cases = (
+        ("weights of the base model", "model/model.safetensors", save(weights, metadata={"format": "pt"})),
+        ("tokenizer of the base model", "model/chat_template.jinja", b"{{ messages[0]['content'] }}"),
+        ("data", "problems.jsonl", problems.replace(b'"answer": "7"', b'"answer": "8"')),
+    )
+    for name, file, content in cases:
+        with changed(home / file, content), pytest.raises(UsageError) as error:
+            resume(copied, NullObserver(), sets=["training.max_steps=3"])
+        (line,) = [line for line in str(error.value).splitlines() if " → " in line]
+        assert re.fullmatch(rf"  {name}: (\w+) → (?!\1)\w+", line)
     accepted = Approval(accept=True)
-    assert resume(copied, NullObserver(), sets=["training.max_steps=3"], approval=accepted).exit_status == 0
+    with changed(home / file, content):
+        assert resume(copied, NullObserver(), sets=["training.max_steps=3"], approval=accepted).exit_status == 0
+
+
+def test_a_lost_record_of_what_a_run_was_made_with_is_a_difference(copied):
+    (copied / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json is lost: what made the checkpoints is not known"):
+        resume(copied, NullObserver(), sets=["training.max_steps=3"])
+
+
+def test_the_code_of_retrain_is_known_by_its_sources(tmp_path, monkeypatch):
+    """With or without git: one character of one module, or its name, makes another revision."""
+    package = tmp_path / "retrain"
+    (package / "maths").mkdir(parents=True)
+    for name in ("__init__.py", "maths/a.py"):
+        (package / name).write_text("x = 1\n")
+    monkeypatch.setattr(retrain, "__file__", str(package / "__init__.py"))
+
+    def digest() -> str:
+        return code_version.__wrapped__()["sha256"]
+
+    first = digest()
+    assert digest() == first
+    (package / "maths/a.py").write_text("x = 2\n")
+    second = digest()
+    (package / "maths/a.py").rename(package / "maths/b.py")
+    assert len({first, second, digest()}) == 3
+
+
+def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path, monkeypatch):
+    """A model with code of its own: refused with the line to type, and run only with that line, which the log tells."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    theirs = tmp_path / "model"
+    shutil.copytree(home / "model", theirs)
+    settings = json.loads((theirs / "config.json").read_text())
+    settings |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.M"},
+    }
+    (theirs / "config.json").write_text(json.dumps(settings))
+    (theirs / "theirs.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n\n"
+        "class Config(Qwen3Config):\n    model_type = 'theirs'\n\n"
+        "class M(Qwen3ForCausalLM):\n    config_class = Config\n"
+    )
+    path = single(home, "theirs", "max_steps = 1")
+    path.write_text(path.read_text().replace(str(home / "model"), str(theirs)))
+    with pytest.raises(
+        ModelError, match=r"contains custom code.*; read it, then set \[model\] trust_remote_code = true"
+    ):
+        go(path, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))
+    assert go(path, tmp_path / "out").exit_status == 0
+    assert (tmp_path / "ran").exists()
+    assert "may run code of its own: trust_remote_code = true" in (tmp_path / "out/run.log").read_text()
 
 
 def test_a_finished_run_is_not_made_otherwise(home, copied):
@@ -221,7 +308,7 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
         'advantage_mode = "grpo"\ntransform_mode = "none"\n'
     )
     path = home / "lanes.toml"
-    path.write_text(TOML.format(head=head, model=home / "model", training=""))
+    path.write_text(TOML.format(head=head, model=home / "model", training="", squeeze="true"))
     monkeypatch.setattr(module, "lane_count", lambda *arguments: 2)
     go(path, tmp_path / "out")
     cohorts = [["grpo+none_s1", "grpo+none_s2"], ["grpo+none_s3"]]

@@ -28,7 +28,7 @@ from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
 from retrain.maths.planning import Detector
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import BaseModel, base_of
+from retrain.policy.base import BaseModel, base_of, tokenizer_hash
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
@@ -169,7 +169,11 @@ def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> 
             "device": str(base.device),
             "threads": {"workers": workers.count, "torch": torch.get_num_threads()},
         },
-        "base": {"name": base.name, "fingerprint": base.fingerprint},
+        "base": {
+            "name": base.name,
+            "fingerprint": base.fingerprint,
+            "tokenizer": tokenizer_hash(base.tokenizer),
+        },
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
         "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},

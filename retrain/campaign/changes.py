@@ -1,7 +1,7 @@
 """What a continued run would do otherwise than before: every difference has a name, and a person decides.
 
 Compared is what a run directory recorded with what is there now: the resolved configuration, retrain's own code and
-that of plug-ins, package versions, the base model's weights, the data, device and number format.
+that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
 """
 
 from __future__ import annotations
@@ -120,10 +120,15 @@ def recorded_facts(run_directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def version_changes(facts: Mapping[str, Any], spec: RunSpec, folder: Path) -> list[str]:
-    """Differences in retrain's code, plug-ins and packages between the recorded facts of a run and now."""
+def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[str]:
+    """Differences in retrain's code, plug-ins and packages between what a run recorded and now.
+
+    A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
+    """
+    facts = recorded_facts(run_directory)
     if not facts:
-        return []
+        begun = any((run_directory / "checkpoints").glob("step_*"))
+        return [f"{run_directory / 'config.json'} is lost: what made the checkpoints is not known"] if begun else []
     lines = []
     code, now = facts.get("code") or {}, code_version()
     if code.get("sha256") != now["sha256"]:
@@ -142,11 +147,12 @@ def version_changes(facts: Mapping[str, Any], spec: RunSpec, folder: Path) -> li
 
 
 def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what has to be loaded to be known: the weights of the base and the data.
+    """Differences in what has to be loaded to be known: weights and tokenizer of the base, and the data.
 
     ``now`` is nested as in config.json.
     """
-    return _differences(facts, now, {"base.fingerprint": BASE_WEIGHTS, "data_hash": "data"})
+    names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
+    return _differences(facts, now, names)
 
 
 def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

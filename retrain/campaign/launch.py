@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.changes import Approval, Restart, recorded_facts, settings_changes, version_changes
+from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
 from retrain.campaign.lease import DirectoryLock
 from retrain.campaign.manifest import (
     MANIFEST,
@@ -105,7 +105,7 @@ def _open(
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
-            asked += version_changes(recorded_facts(run_directory(directory, spec)), spec, folder)
+            asked += version_changes(run_directory(directory, spec), spec, folder)
     approval(directory, asked)
     for line in told:
         observer.message(f"changed since the last start: {line}")

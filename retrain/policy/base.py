@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ import torch
 
 from retrain.errors import ModelError, UsageError
 from retrain.models import bundled_model_path
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -110,14 +113,34 @@ def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _fingerprint(model: Any) -> str:
-    """Hash of names, shapes and a strided sample of every weight: tells bases apart without reading 16 GB."""
+    """Hash of names, shapes, a strided sample and the sum of all bits of every weight.
+
+    A single number that is another one changes the sum; 16 GB are read where they lie, without a copy.
+    """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(f"{name}{tuple(tensor.shape)}{_sum_of_bits(flat)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _sum_of_bits(flat: torch.Tensor) -> int:
+    """The sum, modulo 2**64, of the tensor's memory read as the widest integers that it divides into."""
+    start, size = flat.storage_offset() * flat.element_size(), flat.numel() * flat.element_size()
+    return int(flat.view(INTEGERS[math.gcd(start, size, 8)]).sum(dtype=torch.int64))
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of what turns a problem into tokens: chat template, vocabulary and, where it tells them, its rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
+    else:
+        rules = getattr(tokenizer, "get_vocab", dict)()
+    parts = [rules, getattr(tokenizer, "chat_template", None)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_base(
@@ -154,6 +177,8 @@ def load_base(
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
     except (OSError, ValueError) as error:
         hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
+        if "trust_remote_code" in str(error):
+            hint = "; read it, then set [model] trust_remote_code = true"
         raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}{hint}") from error
     model.to(device).eval().requires_grad_(False)
     eos_ids = _end_ids(model, tokenizer)
