@@ -329,7 +329,8 @@ def test_no_secret_is_written(tmp_path, monkeypatch, campaign):
     secret, token = "-".join(["sword", "fish"] * 2), "_".join(["hf", "a1b2" * 6])  # not as written in this file
     monkeypatch.setenv("SOME_API_KEY", secret)
     monkeypatch.setattr(sys, "argv", ["retrain", "train", "--set", f"x={token}", secret])
-    outcome = launch(load(campaign.parent / "small.toml", ["campaign.max_steps=1"]), tmp_path / "out", NullObserver())
+    short = load(campaign.parent / "small.toml", ["campaign.max_steps=2", "sepa.correct_rate_gate=0"])
+    outcome = launch(short, tmp_path / "out", NullObserver())
     assert outcome.exit_status == 0
     for path in (tmp_path / "out").rglob("*"):
         if path.is_file():
