@@ -123,7 +123,9 @@ def test_a_campaign_ends_with_everything_written(finished):
 
 def test_ratio_is_one_and_training_moves(finished):
     out, _ = finished
-    for run in (out / "runs").iterdir():
+    runs = list((out / "runs").iterdir())
+    assert len(runs) == 4
+    for run in runs:
         rows = read_jsonl(run / "metrics.jsonl")
         assert all(abs(row["val/ratio"] - 1) < 1e-5 for row in rows if row["val/ratio"] is not None)
         assert any(row["optim/grad_norm"] for row in rows)
@@ -153,7 +155,9 @@ def test_a_run_in_a_cohort_equals_the_run_alone(model, tmp_path):
     together = campaign(tmp_path, model, "together", steps=3, dtype="float64")
     train(together, tmp_path / "together", sets=["campaign.lanes=4"])
     train(together, tmp_path / "alone", sets=["campaign.lanes=1"])
-    for run in (tmp_path / "together" / "runs").iterdir():
+    runs = list((tmp_path / "together" / "runs").iterdir())
+    assert len(runs) == 4
+    for run in runs:
         ours, alone = (
             read_jsonl(tmp_path / where / "runs" / run.name / "metrics.jsonl") for where in ("together", "alone")
         )

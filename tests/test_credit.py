@@ -130,7 +130,7 @@ def test_no_reward_at_all_trains_nothing(base):
     assert result.denominators.tokens == 0
 
 
-def test_gtpo_paper_finds_signal_where_the_advantages_have_none_and_the_other_way_round(base):
+def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base):
     """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not."""
     equal, right = group(base, [0.5, 0.5]), group(base, [0.6, 1.0])
     equal.rewards[0].correct, equal.rewards[1].correct = True, False

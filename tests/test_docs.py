@@ -40,6 +40,11 @@ def command_lines() -> Iterator[Any]:
                     yield pytest.param(part.strip().removeprefix("$ "), id=f"{block.id} {part.strip()}")
 
 
+@pytest.mark.parametrize("language", ["toml", "python", "bash", "text"])
+def test_there_are_snippets_to_test(language):
+    assert len(list(blocks(language))) > 1
+
+
 @pytest.mark.parametrize("text", list(blocks("toml")))
 def test_toml_snippets_load(text, tmp_path):
     file = tmp_path / "snippet.toml"
@@ -50,11 +55,14 @@ def test_toml_snippets_load(text, tmp_path):
 def test_the_oracles_that_are_named_exist():
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", tests, re.MULTILINE))
+    named = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert set(re.findall(r"`(test_\w+)`", text)) <= defined, page.name
+        named |= set(re.findall(r"`(test_\w+)`", text))
         for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
             assert (ROOT / path).is_file(), path
+    assert len(named) > 20
+    assert named <= defined
 
 
 @pytest.mark.parametrize("text", list(blocks("python")))

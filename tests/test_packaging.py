@@ -97,6 +97,17 @@ def test_the_issue_s_extras_exist():
     )
 
 
+def test_every_extra_is_told_and_looked_for():
+    from retrain.commands.setup import EXTRAS
+
+    extras = PROJECT["project"]["optional-dependencies"]
+    (told,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("Extras")]
+    assert [extra for extra in extras if f"`{extra}`" not in told.replace("'.[wandb]'", "")] == []
+    assert set(EXTRAS) == set(extras) - {"docs", "dev"}
+    for extra, (package, _) in EXTRAS.items():
+        assert package in requirement_names(extras[extra])
+
+
 def test_everything_the_wheel_must_hold_is_named_and_there():
     """Templates come from campaigns/; the bundled model and py.typed lie inside the package."""
     shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]

@@ -116,6 +116,7 @@ def train(path: Path, out: Path, *sets: str):
 def runs_of(out: Path) -> dict[tuple[int, int], Path]:
     """Run directories by (position of the condition, seed)."""
     runs = read_json(out / "manifest.json")["runs"]
+    assert len(runs) == 4
     labels = list(dict.fromkeys(run["label"] for run in runs))
     return {(labels.index(run["label"]), run["seed"]): out / run["path"] for run in runs}
 

@@ -23,6 +23,7 @@ def quickstart(tmp_path_factory):
     out = tmp_path_factory.mktemp("quickstart") / "out"
     loaded = load(ROOT / "campaigns" / "quickstart.toml", ["campaign.max_steps=18", "evaluation.problems=120"])
     assert launch(loaded, out, NullObserver()).exit_status == 0
+    assert len(read_json(out / "manifest.json")["runs"]) == 4
     return out
 
 

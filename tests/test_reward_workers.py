@@ -83,12 +83,14 @@ def test_an_answer_without_a_box_is_wrong_for_math(grader: Grader) -> None:
 
 
 def test_what_text_decides_agrees_with_math_verify() -> None:
-    equal = verifier()
+    equal, verdicts = verifier(), []
     for reference in ("18", "-3", "0", "1000", "2.50", ".5"):
         for answer in ("18", "19", "+18", "-3.0", "0.0", "1,000", "2.5", "0.5", "−3"):
             verdict = decided(reference, answer)
+            verdicts.append(verdict)
             if verdict is not None:
                 assert equal((reference, answer)) is verdict, (reference, answer)
+    assert set(verdicts) == {True, False, None}
 
 
 def test_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:

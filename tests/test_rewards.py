@@ -220,10 +220,9 @@ def test_any_text_can_be_graded(completion: str, answer: str) -> None:
 
 
 @given(st.text(alphabet="ab{}\\$, 1.-", max_size=30))
-def test_normalise_is_idempotent_and_a_boxed_reference_matches(answer: str) -> None:
-    once = normalise(answer)
+def test_a_boxed_reference_matches_unless_nothing_is_left_of_it(answer: str) -> None:
     if answer.count("{") == answer.count("}") == 0 and "\\" not in answer:
-        assert match(rf"\boxed{{{answer}}}", answer) == float(bool(once))
+        assert match(rf"\boxed{{{answer}}}", answer) == float(bool(normalise(answer)))
 
 
 class Says(Reward):

@@ -272,7 +272,9 @@ def test_the_whole_directory(campaign):
 
 
 def test_every_row_has_the_same_keys_and_its_times_add_up(campaign):
-    for run in (campaign / "runs").iterdir():
+    runs = list((campaign / "runs").iterdir())
+    assert runs
+    for run in runs:
         rows = read_jsonl(run / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2]
         assert len({tuple(row) for row in rows}) == 1

@@ -25,7 +25,7 @@ EXTRAS = {
     "wandb": ("wandb", "Weights & Biases tracking"),
     "tensorboard": ("tensorboard", "TensorBoard files"),
     "trackio": ("trackio", "Trackio tracking"),
-    "gym": ("reasoning-gym", "generated reasoning tasks"),
+    "gym": ("reasoning-gym", "reasoning tasks for a data source of your own"),
     "semantic": ("sentence-transformers", 'planning detector "semantic"'),
 }
 """Extra → (the package that shows it is installed, what it is for)."""
