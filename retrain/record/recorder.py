@@ -140,11 +140,14 @@ class RunRecorder:
         self._files.append("emergence/generations.jsonl", generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
         self._files.append("notes.jsonl", [note.as_dict() for note in notes])
-        batch = self._batch(TRAIN, record.step, record.groups, record.step_start)
-        write_summaries(self.directory, batch)
         every = self._setting("rollouts_every", 10)
-        if every and (record.step % every == 0 or record.step + 1 == self.context.max_steps):
-            write_pages(self.directory, batch, self._setting("num_groups_to_log", 4))
+        pages = every and (record.step % every == 0 or record.step + 1 == self.context.max_steps)
+        self._write_rollouts(self._batch(TRAIN, record.step, record.groups, record.step_start), bool(pages))
+
+    def _write_rollouts(self, batch: Batch, pages: bool) -> None:
+        self._files.wrote(write_summaries(self.directory, batch))
+        if pages:
+            self._files.wrote(*write_pages(self.directory, batch, self._setting("num_groups_to_log", 4)))
 
     def _write_timeline(self) -> None:
         write_timeline(self.directory)
@@ -184,9 +187,7 @@ class RunRecorder:
         self._files.append("evals.jsonl", [facts | row])
         self._files.append("emergence/evaluations.jsonl", evaluated(record))
         batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
-        write_summaries(self.directory, batch)
-        if self._setting("rollouts_every", 10):
-            write_pages(self.directory, batch, self._setting("num_groups_to_log", 4))
+        self._write_rollouts(batch, self._setting("rollouts_every", 10) > 0)
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.

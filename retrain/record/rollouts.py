@@ -77,18 +77,24 @@ def sanitised(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
 
 
-def write_summaries(directory: Path, batch: Batch) -> None:
-    """Write ``<name>_rollout_summaries.jsonl``."""
-    text = "".join(dumps(row) + "\n" for row in summary_rows(batch))
-    write_text(directory / f"{batch.name}_rollout_summaries.jsonl", text, durable=False)
+def write_summaries(directory: Path, batch: Batch) -> Path:
+    """Write ``<name>_rollout_summaries.jsonl``, without waiting for the disk; its path."""
+    path = directory / f"{batch.name}_rollout_summaries.jsonl"
+    write_text(path, "".join(dumps(row) + "\n" for row in summary_rows(batch)), durable=False)
+    return path
 
 
-def write_pages(directory: Path, batch: Batch, shown: int) -> None:
-    """Write ``<name>_logtree.json`` and ``<name>.html``; ``shown`` groups appear with their texts."""
+def write_pages(directory: Path, batch: Batch, shown: int) -> tuple[Path, Path]:
+    """Write ``<name>_logtree.json`` and ``<name>.html``, without waiting for the disk; their paths.
+
+    ``shown`` groups appear with their texts.
+    """
     from retrain.record.rollout_page import rollout_page
 
-    write_text(directory / f"{batch.name}_logtree.json", dumps(logtree(batch, shown)) + "\n", durable=False)
-    write_text(directory / f"{batch.name}.html", rollout_page(batch, shown), durable=False)
+    tree, page = directory / f"{batch.name}_logtree.json", directory / f"{batch.name}.html"
+    write_text(tree, dumps(logtree(batch, shown)) + "\n", durable=False)
+    write_text(page, rollout_page(batch, shown), durable=False)
+    return tree, page
 
 
 def remove_after(directory: Path, step: int) -> None:

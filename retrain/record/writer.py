@@ -136,6 +136,10 @@ class RecordFiles:
                 file.write(text)
         self._unsynced.add(path)
 
+    def wrote(self, *paths: Path) -> None:
+        """These files were written (on the thread) without waiting for the disk: the next ``flush`` does."""
+        self._unsynced.update(paths)
+
     def flush(self) -> None:
         """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
         self._thread.put(self._sync)
