@@ -197,6 +197,16 @@ def publish_directory(aside: Path, final: Path) -> None:
         fsync_directory(final.parent)
 
 
+def copy_files(source: Path, target: Path) -> None:
+    """Write every file below ``source`` to the same place below ``target``; whatever else lies there stays.
+
+    Raises StorageError when one cannot be written.
+    """
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            write_bytes(target / path.relative_to(source), path.read_bytes())
+
+
 def remove_leftovers(directory: Path) -> None:
     """Delete what processes that were killed in the middle of a write left directly in ``directory``."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:

@@ -26,7 +26,7 @@ from retrain.credit import CreditResult, Modes, needs_entropy
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
 from retrain.errors import CheckpointError, RetrainError, UsageError
-from retrain.files import publish_directory, read_jsonl
+from retrain.files import copy_files, publish_directory, read_jsonl
 from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
 from retrain.policy.adapter_io import read_adapter, write_peft
@@ -181,6 +181,14 @@ class Run:
     def stream(self) -> tuple[int | str, ...]:
         """Prefix of all random streams of this run: campaign seed and run seed, never the condition."""
         return (self.config.campaign.seed, self.seed)
+
+    @property
+    def export(self) -> Path | None:
+        """The user's directory that also receives the final adapter."""
+        path = self.config.backend.adapter_path
+        if path is None:
+            return None
+        return Path(path) / self.run_id if self.spec.is_campaign else Path(path)
 
     @property
     def finished(self) -> bool:
@@ -342,9 +350,8 @@ class Run:
         if final:
             target = self.directory / "final"
             self._publish_adapter(target, saved)
-            if self.config.backend.adapter_path:
-                export = Path(self.config.backend.adapter_path)
-                self._publish_adapter(export / self.run_id if self.spec.is_campaign else export, saved)
+            if self.export is not None:
+                copy_files(target, self.export)
             self._record_save("final", saved.step, directory, target, epoch)
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 

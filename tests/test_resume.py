@@ -135,8 +135,11 @@ def test_secrets_of_the_environment_are_in_no_file(done):
 
 
 def test_more_steps_for_a_finished_run(home, copied, tmp_path):
-    heard = Heard()
-    assert resume(copied, heard, sets=["training.max_steps=4"]).exit_status == 0
+    heard, export = Heard(), tmp_path / "mine"
+    export.mkdir()
+    (export / "other.txt").write_text("of the user's")
+    sets = ["training.max_steps=4", f"backend.adapter_path={export}"]
+    assert resume(copied, heard, sets=sets).exit_status == 0
     assert any("training.max_steps: 2 → 4" in line for line in heard.lines)
     (entry,) = read_json(copied / "manifest.json")["runs"]
     assert (entry["state"], entry["step"], entry["max_steps"]) == ("done", 4, 4)
@@ -154,7 +157,16 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
         go(single(home), copied)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         last = copied / "checkpoints/step_000004" / name
-        assert (copied / "final" / name).read_bytes() == last.read_bytes()
+        assert (copied / "final" / name).read_bytes() == (export / name).read_bytes() == last.read_bytes()
+    assert (export / "other.txt").read_text() == "of the user's"
+
+
+def test_a_place_for_the_adapter_that_cannot_be_is_told_before_training(copied, tmp_path):
+    (tmp_path / "file").write_text("")
+    sets = ["training.max_steps=4", f"backend.adapter_path={tmp_path / 'file'}"]
+    with pytest.raises(UsageError, match=r"cannot write to .*file: file exists; give another directory"):
+        resume(copied, NullObserver(), sets=sets)
+    assert [row["step"] for row in read_jsonl(copied / "metrics.jsonl")] == [0, 1]
 
 
 def test_more_steps_equal_a_run_that_had_them_from_the_start(home, tmp_path):

@@ -26,6 +26,7 @@ from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import content_hash
 from retrain.errors import CheckpointError
+from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel, base_of, tokenizer_hash
@@ -224,6 +225,8 @@ def _build_run(
         own = OwnRun(spec, where, base, lanes, recorder, cursor, *modes)
         run = own.attach(backend, spec.config.backend.backend)
     run.any_base = begin.any_base
+    if run.export is not None:
+        prepare_directory(run.export)  # now, and not after hours of training
     trusted = [f"{base.name} may run code of its own: trust_remote_code = true"] * spec.config.model.trust_remote_code
     lines = [*trusted]
     if recorder.begun or checkpoint_directories(where):

@@ -24,7 +24,7 @@ QUIET_SECTIONS = ("logging", "squeeze")
 QUIET_KEYS = (
     "campaign.name", "campaign.seeds", "campaign.conditions", "campaign.lanes", "campaign.max_steps",
     "campaign.primary_metric", "campaign.equivalence_margin", "training.keep_last", "training.keep_every",
-    "campaign.sequential", "model.local_files_only", *(f"reward.{key}" for key in CHART_KEYS),
+    "campaign.sequential", "model.local_files_only", "backend.adapter_path", *(f"reward.{key}" for key in CHART_KEYS),
 )  # fmt: skip
 """Keys that change nothing of what one run learns or records."""
 EXTENSION = "training.max_steps"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retrain.campaign.changes import Approval
 from retrain.campaign.launch import Outcome, launch
-from retrain.campaign.manifest import read_plan, run_directory
+from retrain.campaign.manifest import PLAN, read_plan, run_directory
 from retrain.campaign.squeeze import compress_adapter, find_adapter
 from retrain.config import Loaded, parse_dict
 from retrain.config.describe import document
@@ -27,24 +27,25 @@ def continue_compressed(
     """
     adapter = find_adapter(directory)
     owner = _holding((adapter.parent, adapter.parent.parent), "config.json")
-    home = _holding((directory, *directory.absolute().parents), "plan.json")
+    home = _holding((directory, *directory.absolute().parents), PLAN)
     if owner is None or home is None:
         raise UsageError(f"{directory} is no run directory of retrain: its settings are not known, so it cannot go on")
     specs, folder = read_plan(home)
     spec = next((spec for spec in specs if run_directory(home, spec).resolve() == owner.resolve()), None)
     if spec is None:
-        raise UsageError(f"{home / 'plan.json'} does not know the run {owner}")
+        raise UsageError(f"{home / PLAN} does not know the run {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
-    if not (compressed / "adapter_config.json").is_file():
-        compress_adapter(adapter, rank, compressed)
+    if not ((target / PLAN).is_file() and (compressed / "adapter_config.json").is_file()):
+        compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
     settings = spec.config.model_dump(mode="json", by_alias=True)
     settings["model"]["lora_rank"] = rank
     settings["lora"] |= {"alpha": read_json(compressed / "adapter_config.json")["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
     settings["resume"]["from"] = str(compressed.absolute())
     settings["squeeze"] |= {"compress_to": None, "target_ranks": None}
-    settings["logging"]["wandb_group"] = None
+    settings["backend"]["adapter_path"] = None  # there lies the adapter that this one comes from
+    settings["logging"] |= {"wandb_group": None, "wandb_run_name": None}
     settings.pop("campaign", None)
     config = parse_dict(settings)
     path = folder / f"{owner.name}_continue_{rank}.toml"  # no file: where relative paths are looked up, and the name

@@ -75,8 +75,8 @@ class Backend(Section):
     devices: Device = "auto"
     """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
     adapter_path: OptionalText = None
-    """Directory that also receives the final adapter; a campaign writes one directory per run beneath it. The run
-    directory's `final/` is written in any case."""
+    """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
+    one directory per run beneath it. The run directory's `final/` is written in any case."""
 
 
 class Inference(Section):
