@@ -87,6 +87,26 @@ def test_missing_rewards_take_no_part(base):
     assert (mixed.discarded, none.discarded, equal.discarded) == (None, "no_reward", "zero_advantage")
 
 
+def test_rloo_of_the_only_graded_completion_is_no_comparison(base):
+    alone, pair = group(base, [1.0, None]), group(base, [1.0, None, 0.0])
+    fill_advantages([alone, pair], "rloo")
+    assert np.isnan(alone.advantages_N).all()
+    assert alone.discarded == "no_reward"
+    assert pair.advantages_N[[0, 2]].tolist() == [1.0, -1.0]
+
+
+def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
+    one = group(base, [1.0, 0.0, 0.0])
+    one.completions[2] = Completion([], "", np.zeros(0), np.zeros(0), "stop")
+    fill_advantages([one], "grpo")
+    mark_planning([one], RegexDetector(), base)
+    for mode in ("none", "gtpo_sepa", "gtpo_paper", "entropy_mask"):
+        result = assign_credit([one], parse_dict({"algorithm": {"transform_mode": mode}}), 1.0, ("placebo",))
+        assert result.denominators.sequences == 2
+        assert [len(s.completion_ids) for s in result.sequences] == [len(c) for c in one.completions]
+        assert all(np.isfinite(s.advantages_T).all() for s in result.sequences)
+
+
 def test_reinforce_pp_is_whitened_over_the_batch(base):
     groups = [group(base, [1.0, 0.0]), group(base, [3.0, 1.0])]
     fill_advantages(groups, "reinforce_pp")

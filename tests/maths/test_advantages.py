@@ -65,6 +65,15 @@ def test_equal_huge_rewards_give_exact_zero(mode):
     assert group_advantages(mode, torch.full((7,), 1e12 / 3, dtype=torch.float64)).tolist() == [0.0] * 7
 
 
+@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
+def test_noise_is_relative_to_large_rewards_and_absolute_below_one(mode):
+    for scale in (1e12, 1.0, 1e-6):
+        size = max(scale, 1.0)
+        noisy, different = (torch.tensor([scale, scale + gap * size], dtype=torch.float64) for gap in (5e-9, 5e-8))
+        assert group_advantages(mode, noisy).tolist() == [0.0, 0.0]
+        assert (group_advantages(mode, different) != 0).all()
+
+
 @pytest.mark.parametrize("mode", list(ADVANTAGES))
 def test_groups_are_independent_and_batched(mode):
     rewards = torch.rand(5, 6, generator=torch.Generator().manual_seed(1))

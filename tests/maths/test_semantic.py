@@ -50,6 +50,12 @@ def test_exactly_the_tokens_of_planning_windows_are_marked():
     assert [mask.tolist() for mask in masks[1:]] == [[], [False]]
 
 
+def test_a_text_of_neither_kind_does_not_plan_at_threshold_zero():
+    detector = SemanticDetector(counts, ["think", "again"], ["add", "carry"], threshold=0.0)
+    masks = detector.token_masks(["none", "think"], [[(0, 4)], [(0, 5)]])
+    assert [mask.tolist() for mask in masks] == [[False], [True]]
+
+
 def test_a_batch_is_embedded_in_one_call_without_repetitions():
     seen: list[list[str]] = []
 
