@@ -20,7 +20,7 @@ from retrain.errors import PluginError
 from retrain.files import read_jsonl
 from retrain.maths.losses import policy_loss
 from retrain.maths.planning import RegexDetector
-from retrain.plugins import load_function
+from retrain.plugins import described, load_function, load_module
 
 CODE = '''
 """GRPO and GTPO written again by a user."""
@@ -172,6 +172,12 @@ def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
     assert reason in str(caught.value)
     assert caught.value.exit_status == 2
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_is_not_there_has_no_line_of_ours(folder):
+    with pytest.raises(ModuleNotFoundError) as caught:
+        load_module("toy_absent", [folder])
+    assert described(caught.value) == "ModuleNotFoundError: No module named 'toy_absent'"
 
 
 def test_the_users_formulas_give_what_ours_give(base, folder):  # noqa: F811

@@ -299,6 +299,18 @@ def test_results_of_a_user_keep_metrics_and_tags() -> None:
     assert result.is_correct
 
 
+def test_correct_is_what_the_reward_says_else_more_than_one_half() -> None:
+    assert [RewardResult(total).is_correct for total in (None, 0.0, 0.5, 0.51, 1.0)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert RewardResult(0.0, correct=True).is_correct
+    assert not RewardResult(1.0, correct=False).is_correct
+
+
 def weighted(*parts: tuple[str, object, float, float]) -> RewardResult:
     reward = WeightedReward([Component(name, Says(value), weight, offset) for name, value, weight, offset in parts])
     (result,) = Grader(reward).grade([(ADD, "")])
