@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check reasoner docs site clean
+.PHONY: help demo test check reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make reasoner  train the bundled model again (about 15 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
+	@echo "make audit  look for known vulnerabilities in constraints.txt (needs the network)"
 	@echo "make clean  remove .venv, caches and built files; logs/ stays"
 
 $(VENV)/.python:
@@ -67,6 +68,10 @@ docs: $(VENV)/.core
 
 site: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
+
+audit: $(VENV)/.python
+	@$(PIP) pip-audit
+	$(BIN)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip
 
 clean:
 	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
