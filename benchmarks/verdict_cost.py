@@ -21,56 +21,27 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from windtunnel import accuracies, train
 
 from retrain.files import read_jsonl, write_json
+from retrain.maths.power import pairs_needed, t_test_power
 from retrain.maths.sequential import MOST_PAIRS, sequential_looks
-from retrain.maths.statistics import paired_comparison
 
 POWER, ALPHA = 0.8, 0.05
 MOST_RUNS = 4000
-CAMPAIGN = """
-[campaign]
-seeds = {seeds}
-max_steps = {steps}
-lanes = {lanes}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "none"
-[model]
-model = "tiny-reasoner"
-lora_rank = 16
-[data]
-source = "arithmetic"
-[reward]
-type = "match"
-[training]
-batch_size = 6
-group_size = 8
-max_tokens = 64
-lr = 2e-3
-save_every = 0
-[evaluation]
-problems = 128
-at_start = false
-[squeeze]
-enabled = false
-"""
 
 
 def measure(out: Path, seeds: int, steps: int) -> dict[str, Any]:
     """Train what is not there yet and read off spreads and seconds."""
-    together = _train(out / "together", list(range(1, seeds + 1)), steps, '"auto"')
-    alone = _train(out / "alone", [1, 2], steps, "1")
+    modes = ("grpo", "maxrl")
+    together = train(out / "together", modes, seeds=range(1, seeds + 1), steps=steps, batch_size=6)
+    alone = train(out / "alone", modes, seeds=(1, 2), steps=steps, batch_size=6, lanes="1")
     labels = list(dict.fromkeys(run.label for run in together))
-    scores = np.array([[_score(run) for run in together if run.label == label] for label in labels])
+    scores = accuracies(together)
     rates = _problem_rates([run for run in together if run.label == labels[0]])
     problems = len(rates)
     difference = scores[1] - scores[0]
@@ -94,28 +65,6 @@ def measure(out: Path, seeds: int, steps: int) -> dict[str, Any]:
         "seconds_alone": float(np.mean([run.device_seconds for run in alone])),
         "difference_seen": float(difference.mean()),
     }
-
-
-def _train(folder: Path, seeds: list[int], steps: int, lanes: str) -> list[Any]:
-    from retrain.campaign.launch import launch
-    from retrain.campaign.results import read_run
-    from retrain.config import load
-    from retrain.record.observer import NullObserver
-
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "cost.toml"
-    file.write_text(CAMPAIGN.format(seeds=seeds, steps=steps, lanes=lanes))
-    outcome = launch(load(file), folder / "runs", NullObserver())
-    return [read_run(outcome.directory, run) for run in outcome.summary["runs"]]
-
-
-def _score(run: Any) -> float:
-    from retrain.campaign.results import Measure
-
-    value = run.value(Measure())
-    if value is None:
-        raise SystemExit(f"{run.run_id} has no held-out accuracy: {run.state}, {run.reason}")
-    return value
 
 
 def _problem_rates(runs: list[Any]) -> np.ndarray:
@@ -142,32 +91,9 @@ def unpaired_runs(difference: float, deviation: float) -> int:
     return 2 * MOST_RUNS
 
 
-def _pairs_needed(detects: Callable[[int], float], least: int) -> int:
-    """The fewest pairs, from ``least`` on, with which ``detects(n)`` reaches the power (in steps of 3 % above 64)."""
-    n = least
-    while n < MOST_RUNS and detects(n) < POWER:
-        n += max(1, n // 32)
-    return n
-
-
-def paired_power(difference: float, deviation: float, n: int) -> float:
-    """Power of the paired t test with n pairs."""
-    from scipy.stats import nct, t
-
-    shift, reach = difference / deviation * math.sqrt(n), t.ppf(1.0 - ALPHA / 2.0, n - 1)
-    return float(1.0 - nct.cdf(reach, n - 1, shift) + nct.cdf(-reach, n - 1, shift))
-
-
-def exact_pairs(difference: float, deviation: float, simulations: int) -> int:
-    """Pairs for the exact sign-flip test to have the power; above 20 pairs the t test stands for it."""
-
-    def detects(n: int) -> float:
-        if n > MOST_PAIRS:
-            return paired_power(difference, deviation, n)
-        draws = np.random.default_rng(n).normal(difference, deviation, (simulations, n))
-        return float(np.mean([paired_comparison(row, np.zeros(n)).p <= ALPHA for row in draws]))
-
-    return _pairs_needed(detects, 6)
+def t_test_pairs(effect: float) -> int:
+    """Pairs for the paired t test to have the power, for an effect in standard deviations of the difference."""
+    return next((n for n in range(2, MOST_RUNS) if t_test_power(effect, n, ALPHA) >= POWER), MOST_RUNS)
 
 
 def sequential_pairs(difference: float, deviation: float, simulations: int) -> tuple[int, float] | None:
@@ -183,12 +109,13 @@ def sequential_pairs(difference: float, deviation: float, simulations: int) -> t
 def costs(found: dict[str, Any], difference: float, simulations: int) -> list[dict[str, Any]]:
     """Runs and device-seconds of each design, in the order in which the savings are added."""
     alone, together = found["seconds_alone"], found["seconds_together"]
+    effect = difference / found["pair_deviation"]
     own = math.hypot(found["run_deviation"], found["problem_deviation"])
     rows: list[tuple[str, float, float]] = [
         ("today", unpaired_runs(difference, own), alone),
         ("+ problems", unpaired_runs(difference, found["run_deviation"]), alone),
-        ("+ pairs", 2 * _pairs_needed(lambda n: paired_power(difference, found["pair_deviation"], n), 2), alone),
-        ("+ exact", 2 * exact_pairs(difference, found["pair_deviation"], simulations), alone),
+        ("+ pairs", 2 * t_test_pairs(effect), alone),
+        ("+ exact", 2 * (pairs_needed(effect, wanted=POWER, alpha=ALPHA) or MOST_RUNS), alone),
     ]
     looks = sequential_pairs(difference, found["pair_deviation"], simulations)
     if looks is not None:

@@ -15,12 +15,13 @@ seed has the same adapter, the same order of problems and the same random number
     conditions  one object for each, the baseline first:
         label, seeds (planned), finished (seeds with a value, in order), after_values (theirs)
         before            mean of the untrained model, or null
-        after_mean, interval            mean over seeds with Hall's 95 % interval [low, high] (shares cut at 0 and 1)
+        after_mean, interval            mean over seeds with its 95 % interval [low, high] (shares: score; else t)
         iqm               {estimate, low, high}: interquartile mean with the trimmed t interval, null below 4 seeds
         mean_bootstrap, iqm_bootstrap   {estimate, low, high}: expanded bootstrap over seeds, null below 8 seeds
         difference, difference_interval     mean paired difference to the baseline with its 95 % t interval
         differences       by seed, in the order of paired_seeds
-        iqm_difference, probability_of_improvement      {estimate, low, high}: bootstrap over whole pairs
+        iqm_difference    {estimate, low, high}: the same of the paired differences
+        probability_of_improvement      {estimate, low, high}: expanded bootstrap over whole pairs, null below 8 pairs
         pairs, p_value (exact sign-flip, two-sided), p_holm, smallest_p (that so many pairs can reach)
         equivalence_p, equivalence_p_holm   of two one-sided t tests against ±margin
         verdict           "baseline", "better", "worse" ("higher", "lower" where that is no merit), "no difference
@@ -166,9 +167,9 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
         "seeds": [run.seed for run in runs],
         "finished": [run.seed for run in finished],
         "before": float(np.mean(before)) if before else None,
-        **_level(after, measure),
+        **_level(after, finished, measure),
         "after_values": after,
-        "iqm": _iqm(after, max((run.resolution for run in finished), default=0.0) if measure == Measure() else 0.0),
+        "iqm": asdict(iqm_interval(after, resolution=_resolution(finished, measure))) if after else None,
         "mean_bootstrap": _bootstrap(after, np.mean),
         "iqm_bootstrap": _bootstrap(after, iqm),
         "difference": None,
@@ -205,19 +206,17 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _level(values: Sequence[float], measure: Measure) -> dict[str, Any]:
-    """Mean of the seeds with its interval; a share's interval stays within [0, 1]."""
+def _level(values: Sequence[float], runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
+    """Mean of the seeds with its interval."""
     if not values:
         return {"after_mean": None, "interval": None}
-    own = mean_interval(values)
-    interval = None
-    if own.low is not None and own.high is not None:
-        interval = [max(0.0, own.low), min(1.0, own.high)] if measure.is_share else [own.low, own.high]
-    return {"after_mean": own.estimate, "interval": interval}
+    own = mean_interval(values, share=measure.is_share, resolution=_resolution(runs, measure))
+    return {"after_mean": own.estimate, "interval": [own.low, own.high] if own.low is not None else None}
 
 
-def _iqm(values: Sequence[float], resolution: float) -> dict[str, float | None] | None:
-    return asdict(iqm_interval(values, resolution=resolution)) if values else None
+def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
+    """The step of the scale that these runs' values lie on, the coarsest where they differ."""
+    return max((run.resolution(measure) for run in runs), default=0.0)
 
 
 def _ends(interval: Interval, pairs: int) -> dict[str, float | None]:
@@ -251,7 +250,8 @@ def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: 
         if condition["seconds_per_run"] is not None and baseline["seconds_per_run"]:
             condition["cost_ratio"] = condition["seconds_per_run"] / baseline["seconds_per_run"]
         if pairs:
-            condition |= _against([a for _, a, _ in pairs], [b for _, _, b in pairs], margin)
+            values = [a for _, a, _ in pairs], [b for _, _, b in pairs]
+            condition |= _against(*values, margin, _resolution(runs, measure))
     for key in ("p_value", "equivalence_p"):  # what could not be tested still belongs to the family
         values = [1.0 if condition[key] is None else condition[key] for condition in others]
         for condition, adjusted in zip(others, holm(values), strict=True):
@@ -259,7 +259,7 @@ def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: 
                 condition[key.replace("_value", "") + "_holm"] = float(adjusted)
 
 
-def _against(mine: Sequence[float], base: Sequence[float], margin: float | None) -> dict[str, Any]:
+def _against(mine: Sequence[float], base: Sequence[float], margin: float | None, resolution: float) -> dict[str, Any]:
     """The paired difference and everything that is said of it."""
     a, b = np.asarray(mine), np.asarray(base)
     paired = paired_comparison(a, b)
@@ -267,9 +267,7 @@ def _against(mine: Sequence[float], base: Sequence[float], margin: float | None)
         "difference": paired.mean,
         "differences": (a - b).tolist(),
         "smallest_p": paired.smallest_p,
-        "iqm_difference": _ends(
-            paired_bootstrap_ci(a, b, np.random.default_rng(0), lambda x, y: np.asarray(iqm(x) - iqm(y))), len(a)
-        ),
+        "iqm_difference": asdict(iqm_interval(a - b, resolution=resolution)),
         "probability_of_improvement": _ends(
             paired_bootstrap_ci(a, b, np.random.default_rng(0), _improvement, resamples=2_000), len(a)
         ),
@@ -318,7 +316,7 @@ def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure
                 "finished": [run.seed for run, _ in told],
                 "after_values": values,
                 "before": _mean([value for value in before if value is not None]),
-                **_level(values, measure),
+                **_level(values, [run for run, _ in told], measure),
                 "difference": paired.mean if paired else None,
                 "difference_interval": [paired.low, paired.high] if paired and paired.low is not None else None,
                 "pairs": len(pairs),

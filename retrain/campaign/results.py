@@ -70,9 +70,7 @@ class Measure:
     @property
     def higher_is_better(self) -> bool:
         """Whether more of it is an improvement; of other metrics it is only said that they are higher or lower."""
-        return (
-            re.search(r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$", self.key) is not None
-        )
+        return re.search(MERITS, self.key) is not None
 
     def _pattern(self) -> str:
         """The key as the catalogue has it, placeholders for names and numbers."""
@@ -135,10 +133,9 @@ class RunResult:
         curve = self.curve(measure.key) if measure.is_held_out else []
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
-    @property
-    def resolution(self) -> float:
-        """The step of the scale of held-out accuracy: one answer of one problem; 0 where it is not known."""
-        last = self.evaluations[-1] if self.evaluations else {}
+    def resolution(self, measure: Measure) -> float:
+        """The step of the scale of final held-out accuracy: one answer of one problem; 0 where it is not known."""
+        last = self.evaluations[-1] if self.evaluations and measure == Measure() else {}
         answers = (last.get("eval/heldout/problems") or 0) * (last.get("samples") or 1)
         return 1.0 / answers if answers else 0.0
 

@@ -93,9 +93,15 @@ def accuracy_interval(
     if count < 2:
         return Interval(p, None, None)
     size = min(p * (1.0 - p) / error**2, len(values)) if error > 0.0 and 0.0 < p < 1.0 else float(count)
-    t2 = _t_quantile(level, count - 1) ** 2
-    centre = (p + t2 / (2.0 * size)) / (1.0 + t2 / size)
-    reach = math.sqrt(t2 * (p * (1.0 - p) / size + t2 / (4.0 * size**2))) / (1.0 + t2 / size)
+    return score_interval(p, size, _t_quantile(level, count - 1))
+
+
+def score_interval(p: float, size: float, quantile: float) -> Interval:
+    """Wilson's (1927) interval of a share that ``size`` trials gave, within [0, 1]: the θ at which p is no further
+    than ``quantile`` standard errors away, √(θ(1−θ)/size) being that of θ rather than of p."""
+    q2 = quantile**2
+    centre = (p + q2 / (2.0 * size)) / (1.0 + q2 / size)
+    reach = math.sqrt(q2 * (p * (1.0 - p) / size + q2 / (4.0 * size**2))) / (1.0 + q2 / size)
     return Interval(p, max(centre - reach, 0.0), min(centre + reach, 1.0))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retrain.maths.intervals import iqm_interval, mean_interval
+from retrain.maths.intervals import _trimmed_quantile, iqm_interval, mean_interval, same_problems_interval
 from retrain.maths.statistics import bootstrap_ci
 
 
@@ -14,27 +14,32 @@ def covers(interval, truth: float) -> bool:
     return interval.low - 1e-12 <= truth <= interval.high + 1e-12
 
 
-def test_without_skewness_it_is_the_t_interval():
-    x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+def test_what_is_no_share_has_the_t_interval():
+    x = np.array([1.0, 2.0, 3.0, 4.0, 7.0])
     low, high = stats.t.interval(0.95, 4, x.mean(), x.std(ddof=1) / 5**0.5)
     found = mean_interval(x)
-    assert (found.estimate, found.low, found.high) == pytest.approx((3.0, low, high))
+    assert (found.estimate, found.low, found.high) == pytest.approx((3.4, low, high))
 
 
-def test_the_cubic_undoes_halls_transformation():
+def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
     x = np.array([0.90, 0.97, 0.98, 0.99, 0.96, 0.98])
-    found, n, s = mean_interval(x), len(x), x.std(ddof=1)
-    g = (((x - x.mean()) / s) ** 3).mean()
-    reach = stats.t.ppf(0.975, n - 1) / n**0.5
-    for end, y in ((found.low, reach), (found.high, -reach)):
-        w = (x.mean() - end) / s
-        assert w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * n) == pytest.approx(y)
+    found, m = mean_interval(x, share=True), x.mean()
+    factor = x.var(ddof=1) / (m * (1 - m)) / len(x)
+    for end in (found.low, found.high):
+        assert abs(m - end) / (factor * end * (1 - end)) ** 0.5 == pytest.approx(stats.t.ppf(0.975, 5))
     assert found.estimate - found.low > found.high - found.estimate  # the long tail is below
+    mirrored = mean_interval(1 - x, share=True)
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
+    narrow = 0.5 + 1e-4 * np.arange(5)
+    t, score = mean_interval(narrow), mean_interval(narrow, share=True)
+    assert (score.low, score.high) == pytest.approx((t.low, t.high), abs=1e-9)  # the middle of the scale
+    with pytest.raises(ValueError, match="shares lie in"):
+        mean_interval([0.5, 1.1], share=True)
 
 
 def test_one_value_equal_values_and_none():
     assert mean_interval([0.5]).low is None
-    assert mean_interval([0.5] * 4) == iqm_interval([0.5] * 4)
+    assert mean_interval([0.5] * 4) == mean_interval([0.5] * 4, share=True) == iqm_interval([0.5] * 4)
     assert mean_interval([0.1] * 3).low == mean_interval([0.1] * 3).high == pytest.approx(0.1)
     assert iqm_interval([0.5, 0.6, 0.7]).low is None
     for function in (mean_interval, iqm_interval):
@@ -42,15 +47,31 @@ def test_one_value_equal_values_and_none():
             function([])
 
 
+def test_equal_shares_are_known_up_to_rounding():
+    found = mean_interval([0.5] * 4, share=True, resolution=0.01)
+    reach = stats.t.ppf(0.975, 3) * 0.01 / 12**0.5 / 2
+    assert (found.low, found.high) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-5)
+    perfect = mean_interval([1.0] * 4, share=True, resolution=0.01)
+    assert 0.98 < perfect.low < perfect.high == pytest.approx(1.0)
+    spread = [0.3, 0.5, 0.6, 0.4]
+    assert mean_interval(spread, share=True, resolution=0.01) == mean_interval(spread, share=True)
+
+
 def test_the_trimmed_interval_by_hand():
     x = [0.0, 10.0, 11.0, 12.0, 100.0]
     winsorised = np.array([10.0, 10.0, 11.0, 12.0, 12.0])
-    reach = stats.t.ppf(0.975, 2) * (((winsorised - 11.0) ** 2).sum() / 6) ** 0.5
+    reach = _trimmed_quantile(5, 0.95) * (((winsorised - 11.0) ** 2).sum() / 6) ** 0.5
     found = iqm_interval(x)
     assert (found.estimate, found.low, found.high) == pytest.approx((11.0, 11.0 - reach, 11.0 + reach))
 
 
-def test_equal_accuracies_stand_for_a_step_of_their_scale():
+@pytest.mark.parametrize(("n", "wider"), [(5, 1.14), (8, 1.13), (16, 1.05), (50, 1.01)])
+def test_the_quantile_of_the_trimmed_t_is_a_little_above_students_and_tends_to_it(n, wider):
+    kept = n - 2 * (n // 4)
+    assert _trimmed_quantile(n, 0.95) / stats.t.ppf(0.975, kept - 1) == pytest.approx(wider, abs=0.015)
+
+
+def test_equal_accuracies_are_known_up_to_rounding():
     tied = [0.9375, 0.9375, 0.9375, 0.875, 1.0]
     assert iqm_interval(tied).low == iqm_interval(tied).high
     found = iqm_interval(tied, resolution=1 / 16)
@@ -67,5 +88,37 @@ def test_coverage_with_few_seeds_where_the_percentile_bootstrap_is_too_narrow(n)
     trimmed = sum(covers(iqm_interval(x), 0.0) for x in draws) / 1500
     resampled = sum(covers(bootstrap_ci(x, random, resamples=500), 0.0) for x in draws[:400]) / 400
     assert 0.93 < t < 0.97
-    assert 0.92 < trimmed < 0.97
+    assert 0.93 < trimmed < 0.97
     assert resampled < 0.91
+
+
+@pytest.mark.parametrize("n", [5, 16])
+def test_coverage_of_shares_crowded_against_one_where_t_is_too_narrow(n):
+    draws = np.random.default_rng(n).beta(9.0, 1.0, size=(3000, n))
+    t, score = (sum(covers(mean_interval(x, share=share), 0.9) for x in draws) / 3000 for share in (False, True))
+    assert t < 0.925 < score < 0.965
+
+
+def test_two_models_on_the_same_problems_by_hand_and_without_a_difference():
+    gains = [1.0, 0.0, 0.0, -1.0, -1.0]
+    augmented = np.array([*gains, 1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
+    weights = np.array([1.0] * 5 + [0.25] * 8)  # Agresti and Min: half an observation in each of four cells
+    mean = (augmented * weights).sum() / 7
+    error = ((augmented**2 * weights).sum() / 7 - mean**2) ** 0.5 / 7**0.5
+    found, quantile = same_problems_interval(gains), stats.t.ppf(0.975, 4)
+    assert (found.estimate, found.low, found.high) == pytest.approx(
+        (-0.2, mean - quantile * error, mean + quantile * error)
+    )
+    alike = same_problems_interval([0.0] * 128)
+    assert alike.high == -alike.low == pytest.approx(0.0152, abs=1e-4)
+    assert same_problems_interval([0.5]).low is None
+    with pytest.raises(ValueError, match=r"\[-1, 1\]"):
+        same_problems_interval([1.5, 0.0])
+
+
+@pytest.mark.parametrize("lost", [0.01, 0.03, 0.1])
+def test_coverage_for_two_models_that_mostly_agree(lost):
+    random = np.random.default_rng(1)
+    gains = random.choice([-1.0, 1.0, 0.0], p=[lost, lost / 2, 1 - 1.5 * lost], size=(2000, 128))
+    ours = sum(covers(same_problems_interval(row), -lost / 2) for row in gains) / 2000
+    assert ours > 0.935

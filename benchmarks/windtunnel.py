@@ -1,0 +1,70 @@
+"""The wind tunnel: campaigns of the bundled model small enough to be trained by the dozen, and what they scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from retrain.campaign.launch import launch
+from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.config import load
+from retrain.record.observer import NullObserver
+
+PROBLEMS = 128
+"""Held out; one answer each."""
+CAMPAIGN = """
+[campaign]
+seeds = {seeds}
+max_steps = {steps}
+lanes = {lanes}
+{conditions}
+[model]
+model = "tiny-reasoner"
+lora_rank = 16
+[data]
+source = "arithmetic"
+[reward]
+type = "match"
+[training]
+batch_size = {batch_size}
+group_size = 8
+max_tokens = 64
+lr = 2e-3
+save_every = 0
+[evaluation]
+problems = {problems}
+at_start = false
+[squeeze]
+enabled = false
+"""
+
+
+def train(
+    folder: Path, advantages: Sequence[str], *, seeds: Sequence[int], steps: int, batch_size: int, lanes: str = '"auto"'
+) -> list[RunResult]:
+    """The runs of one condition for each advantage, over these seeds; those that ``folder`` holds are only read."""
+    conditions = "".join(
+        f'[[campaign.conditions]]\nadvantage_mode = "{mode}"\ntransform_mode = "none"\n' for mode in advantages
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "campaign.toml"
+    asked = {"seeds": list(seeds), "steps": steps, "lanes": lanes, "batch_size": batch_size, "problems": PROBLEMS}
+    file.write_text(CAMPAIGN.format(conditions=conditions, **asked))
+    outcome = launch(load(file), folder / "runs", NullObserver())
+    return [read_run(outcome.directory, run) for run in outcome.summary["runs"]]
+
+
+def accuracies(runs: Sequence[RunResult]) -> np.ndarray:
+    """Held-out accuracy after the last update, by label and seed: [conditions, seeds].
+
+    Raises SystemExit, with the reason, when a run has none: a missing run would bias what is measured.
+    """
+    by_label: dict[str, list[float]] = {}
+    for run in runs:
+        value = run.value(Measure())
+        if value is None:
+            raise SystemExit(f"{run.run_id} has no held-out accuracy: {run.state}, {run.reason}")
+        by_label.setdefault(run.label, []).append(value)
+    return np.array(list(by_label.values()))
