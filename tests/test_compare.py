@@ -103,7 +103,7 @@ def test_a_verdict_that_can_be_quoted(tmp_path):
     assert other["p_value"] == other["p_holm"] == sign_flip_p(d) == 2**-7
     assert (base["verdict"], other["verdict"]) == ("baseline", "better")
     assert other["sentence"] == (
-        "maxrl − grpo: +3.0 points [2.6, 3.4], p = 0.0078, 8 pairs: better; less than 2.6 points is excluded; "
+        "maxrl − grpo: +3.0 points [2.6, 3.4], p = 0.0078, 8 pairs: better; gains below 2.6 points are excluded; "
         "1.00 times the device time per run."
     )
     assert (base["tokens_per_run"], base["seconds_per_run"]) == (2000, 20 * (2.0 + 4.0 / 4))

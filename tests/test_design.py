@@ -66,7 +66,7 @@ def test_a_design_that_cannot_reach_significance_is_told(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[campaign]\nseeds = [1, 2, 3, 4, 5, 6]\n")
     (warning,) = [line for line in load(file).warnings if "campaign.seeds" in line]
-    assert "0.125 after correction for 4 comparisons" in warning
+    assert "has 6: enough to watch, too few to tell 5 conditions apart; for a verdict type" in warning
     assert warning.endswith("seeds = [1, 2, 3, 4, 5, 6, 7, 8]")
     assert verdict_lines(planned("grpo+none"), None, None) == []
 

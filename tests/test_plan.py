@@ -223,7 +223,7 @@ def test_warnings(tmp_path):
     )
     warnings = load(file).warnings
     expected = [
-        "c.toml:2  campaign.seeds  has 2: the smallest p that so few pairs can reach is 0.5",
+        "c.toml:2  campaign.seeds  has 2: enough to watch, too few to tell two conditions apart; for a verdict type",
         "c.toml:3  sepa.steps  is 100: in 50 steps λ gets to 0.48 at most",
         "c.toml:5  algorithm.advantage_mode  has no effect in a campaign",
         "c.toml:7  training.max_steps  is 60, which [campaign] max_steps = 50 replaces",

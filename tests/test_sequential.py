@@ -15,9 +15,10 @@ from retrain.campaign.launch import launch, resume
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import plan
 from retrain.campaign.sequential import look, still_wanted
-from retrain.config import load
+from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, UsageError
 from retrain.files import append_jsonl, read_json
+from retrain.maths.sequential import fewest_pairs
 from retrain.record.observer import NullObserver
 
 HEAD = """
@@ -129,6 +130,27 @@ def test_no_difference_runs_to_the_end(tmp_path):
     assert found["sentence"].endswith("Sequential rule: not stopped in 8 looks, 0.031 of 0.05 spent.")
 
 
+@pytest.mark.parametrize("seeds", ["[1]", "[1, 2, 3, 4, 5, 6, 7]"])
+def test_a_rule_without_a_second_condition_is_an_error(tmp_path, seeds):
+    path = tmp_path / "one.toml"
+    head = HEAD.partition('[[campaign.conditions]]\nadvantage_mode = "rloo"')[0]
+    path.write_text(head.format(seeds=seeds, rule="linear", more=""))
+    with pytest.raises(ConfigError, match=r'one.toml:5 .*there is one condition.*sequential = "off"'):
+        load(path)
+
+
+@pytest.mark.parametrize("conditions", [2, 3, 4, 5])
+@pytest.mark.parametrize("rule", ["linear", "pocock", "obrien_fleming"])
+def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(conditions, rule):
+    least = next(n for n in range(2, 20) if (fewest_pairs(n, alpha=0.05 / (conditions - 1), spending=rule) or n) < n)
+    modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
+    modes = [*modes, {"advantage_mode": "maxrl", "transform_mode": "gtpo"}][:conditions]
+    settings = {"conditions": modes, "sequential": rule}
+    assert parse_dict({"campaign": {**settings, "seeds": list(range(least))}}).campaign.sequential == rule
+    with pytest.raises(ConfigError, match="to stop early"):
+        parse_dict({"campaign": {**settings, "seeds": list(range(least - 1))}})
+
+
 def test_failed_runs_are_no_pairs_and_come_in_when_tried_again(tmp_path):
     played = Played(tmp_path)
     played.finish(1)
@@ -175,7 +197,12 @@ def test_the_rule_is_fixed_with_the_first_look(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"seeds": [1, 2, 3]}, "the test takes 6"), ({"seeds": list(range(30))}, "to 20")],
+    [
+        ({"seeds": [1, 2, 3]}, r"rule.toml:5 .*after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]"),
+        ({"seeds": [1, 2, 3, 4, 5, 6]}, "takes 7 to 20 to stop early"),
+        ({"seeds": list(range(30))}, "to 20"),
+        ({"more": "lanes = 16"}, 'lanes = 16 trains all 16 runs at once.*lanes = "auto"'),
+    ],
 )
 def test_impossible_rules_are_configuration_errors(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):

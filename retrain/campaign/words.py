@@ -63,15 +63,20 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
 
 
 def exclusion(condition: Mapping[str, Any], measure: Measure) -> str:
-    """What the 95 % interval rules out, where there are enough pairs for a verdict; "" when it rules out nothing."""
+    """What the 95 % interval of the difference rules out, where there are enough pairs for a verdict, else "".
+
+    Without a difference shown those are larger ones, in either direction; with one, smaller ones in its direction.
+    """
     ends = condition["difference_interval"]
     if condition["p_holm"] is None or not ends or condition["verdict"].startswith("cannot tell"):
         return ""
     low, high = ends
     if condition["verdict"].startswith("no difference"):
         return f"differences above {amount(max(abs(low), abs(high)), measure)} are excluded"
-    nearest = low if low > 0 else -high if high < 0 else 0.0
-    return f"less than {amount(nearest, measure)} is excluded" if nearest > 0 else ""
+    if low <= 0.0 <= high:
+        return ""
+    up, down = ("gains", "losses") if measure.higher_is_better else ("rises", "falls")
+    return f"{up if low > 0.0 else down} below {amount(min(abs(low), abs(high)), measure)} are excluded"
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:

@@ -96,5 +96,5 @@ def read(file: Path, sets: Sequence[str] | None) -> Loaded:
 
     loaded = load(file, sets or ())
     for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"note: {warning}", file=sys.stderr)
     return loaded

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -132,22 +133,27 @@ class Campaign(Section):
     """What is compared; without any, the five standard conditions."""
 
 
-def campaign_rules(config: Config) -> Iterator[Finding]:
-    """What a comparison needs; asked of the campaign, not of its runs."""
+def campaign_rules(config: Config, is_run: bool) -> Iterator[Finding]:
+    """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     campaign = config.campaign
-    yield from sequential_rules(campaign)
-    family, pairs = len(campaign.conditions) - 1, len(campaign.seeds)
-    least = family * 2.0 ** -(pairs - 1)  # of the exact sign-flip test, after Holm's correction
-    if family and least > 0.05:
-        over = f" after correction for {family} comparisons" if family > 1 else ""
-        needed = 1 + math.ceil(math.log2(family / 0.05))
+    if not is_run:
+        yield from sequential_rules(campaign)
+    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
+    needed = seeds_for_verdict(others) if others else 0
+    if seeds < needed:
         yield Finding(
             ("campaign.seeds",),
-            f"has {pairs}: the smallest p that so few pairs can reach is {min(least, 1.0):g}{over}, too large for a "
-            "verdict between the conditions; for one",
+            f"has {seeds}: enough to watch, too few to tell {'two' if others == 1 else others + 1} conditions apart; "
+            "for a verdict type",
             f"seeds = {list(range(1, needed + 1))}",
             warning=True,
         )
+
+
+def seeds_for_verdict(others: int) -> int:
+    """Fewest seeds with which the exact sign-flip test can reach p = 0.05 when so many conditions are compared with
+    the baseline: others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them."""
+    return 1 + math.ceil(math.log2(others / 0.05))
 
 
 SEQUENTIAL_MOST = 20
@@ -157,7 +163,7 @@ SEQUENTIAL_MOST = 20
 def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
     """A stopping rule needs something to decide and enough seeds to decide it with."""
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
-    if campaign.sequential == "off" or (others == 0 and seeds == 1):  # the latter is a run of a campaign, resolved
+    if campaign.sequential == "off":
         return
     if others < 1:
         yield Finding(
@@ -166,12 +172,21 @@ def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
             'sequential = "off"',
         )
         return
-    least = next(n for n in range(1, 64) if others * 2.0 ** -(n - 1) <= 0.05)
-    if not least <= seeds <= SEQUENTIAL_MOST:
+    # With n of n + 1 seeds the even rule may have spent n/(n + 1) of the error; the other rules need as many.
+    first = next(n for n in count(1) if others * 2.0 ** -(n - 1) <= 0.05 * n / (n + 1))
+    if not first < seeds <= SEQUENTIAL_MOST:
         yield Finding(
             ("campaign.sequential", "campaign.seeds"),
-            f"is on with {seeds} seeds: the test takes {least} (below that it can decide nothing) to {SEQUENTIAL_MOST}",
-            f"seeds = {list(range(1, least + 3))}",
+            f"is on with {seeds} seeds: it can decide after {first} at the earliest, so that it takes {first + 1} to "
+            f"{SEQUENTIAL_MOST} to stop early",
+            f"seeds = {list(range(1, first + 3))}",
+        )
+    if campaign.lanes != "auto" and campaign.lanes >= (others + 1) * seeds:
+        yield Finding(
+            ("campaign.sequential", "campaign.lanes"),
+            f"is on and lanes = {campaign.lanes} trains all {(others + 1) * seeds} runs at once: nothing could be "
+            "stopped",
+            'lanes = "auto"',
         )
 
 

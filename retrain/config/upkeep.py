@@ -66,8 +66,9 @@ class Squeeze(Section):
     """Ranks to tabulate; unset or empty is the powers of two up to the adapter's rank."""
     compress_to: OptionalCount = None
     """Rank of the compressed adapter; unset or 0 is the recommended rank."""
-    verify: bool = True
-    """Evaluate the compressed adapter on the held-out problems beside the full one, paired by problem."""
+    verify: Literal["all", "recommended", "off"] = "all"
+    """Evaluate the adapter on the held-out problems at every rank of the table (`all`), or at the one it is
+    compressed to, beside the full one; each rank costs one evaluation of one run."""
     output_path: OptionalText = None
     """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
     device: Device = "cpu"
