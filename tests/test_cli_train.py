@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toymodels import TWO_CONDITIONS, qwen3_directory
+from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app
@@ -22,16 +22,9 @@ ROOT = Path(__file__).parents[1]
 
 CAMPAIGN = (
     TWO_CONDITIONS
+    + TINY_RUN
     + """\
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-max_steps = 2
-batch_size = 2
-group_size = 4
 max_tokens = 8
-lr = 0.01
 [reward]
 type = "custom"
 custom_module = "length_reward.py"

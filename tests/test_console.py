@@ -268,12 +268,28 @@ def test_the_squeeze_table():
     stream = io.StringIO()
     Console(file=stream, width=80).print(squeeze_table(SQUEEZE))
     for text in (stream.getvalue(), squeeze_text(SQUEEZE)):
-        marked = next(line for line in text.splitlines() if "recommended" in line)
-        assert marked.split() == ["4", "97.0%", "95.0%", "99.0%", "17.3%", "<-", "recommended"]
+        marked = next(line for line in text.splitlines() if "<- recommended" in line)
+        assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
         assert "Train high, then compress." in text
+        assert "By energy alone" in text
     untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert "untrained" in squeeze_text(untrained)
     Console(file=stream).print(squeeze_table(untrained))
+
+
+def test_the_squeeze_table_with_what_held_out_problems_said():
+    ranks = [{"rank": 4, "accuracy": 0.8, "difference": {"mean": -0.01, "low": -0.019, "high": -0.001}}]
+    verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": ranks, "sentence": "Verified on 9 problems."}
+    report = SQUEEZE | {"verified": verified}
+    lines = squeeze_text(report).splitlines()
+    assert lines[2].split() == ["2", "80.0%", "70.0%", "44.7%", "-", "-"]  # a rank of the table that was not tried
+    assert lines[3].split()[4:] == ["80.0%", "−1.0", "[−1.9,", "−0.1]", "<-", "recommended"]
+    assert lines[-1] == "Verified on 9 problems."
+    stream = io.StringIO()
+    Console(file=stream, width=60).print(squeeze_table(report))
+    assert all(len(line) <= 60 for line in stream.getvalue().splitlines())
+    assert "−1.0 [−1.9, −0.1]" in stream.getvalue()
+    assert "By energy alone" not in stream.getvalue()
 
 
 def test_a_console_and_a_recorder_agree(tmp_path):

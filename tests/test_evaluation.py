@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import config, context
-from toymodels import TWO_CONDITIONS, qwen3_directory
+from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 
 from retrain.campaign.launch import launch
 from retrain.config import load
@@ -154,16 +154,9 @@ def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
 
 CAMPAIGN = (
     TWO_CONDITIONS
+    + TINY_RUN
     + """\
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-max_steps = 2
-batch_size = 2
-group_size = 4
 max_tokens = 6
-lr = 0.01
 [data]
 source = "{model}/problems.jsonl"
 [reward]

@@ -10,7 +10,7 @@ from toymodels import qwen3_directory
 from retrain.campaign.launch import launch
 from retrain.campaign.manifest import read_plan
 from retrain.campaign.squeeze import compress_adapter
-from retrain.campaign.verify import sentence, verdict, verify_compression
+from retrain.campaign.verify import enough, sentence, verdict, verify_ranks
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import read_json
@@ -49,22 +49,27 @@ def trained(tmp_path_factory) -> Path:
     return folder / "out"
 
 
-def test_the_analysis_after_a_run_holds_the_verification(trained):
+def test_every_rank_of_the_table_is_verified(trained):
     report = read_json(trained / "manifest.json")["squeeze"]
     found = report["verified"]
-    assert found == read_json(trained / "squeeze/verification.json") | {"p": found["p"]}
-    assert (found["rank"], found["problems"], found["samples"]) == (report["recommended_rank"], 6, 3)
-    assert found["difference"]["mean"] == pytest.approx(found["compressed"]["accuracy"] - found["full"]["accuracy"])
-    assert f"Verified at rank {found['rank']}" in found["sentence"]
-    assert "6 problems × 3" in found["sentence"]
+    assert found == read_json(trained / "squeeze/verification.json")
+    candidates = {row["rank"] for row in report["rows"]} | {report["recommended_rank"]}
+    assert [row["rank"] for row in found["ranks"]] == sorted(candidates - {4}, reverse=True)
+    assert (found["full"]["rank"], found["problems"], found["samples"]) == (4, 6, 3)
+    for row in found["ranks"]:
+        assert row["difference"]["mean"] == pytest.approx(row["accuracy"] - found["full"]["accuracy"])
+    assert "Verified on 6 held-out problems × 3" in found["sentence"]
+    assert not [path for path in (trained / "squeeze").iterdir() if path.name.startswith("tmp")]
 
 
-def test_the_same_adapter_gives_the_same_answers_and_the_untrained_one_others(trained):
+def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
     specs, folder = read_plan(trained)
     same = compress_adapter(trained / "final", 4, trained / "whole")
-    found = verify_compression(specs[0], folder, trained / "final", same, trained / "again.json")
-    assert found["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}  # common random numbers: answer by answer
-    assert (found["verdict"], found["p"]) == ("kept", 1.0)
+    found = verify_ranks(specs[0], folder, trained / "final", [same], trained / "again.json")
+    (row,) = found["ranks"]
+    assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
+    assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
+    assert (row["verdict"], found["enough"]) == ("unclear", None)
 
 
 def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
@@ -74,7 +79,7 @@ def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
 
     (spec,) = plan(load(path))
     with pytest.raises(UsageError, match="held-out problems"):
-        verify_compression(spec, tmp_path, trained / "final", trained / "final", tmp_path / "v.json")
+        verify_ranks(spec, tmp_path, trained / "final", [trained / "final"], tmp_path / "v.json")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,16 @@ def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
 )
 def test_the_verdict_follows_from_the_interval(low, high, expected):
     assert verdict(low, high) == expected
-    found = {
-        "rank": 2, "problems": 90, "samples": 2, "p": 0.03, "verdict": expected, "full": {"accuracy": 0.8},
-        "compressed": {"accuracy": 0.75}, "difference": {"mean": -0.05, "low": low or -0.1, "high": high or 0.1},
-    }  # fmt: skip
-    assert "75.0% against 80.0% with the full adapter, −5.0 points" in sentence(found)
+
+
+def test_ranks_are_judged_from_the_largest_down():
+    def rows(*verdicts: str):
+        interval = {"mean": -0.05, "low": -0.1, "high": 0.01}
+        ranks = zip((8, 4, 2, 1), verdicts, strict=False)
+        return [{"rank": rank, "verdict": each, "accuracy": 0.75, "difference": interval} for rank, each in ranks]
+
+    assert enough(rows("kept", "kept", "unclear", "kept")) == 4
+    assert enough(rows("unclear", "kept")) is None
+    found = {"problems": 90, "samples": 2, "full": {"accuracy": 0.8, "rank": 16}, "ranks": rows("kept", "kept")}
+    assert "rank 4 is enough, 75.0%, −5.0 points [−10.0, +1.0]" in sentence(found | {"enough": 4})
+    assert "not excluded even at rank 8" in sentence(found | {"enough": None})

@@ -19,6 +19,17 @@ advantage_mode = "maxrl"
 transform_mode = "gtpo"
 """
 """The head of a campaign file: two conditions, two seeds; what follows at once overrides keys of the second."""
+TINY_RUN = """\
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+max_steps = 2
+batch_size = 2
+group_size = 4
+lr = 0.01
+"""
+"""Two steps of a tiny adapter; what follows at once goes on with [training]."""
 
 
 def word_tokenizer(texts: list[str], vocab_size: int = 300):

@@ -19,6 +19,7 @@ from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import SOURCES, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
+from retrain.config import Config
 from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
@@ -68,9 +69,7 @@ def assemble(
     # What is quick to read comes before the model, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
-    data = load_data(
-        config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
-    )
+    data = data_of(config, folder)
     for note in data.notes:
         observer.message(note)
     base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
@@ -102,6 +101,13 @@ def assemble(
     if specs[0].is_campaign and data.heldout and not backends:
         yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
     return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
+
+
+def data_of(config: Config, folder: Path) -> Dataset:
+    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
+    return load_data(
+        config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
+    )
 
 
 def _policy(

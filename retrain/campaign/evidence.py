@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.manifest import MANIFEST, PLAN
-from retrain.campaign.results import Measure, RunResult, read_run
-from retrain.errors import UsageError
+from retrain.campaign.changes import flat
+from retrain.campaign.manifest import MANIFEST, planned_configs
+from retrain.campaign.pooling import compare_directories, read_source
+from retrain.campaign.results import Measure, RunResult
 from retrain.files import read_json, read_jsonl
 from retrain.maths.statistics import cluster_interval
 
@@ -48,20 +49,17 @@ class Campaign:
 
 
 def read_campaign(directory: Path) -> Campaign:
-    """Read what a report needs; an unfinished campaign is compared as far as it is."""
-    if not (directory / MANIFEST).is_file():
-        raise UsageError(f"{directory} holds no {MANIFEST}: give the directory of a campaign, as train prints it")
+    """Read what a report needs; an unfinished campaign is compared as far as it is. Raises UsageError as
+    ``read_source`` does."""
+    runs = read_source(directory).runs
     manifest = read_json(directory / MANIFEST)
-    runs = [read_run(directory, run) for run in manifest["runs"]]
     comparison = manifest.get("comparison")
     if not comparison or comparison.get("format") != 2:
-        from retrain.campaign.pooling import compare_directories
-
         comparison = compare_directories([directory])
-    configs: dict[str, dict[str, Any]] = {}
-    if (directory / PLAN).is_file():
-        for run in read_json(directory / PLAN)["runs"]:
-            configs.setdefault(run["label"], run["config"])
+    planned, configs = planned_configs(directory), {}
+    for run in manifest["runs"]:
+        if run["run_id"] in planned:
+            configs.setdefault(run["label"], planned[run["run_id"]])
     return Campaign(directory, manifest, comparison, runs, configs)
 
 
@@ -194,25 +192,16 @@ def _counted(side: Sequence[tuple[int, Completion]]) -> tuple[int, int]:
 
 def settings(configs: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """(dotted key, value per condition) for every setting in which the conditions differ."""
-    flat = {label: dict(leaves(config)) for label, config in configs.items()}
-    keys = dict.fromkeys(key for each in flat.values() for key in each)
+    values_of = {label: dict(flat(config)) for label, config in configs.items()}
+    keys = dict.fromkeys(key for each in values_of.values() for key in each)
     out = []
     for key in keys:
         if key.startswith(("campaign.", "logging.")) or key == "training.seed":
             continue  # what a run is called and where it goes differs always
-        values = [_told(each.get(key)) for each in flat.values()]
+        values = [_told(each.get(key)) for each in values_of.values()]
         if len(set(values)) > 1:
             out.append((key, values))
     return out
-
-
-def leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    """(dotted key, value) of every leaf of nested dictionaries."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _told(value: Any) -> str:

@@ -7,11 +7,12 @@ one condition are pooled over directories when their settings agree; when not, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.changes import flat
 from retrain.campaign.comparison import compare_runs
 from retrain.campaign.manifest import MANIFEST
 from retrain.campaign.results import Measure, RunResult, read_run
@@ -157,21 +158,13 @@ def _pool(sources: Sequence[Source]) -> list[str]:
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ in a way that changes what is learned, with both values."""
-    left, right = dict(_leaves(a)), dict(_leaves(b))
+    left, right = dict(flat(a)), dict(flat(b))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return {
         key: (left.get(key), right.get(key))
         for key in keys
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_EFFECT)
     }
-
-
-def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _told(keys: dict[str, tuple[Any, Any]]) -> str:

@@ -26,7 +26,8 @@ from retrain.campaign.words import amount, number, probability
 from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape
-from retrain.record.numbers import percent, points, short
+from retrain.record.numbers import points, short
+from retrain.record.tables import squeeze_cells, squeeze_columns, squeeze_words
 
 TWINS = 8
 """Prompts shown for each comparison."""
@@ -280,18 +281,30 @@ def squeeze_section(campaign: Campaign) -> str:
     drawn = charts.line_chart(
         series, label="energy and weight error by rank", x_title="rank kept", unit="%", limits=(0.0, 1.0)
     )
-    head = ("rank", "energy kept", "worst layer", "weight error")
-    table = table_of(head, [
-        [f"<b>{row['rank']}, recommended</b>" if row["rank"] == report["recommended_rank"] else str(row["rank"]),
-         *(percent(row[key], 1) for key in ("mean_variance", "min_variance", "relative_error"))]
-        for row in rows
+    plots = [figure("What a smaller rank would keep", "by singular values of the first finished run", drawn)]
+    if report.get("verified"):
+        plots.append(_verified_plot(report["verified"]))
+    headings = squeeze_columns(report)
+    cells = [squeeze_cells(row, report) for row in report["rows"]]
+    table = table_of(tuple(headings), [
+        [f"<b>{escape(row[heading])}</b>" if row[""] else escape(row[heading]) for heading in headings]
+        for row in cells
     ])  # fmt: skip
-    words = [report.get("message") or ""]
-    if (verified := report.get("verified")) and verified.get("sentence"):
-        words.insert(0, verified["sentence"])
-    told = "".join(f"<p>{escape(text)}</p>" for text in words if text)
-    drawn = figure("What a smaller rank would keep", "by singular values of the first finished run", drawn)
-    return f"{told}<div class='plots'>{drawn}<div>{table}</div></div>"
+    told = "".join(f"<p>{escape(text)}</p>" for text in squeeze_words(report))
+    return f"{told}<div class='plots'>{''.join(plots)}<div>{table}</div></div>"
+
+
+def _verified_plot(verified: dict[str, Any]) -> str:
+    """Held-out accuracy by rank, the full adapter's included, with intervals over problems."""
+    rows = sorted([verified["full"], *verified["ranks"]], key=lambda row: row["rank"])
+    line = [(row["rank"], row["accuracy"]) for row in rows]
+    band = [(row["rank"], row["low"], row["high"]) for row in rows]
+    drawn = charts.line_chart(
+        [Series("held-out accuracy", 0, line, band, dots=True)], label="held-out accuracy by rank",
+        x_title="rank kept", unit="%", limits=(0.0, 1.0),
+    )  # fmt: skip
+    words = "the adapter compressed to each rank, without further training; band: 95 % interval over problems"
+    return figure("Held-out accuracy by rank", words, drawn)
 
 
 def settings_section(campaign: Campaign) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from retrain.campaign.manifest import MANIFEST, run_directory
@@ -14,11 +15,6 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory, publish_directory, read_json, read_jsonl, write_json
 from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
-
-WHAT_IT_MEANS = (
-    "A recommendation means: train at the source rank, then compress. By energy alone; check the compressed adapter "
-    "on held-out problems before relying on it. 95 % energy is a 22 % error of the weights."
-)
 
 
 def find_adapter(directory: Path) -> Path:
@@ -81,7 +77,7 @@ def analyse_adapter(
         "worst_module": result.worst_module,
         "rank_pattern": result.rank_pattern,
         "untrained": list(result.untrained),
-        "message": f"{result.reason}. {WHAT_IT_MEANS}" if result.recommended else result.reason,
+        "message": result.reason,
     }
 
 
@@ -180,7 +176,7 @@ def _retention(adapter: Path) -> dict[str, Any]:
 
 def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
-    rank that the TOML names, else to the recommended one, and that rank verified on the held-out problems.
+    rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
 
     ``folder`` is that of the TOML file."""
     settings = spec.config.squeeze
@@ -194,13 +190,11 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
     rank = settings.compress_to or analysis["recommended_rank"]
     if rank:
         out = Path(settings.output_path) if settings.output_path else directory / "squeeze" / f"rank_{rank}"
-        compressed = compress_adapter(adapter, rank, out)
-        analysis["compressed"] = str(compressed)
-        if settings.verify and spec.config.evaluation.problems >= 2:
-            from retrain.campaign.verify import verify_compression
-
-            where = directory / "squeeze" / "verification.json"
-            analysis["verified"] = verify_compression(spec, folder, adapter, compressed, where)
+        analysis["compressed"] = str(compress_adapter(adapter, rank, out))
+        if settings.verify != "off" and spec.config.evaluation.problems >= 2:
+            ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
+            smaller = sorted(ranks - {analysis["source_rank"]})
+            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank])
     write_json(directory / "squeeze" / "analysis.json", analysis)
     if spec.config.logging.wandb:
         context = RunContext(
@@ -213,3 +207,12 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
         )
         log_squeeze_analysis(context, directory, analysis)
     return analysis
+
+
+def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int]) -> dict[str, Any]:
+    """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``."""
+    from retrain.campaign.verify import verify_ranks
+
+    with TemporaryDirectory(dir=directory / "squeeze") as aside:
+        smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
+        return verify_ranks(spec, folder, adapter, smaller, directory / "squeeze" / "verification.json")

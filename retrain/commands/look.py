@@ -31,7 +31,7 @@ CAMPAIGN_FILES = (
     ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
     ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
-    ("squeeze/verification.json", "held-out accuracy at that rank beside the full adapter, paired by problem"),
+    ("squeeze/verification.json", "held-out accuracy at every rank beside the full adapter, paired by problem"),
     ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     ("config.json", "every key as it was resolved, package versions, git revision"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
@@ -157,6 +157,7 @@ def print_costs(specs: list[Any]) -> None:
         f" {one.evaluation_completions:,} completions for held-out evaluation"
     )
     print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
+    print_squeeze_plan(config)
     if architecture is None or one.memory is None or one.cache is None or one.adapter_parameters is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
@@ -177,6 +178,20 @@ def print_costs(specs: list[Any]) -> None:
         alone = sum(estimate_run(spec.config, architecture, there).seconds or 0 for spec in specs)
         print(f"              {told_time(specs, alone, architecture, there)}")
     print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
+
+
+def print_squeeze_plan(config: Any) -> None:
+    """Print what is done about the rank after the first run, and how many answers that takes."""
+    squeeze, evaluation = config.squeeze, config.evaluation
+    if not squeeze.enabled:
+        return
+    told = f"after the first run: which rank up to {config.model.lora_rank} keeps enough energy"
+    if squeeze.verify != "off" and evaluation.problems >= 2:
+        tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
+        evaluated = 2 + (tabulated if squeeze.verify == "all" else 0)  # the full adapter and the recommended rank
+        answers = evaluated * evaluation.problems * evaluation.samples
+        told += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
+    print(f"squeeze       {told}")
 
 
 DAY = 86_400.0

@@ -58,7 +58,7 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    """The rank table and the line that names the recommended rank."""
+    """The rank table with what it comes to, and where the compressed adapter is."""
     from rich.console import Console
 
     from retrain.record import tables
@@ -67,10 +67,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         print(tables.squeeze_text(report))
     else:
         Console().print(tables.squeeze_table(report))
-    if report["recommended_rank"] is not None:
-        print(f"recommended rank: {report['recommended_rank']} of {report['source_rank']}")
-    if report.get("verified"):
-        print(report["verified"]["sentence"])
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
 
