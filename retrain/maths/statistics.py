@@ -277,18 +277,28 @@ class PairedComparison:
 
 
 def paired_comparison(
-    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95
+    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95, resolution: float = 0.0
 ) -> PairedComparison:
-    """Compare two conditions over the same seeds, in the same order. Raises ValueError for lists that do not pair."""
+    """Compare two conditions over the same seeds, in the same order; ``resolution`` is that of their results, see
+    ``difference_error``. Raises ValueError for lists that do not pair."""
     x, y = _pairs(a, b)
     d = x - y
     n, mean = len(d), float(d.mean())
     low = high = None
     if n > 1:
-        reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
+        reach = _t_quantile(level, n - 1) * difference_error(d, resolution)
         low, high = mean - reach, mean + reach
     p = sign_flip_p(d) if n <= EXACT_SIGN_FLIP_PAIRS else sampled_sign_flip_p(d)
     return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
+
+
+def difference_error(differences: np.ndarray, resolution: float = 0.0) -> float:
+    """Standard error of the mean of two or more paired differences.
+
+    Results on a scale with steps of ``resolution``, 1/(problems × samples) for an accuracy, are known up to rounding:
+    differences vary by step/√6 at least, that of two rounded numbers, so that equal ones prove no more than they can.
+    """
+    return max(float(differences.std(ddof=1)), resolution / math.sqrt(6.0)) / math.sqrt(len(differences))
 
 
 def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
@@ -311,17 +321,18 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def tost_p(differences: Sequence[float] | np.ndarray, margin: float) -> float:
+def tost_p(differences: Sequence[float] | np.ndarray, margin: float, resolution: float = 0.0) -> float:
     """p-value of equivalence: the larger of two one-sided t tests that the mean difference lies within ±margin.
 
-    Small p says "no difference larger than margin". Raises ValueError for fewer than 2 pairs or margin ≤ 0.
+    Small p says "no difference larger than margin"; ``resolution`` as in ``difference_error``. Raises ValueError for
+    fewer than 2 pairs or margin ≤ 0.
     """
     from scipy.special import stdtr
 
     d = _vector(differences, "differences")
     if len(d) < 2 or not margin > 0.0:
         raise ValueError(f"equivalence needs at least 2 pairs and a margin > 0: got {len(d)} and {margin}")
-    mean, error = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d))
+    mean, error = float(d.mean()), difference_error(d, resolution)
     if error == 0.0:
         return 0.0 if abs(mean) < margin else 1.0
     freedom = len(d) - 1

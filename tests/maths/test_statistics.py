@@ -256,3 +256,15 @@ def test_these_modules_load_without_torch_or_scipy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_equal_differences_prove_no_more_than_the_scale_of_the_results_can():
+    same = [0.5] * 8
+    assert paired_comparison(same, same).high == 0.0
+    found = paired_comparison(same, same, resolution=0.01)
+    reach = stats.t.ppf(0.975, 7) * 0.01 / 6**0.5 / 8**0.5
+    assert (found.low, found.high) == pytest.approx((-reach, reach))
+    assert tost_p(np.zeros(8), 0.001, resolution=0.01) > 0.05 > tost_p(np.zeros(8), 0.02, resolution=0.01)
+    rounded = np.random.default_rng(0).uniform(size=(2, 200_000)).round(2)
+    exact = np.random.default_rng(0).uniform(size=(2, 200_000))
+    assert np.std((rounded - exact)[0] - (rounded - exact)[1]) == pytest.approx(0.01 / 6**0.5, rel=0.01)
