@@ -11,16 +11,13 @@ and the run's keys and values; next to it the peak of a run alone, which shows t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import workload
-from sides import HERE, Side, bar, medians, take_turns
+from commandline import bar, opened, parser_of, publish, table, with_verdicts
+from sides import HERE, Side, medians, take_turns
 from workload import Setting
 
 LANES = 5
@@ -63,19 +60,19 @@ def run(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        "| setting | five lanes: sampling + update s | one after another s | decode | update | campaign "
-        "| lanes MiB | one run MiB | base + 5 runs' own MiB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+def report(results: dict[str, dict[str, Any]], device: str) -> str:
+    """Markdown: the table and the verdicts."""
+    rows = []
     for setting, r in results.items():
         m = r["memory"]
         seconds = [f"{r[way]['sampling_s']:.2f} + {r[way]['update_s']:.2f}" for way in ("lanes", "alone")]
         ratios = [f"{r[part]:.2f}×" for part in ("decode", "update", "campaign")]
-        sizes = [f"{m[part]:.0f}" for part in ("lanes_mib", "alone_mib", "must_mib")]
-        lines.append("| " + " | ".join([setting, *seconds, *ratios, *sizes]) + " |")
-    return "\n".join(lines)
+        rows.append(
+            [setting, *seconds, *ratios, *(f"{m[part]:.0f}" for part in ("lanes_mib", "alone_mib", "must_mib"))]
+        )
+    head = ["setting", "five lanes: sampling + update s", "one after another s", "decode", "update", "campaign"]
+    head += ["lanes MiB", "one run MiB", "base + 5 runs' own MiB"]
+    return with_verdicts(table(head, rows), verdicts(results, device))
 
 
 def verdicts(results: dict[str, dict[str, Any]], device: str) -> list[str]:
@@ -94,31 +91,18 @@ def verdicts(results: dict[str, dict[str, Any]], device: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, f"on cuda, settings {','.join(GPU_SETTINGS)}")
     parser.add_argument("--settings", help=f"comma-separated SHAPExTOKENS; default {','.join(SETTINGS)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
-    parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
-    parser.add_argument("--gpu", action="store_true", help=f"on cuda, settings {','.join(GPU_SETTINGS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
-    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     names = options.settings.split(",") if options.settings else list(GPU_SETTINGS if options.gpu else SETTINGS)
     if options.quick:
         names, options.repeats = (names if options.settings else ["tinyx8"]), 1
-    options.device = "cuda" if options.gpu else "cpu"
-    with tempfile.TemporaryDirectory() as temporary:
-        options.models = options.models or Path(temporary)
+    with opened(options):
         results = {name: run(Setting.parse(name), options) for name in names}
-    text = workload.with_verdicts(table(results), verdicts(results, options.device))
-    print(text)
-    if options.record:
-        workload.record("campaign on a GPU" if options.gpu else "campaign", text)
-    if options.json:
-        content = {"threads": options.threads, "repeats": options.repeats, "settings": results}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    text = report(results, options.device)
+    publish(options, "campaign", text, {"repeats": options.repeats, "settings": results})
 
 
 if __name__ == "__main__":

@@ -16,15 +16,13 @@ row, 8 and 32 tokens long; nothing else is fitted.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import workload
+from commandline import DOCS, opened, parser_of, publish, table
 from ours import cohort
 from plots import Series, write_plot
 from workload import ALPHA, SHAPES, Setting, Shape
@@ -166,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     run = Case(lanes=1, group=8, new_tokens=64, prompts=8)
     one, five = (predicted(shape, replace(run, lanes=n), machine, step, call) for n in (1, 5))
     constants = {"five_lanes_gain": 5 * one / five, "step_s": step, "call_s": call} | asdict(machine)
-    return {"shape": options.shape, "threads": options.threads, "constants": constants, "grid": grid, "axes": axes}
+    return {"shape": options.shape, "constants": constants, "grid": grid, "axes": axes}
 
 
 def report(found: dict[str, Any], device: str) -> str:
@@ -176,18 +174,17 @@ def report(found: dict[str, Any], device: str) -> str:
         f"{1e3 * c['step_s']:.2f} ms per step and {1e3 * c['call_s']:.1f} ms per call besides. "
         f"Predicted gain of five lanes of 8 × 8 sequences and 64 tokens: {c['five_lanes_gain']:.2f}×.",
         "",
-        "| lanes | group | rows | tokens/s | measured ms/step | predicted | roofline | share of the roofline |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    head = ("lanes", "group", "rows", "tokens/s", "measured ms/step", "predicted", "roofline", "share of the roofline")
+    rows = []
     for p in found["grid"]:
         case = Case(**p["case"])
         ms = [f"{1e3 * p[key] / case.new_tokens:.2f}" for key in ("measured_s", "predicted_s", "roofline_s")]
-        lines.append(
-            f"| {case.lanes} | {case.group} | {case.rows} | {p['tokens_per_s']:.0f} | {' | '.join(ms)} "
-            f"| {100 * p['share']:.0f} % |"
-        )
+        sizes = [f"{size:.0f}" for size in (case.lanes, case.group, case.rows, p["tokens_per_s"])]
+        rows.append([*sizes, *ms, f"{100 * p['share']:.0f} %"])
     best = max(p["share"] for p in found["grid"])
     lines += [
+        table(head, rows, left=0),
         "",
         f"Best share {100 * best:.0f} %" + (f" (bar ≥ {100 * BAR_GPU:.0f} % on a GPU)" if device == "cuda" else ""),
     ]
@@ -220,39 +217,24 @@ def draw(found: dict[str, Any], directory: Path, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="256")
+    parser = parser_of(__doc__, "on cuda, by default with the 1.7b shape")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="default 256")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
     parser.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw decode-<axis>.svg here; --record draws into docs/images"
     )
-    parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
-    parser.add_argument("--gpu", action="store_true", help="on cuda, by default with the 1.7b shape")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every point here")
-    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
-    options.device = "cuda" if options.gpu else "cpu"
-    if options.gpu and options.shape == "256":
-        options.shape = "1.7b"
+    options.shape = options.shape or ("tiny" if options.quick else "1.7b" if options.gpu else "256")
     if options.quick:
-        options.shape, options.repeats = "tiny", 1
+        options.repeats = 1
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as temporary:
-        options.models = options.models or Path(temporary)
+    with opened(options):
         found = measure(options)
-    text = report(found, options.device)
-    print(text)
-    if options.record:
-        draw(found, workload.DOCS / "images", options.device)
-        links = [f"![Cost by {label}](images/{plot_name(axis, options.device)})" for axis, (label, _) in AXES.items()]
-        text += "\n\n" + "\n".join(links)
-        workload.record("decode on a GPU" if options.gpu else "decode", text)
-    if options.plots:
-        draw(found, options.plots, options.device)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    images = options.plots or (DOCS / "images" if options.record else None)
+    if images:
+        draw(found, images, options.device)
+    links = [f"![Cost by {label}](images/{plot_name(axis, options.device)})" for axis, (label, _) in AXES.items()]
+    publish(options, "decode", report(found, options.device), found, "\n".join(links))
 
 
 if __name__ == "__main__":

@@ -137,8 +137,7 @@ def main() -> None:
     sys.stdout = sys.stderr
     if options.threads:
         torch.set_num_threads(options.threads)
-    import peft  # noqa: F401 - what every run imports is not memory of the run
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - what every run imports is not memory of the run
 
     imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts
     setting, conditions = Setting.parse(options.serve), FIVE[options.first : options.first + options.runs]

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import workload
+from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from ours import toml
-from sides import HERE, bar
+from sides import HERE
 from workload import Setting
 
 BAR_OVERHEAD, BAR_STARTUP = 0.05, 1.3
@@ -98,7 +99,7 @@ def shares(steps: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]]:
     return found
 
 
-def overhead(options: argparse.Namespace) -> dict[str, Any]:
+def overhead(options: argparse.Namespace) -> None:
     setting = Setting.parse(options.setting)
     with tempfile.TemporaryDirectory() as temporary:
         run, _, _ = train(Path(temporary), setting, options.models, options.steps + 2, options.threads)
@@ -108,14 +109,13 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
     share = workload.median([step["other"] / step["total"] for step in steps])
     rest = mid["total"] - mid["model"] - sum(mid[name] for name in names)
     parts = {"sampling and update": mid["model"]} | {name: mid[name] for name in names} | {"between the spans": rest}
-    lines = ["| part | ms per step | share |", "|---|--:|--:|"]
-    lines += [f"| {part} | {1e3 * s:.1f} | {100 * s / mid['total']:.2f} % |" for part, s in parts.items()]
+    lines = [(part, f"{1e3 * s:.1f}", f"{100 * s / mid['total']:.2f} %") for part, s in parts.items()]
     label = f"{setting.name}: {100 * share:.2f} % is not sampling or update (bar ≤ {100 * BAR_OVERHEAD:.0f} %)"
-    tell("overhead", lines, bar(label, share <= BAR_OVERHEAD), options)
-    return {"setting": setting.name, "share": share, "steps": steps}
+    text = with_verdicts(table(("part", "ms per step", "share"), lines), [bar(label, share <= BAR_OVERHEAD)])
+    publish(options, "overhead", text, {"setting": setting.name, "share": share, "steps": steps})
 
 
-def startup(options: argparse.Namespace) -> dict[str, Any]:
+def startup(options: argparse.Namespace) -> None:
     setting = Setting(options.setting.rpartition("x")[0], 1, prompts=1, samples=2)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -131,42 +131,25 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
     mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
     ratio = workload.median([row["first_token_s"] / row["imports_s"] for row in rows])
     lines = [
-        "| | s | processor s |",
-        "|---|--:|--:|",
-        f"| importing torch, transformers and peft | {mid['imports_s']:.2f} | {mid['imports_cpu_s']:.2f} |",
-        f"| start to first token of `retrain train` | {mid['first_token_s']:.2f} | {mid['cpu_s']:.2f} to its end |",
+        ("importing torch, transformers and peft", f"{mid['imports_s']:.2f}", f"{mid['imports_cpu_s']:.2f}"),
+        ("start to first token of `retrain train`", f"{mid['first_token_s']:.2f}", f"{mid['cpu_s']:.2f} to its end"),
     ]
     label = f"first token after {ratio:.2f}× the time of the imports (bar ≤ {BAR_STARTUP})"
-    tell("start-up", lines, bar(label, ratio <= BAR_STARTUP), options)
-    return {"setting": setting.name, "ratio": ratio, "turns": rows}
-
-
-def tell(name: str, lines: list[str], verdict: str, options: argparse.Namespace) -> None:
-    text = workload.with_verdicts("\n".join(lines), [verdict])
-    print(text)
-    if options.record:
-        workload.record(name, text)
+    text = with_verdicts(table(("", "s", "processor s"), lines), [bar(label, ratio <= BAR_STARTUP)])
+    publish(options, "start-up", text, {"setting": setting.name, "ratio": ratio, "turns": rows})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--setting", default="512x64", help="SHAPExTOKENS")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--startup", action="store_true", help="measure start-up instead")
     parser.add_argument("--repeats", type=int, default=5, help="of --startup")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
-    parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
-    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
     options = parser.parse_args()
     if options.quick:
         options.setting, options.steps, options.repeats = "tinyx8", 2, 1
-    with tempfile.TemporaryDirectory() as temporary:
-        options.models = options.models or Path(temporary)
-        found = startup(options) if options.startup else overhead(options)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    with opened(options):
+        (startup if options.startup else overhead)(options)
 
 
 if __name__ == "__main__":

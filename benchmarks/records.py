@@ -11,9 +11,6 @@ with the default `rollouts_every = 10`.
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ours
-from sides import bar
+from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from workload import Setting
 
 from retrain.record.recorder import RunRecorder
@@ -86,27 +83,21 @@ def measure(setting: Setting, models: Path, steps: int) -> list[dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--setting", default="256x64", help="SHAPExTOKENS")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
-    parser.add_argument("--quick", action="store_true", help="a toy shape, few steps: does everything work?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
     options = parser.parse_args()
     if options.quick:
         options.setting, options.steps = "tinyx8", 3
-    with tempfile.TemporaryDirectory() as temporary:
-        rows = measure(Setting.parse(options.setting), options.models or Path(temporary), options.steps)
+    with opened(options):
+        rows = measure(Setting.parse(options.setting), options.models, options.steps)
     mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
     share = (mean["making"] + mean["writing"]) / mean["step"]
-    print("| | processor ms per step | share |\n|---|--:|--:|")
-    for key, words in (("step", "the whole step"), ("making", "making the row"), ("writing", "writing, on its thread")):
-        print(f"| {words} | {1e3 * mean[key]:.1f} | {100 * mean[key] / mean['step']:.2f} % |")
-    print(bar(f"{options.setting}: records take {100 * share:.2f} % (bar ≤ {100 * BAR:.0f} %)", share <= BAR))
-    if options.json:
-        options.json.write_text(
-            json.dumps({"setting": options.setting, "share": share, "steps": rows}, indent=1) + "\n"
-        )
+    words = {"step": "the whole step", "making": "making the row", "writing": "writing, on its thread"}
+    lines = [(words[key], f"{1e3 * mean[key]:.1f}", f"{100 * mean[key] / mean['step']:.2f} %") for key in words]
+    label = f"{options.setting}: records take {100 * share:.2f} % (bar ≤ {100 * BAR:.0f} %)"
+    text = with_verdicts(table(("", "processor ms per step", "share"), lines), [bar(label, share <= BAR)])
+    publish(options, "records", text, {"setting": options.setting, "share": share, "steps": rows})
 
 
 if __name__ == "__main__":

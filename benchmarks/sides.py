@@ -93,8 +93,3 @@ def medians(steps: Sequence[Measured]) -> dict[str, float]:
     found["step_s"] = workload.median([m.sampling_s + m.update_s for m in steps])
     found["step_cpu_s"] = workload.median([m.sampling_cpu_s + m.update_cpu_s for m in steps])
     return found | {"peak_mib": steps[-1].peak_mib}
-
-
-def bar(label: str, met: bool) -> str:
-    """A line that says whether a bar was met."""
-    return f"{label}: {'met' if met else 'missed'}"

@@ -1,11 +1,12 @@
 """One RL step, side by side: retrain, the limit, TRL's GRPOTrainer and retrain 0.3.0, on equal work.
 
     python benchmarks/step.py --only ours,limit
-    python benchmarks/step.py --trl-python ENVS/trl/bin/python --retrain03-python ENVS/retrain03/bin/python
+    python benchmarks/step.py --envs ENVS
 
-Peers live in their own environments, made once with
+Every side lives in an environment of its own with nothing but what it needs, because what is installed besides shows in
+the memory (transformers imports scikit-learn where it is installed). They are made once with
 
-    python benchmarks/step.py --make-envs ENVS
+    python benchmarks/step.py --envs ENVS --make
 
 Each side is a process of its own that waits between its steps, so one works at a time; the sides take turns, step by
 step, after one step of warm-up each. Medians over ``--repeats`` steps; ``--json FILE`` keeps every step.
@@ -14,27 +15,29 @@ step, after one step of warm-up each. Medians over ``--repeats`` steps; ``--json
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import workload
-from sides import HERE, Side, bar, medians, take_turns
+from commandline import bar, opened, parser_of, publish, table, with_verdicts
+from sides import HERE, Side, medians, take_turns
 from workload import Measured, Setting
 
 SIDES = {"ours": "ours.py", "limit": "limit.py", "trl": "peer_trl.py", "retrain03": "peer_retrain03.py"}
 SETTINGS = ("256x64", "256x256", "512x64", "512x256")
 GPU_SETTINGS = ("1.7bx256",)
-PEERS = {"trl": ("trl", "peft"), "retrain03": ("retrain==0.3.0",)}
+ENVIRONMENTS = {
+    "ours": ("-c", HERE.parent / "constraints.txt", HERE.parent),
+    "trl": ("trl", "peft"),
+    "retrain03": ("retrain==0.3.0",),
+}
+"""What is installed for a side, after torch; ours and the limit share one, or run in the one that runs this."""
 BAR_LIMIT, BAR_TRL, BAR_RETRAIN03 = 1.15, 1.2, 3.5
 
 
-def run(setting: Setting, pythons: dict[str, str], options: argparse.Namespace) -> dict[str, list[Measured]]:
+def run(setting: Setting, pythons: dict[str, Path], options: argparse.Namespace) -> dict[str, list[Measured]]:
     """The measured steps of every side at one setting."""
     workload.model_directory(options.models, setting.shape)
     sides: list[Side] = []
@@ -49,22 +52,18 @@ def run(setting: Setting, pythons: dict[str, str], options: argparse.Namespace) 
     return {side.name: side.steps for side in sides}
 
 
-def table(results: dict[str, dict[str, list[Measured]]]) -> str:
-    """Markdown: seconds of each side, and how many times the limit ours is, and the peers are ours."""
-    lines = [
-        "| setting | side | sampling s | update s | step s | processor s | tokens | peak MiB | to ours |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+def report(results: dict[str, dict[str, list[Measured]]]) -> str:
+    """Markdown: seconds of each side and how many times ours they are, then the verdicts."""
+    rows = []
     for setting, sides in results.items():
         ours = medians(sides["ours"])["step_s"] if "ours" in sides else None
         for name, steps in sides.items():
             m = medians(steps)
+            seconds = [f"{m[key]:.2f}" for key in ("sampling_s", "update_s", "step_s", "step_cpu_s")]
             ratio = f"{m['step_s'] / ours:.2f}×" if ours else ""
-            lines.append(
-                f"| {setting} | {name} | {m['sampling_s']:.2f} | {m['update_s']:.2f} | {m['step_s']:.2f} "
-                f"| {m['step_cpu_s']:.2f} | {m['tokens']:.0f} | {m['peak_mib']:.0f} | {ratio} |"
-            )
-    return "\n".join(lines)
+            rows.append([setting, name, *seconds, f"{m['tokens']:.0f}", f"{m['peak_mib']:.0f}", ratio])
+    head = ("setting", "side", "sampling s", "update s", "step s", "processor s", "tokens", "peak MiB", "to ours")
+    return with_verdicts(table(head, rows, left=2), verdicts(results))
 
 
 def verdicts(results: dict[str, dict[str, list[Measured]]]) -> list[str]:
@@ -89,65 +88,58 @@ def verdicts(results: dict[str, dict[str, list[Measured]]]) -> list[str]:
 
 
 def make_environments(root: Path) -> None:
-    """A virtual environment per peer under ``root``, torch first, so that all sides have this one's version."""
+    """The environments of all sides under ``root``, torch first, so that all have this one's version."""
     import torch
 
     version = torch.__version__.partition("+")[0]
-    for name, packages in PEERS.items():
+    for name, packages in ENVIRONMENTS.items():
         subprocess.run([sys.executable, "-m", "venv", root / name], check=True)
         pip = [root / name / "bin" / "python", "-m", "pip", "install"]
         subprocess.run([*pip, f"torch=={version}"], check=True)
         subprocess.run([*pip, *packages], check=True)
-        print(f"--{name}-python {root / name / 'bin' / 'python'}")
+
+
+def python_of(side: str, envs: Path | None) -> Path | None:
+    """The interpreter of a side; None when it has no environment."""
+    name = side if side in ENVIRONMENTS else "ours"
+    made = None if envs is None else envs / name / "bin" / "python"
+    if made is not None and made.is_file():
+        return made
+    return Path(sys.executable) if name == "ours" else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, f"on cuda, settings {','.join(GPU_SETTINGS)}")
     parser.add_argument("--settings", help=f"comma-separated SHAPExTOKENS; default {','.join(SETTINGS)}")
     parser.add_argument("--only", help=f"comma-separated sides of {','.join(SIDES)}; default: all with an environment")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--trl-python", metavar="PYTHON", help="python of an environment with trl and peft")
-    parser.add_argument("--retrain03-python", metavar="PYTHON", help="python of an environment with retrain 0.3.0")
-    parser.add_argument("--make-envs", type=Path, metavar="DIR", help="make the peers' environments here and end")
-    parser.add_argument("--models", type=Path, help="keep the random-weight models here")
-    parser.add_argument("--quick", action="store_true", help="a toy shape, one repeat: does everything work?")
-    parser.add_argument("--gpu", action="store_true", help=f"on cuda, settings {','.join(GPU_SETTINGS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
-    parser.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
+    parser.add_argument("--envs", type=Path, metavar="DIR", help="where the environments of the sides lie")
+    parser.add_argument("--make", action="store_true", help="make these environments and end")
     options = parser.parse_args()
-    if options.make_envs:
-        make_environments(options.make_envs)
+    if options.make:
+        if options.envs is None:
+            parser.error("--make needs --envs DIR")
+        make_environments(options.envs)
         return
     names = options.settings.split(",") if options.settings else list(GPU_SETTINGS if options.gpu else SETTINGS)
     if options.quick:
         names, options.repeats = (names if options.settings else ["tinyx8"]), 1
-    options.device = "cuda" if options.gpu else "cpu"
-    if options.gpu:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise SystemExit("--gpu: torch sees no GPU here")
-    here = {"ours": sys.executable, "limit": sys.executable}
-    pythons = here | {"trl": options.trl_python, "retrain03": options.retrain03_python}
-    wanted = options.only.split(",") if options.only else [name for name, python in pythons.items() if python]
-    for name in wanted:
-        if not pythons.get(name):
-            raise SystemExit(f"{name} needs --{name}-python, or is no side: {', '.join(SIDES)}")
-    with tempfile.TemporaryDirectory() as temporary:
-        options.models = options.models or Path(temporary)
-        chosen = {name: pythons[name] for name in SIDES if name in wanted}
-        results = {name: run(Setting.parse(name), chosen, options) for name in names}
-    text = workload.with_verdicts(table(results), verdicts(results))
-    print(text)
-    if options.record:
-        workload.record("step on a GPU" if options.gpu else "step", text)
-    if options.json:
-        content: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "settings": {}}
-        for setting, sides in results.items():
-            content["settings"][setting] = {name: [asdict(m) for m in steps] for name, steps in sides.items()}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    found = {side: python_of(side, options.envs) for side in SIDES}
+    wanted = options.only.split(",") if options.only else [side for side, python in found.items() if python]
+    for side in wanted:
+        if side not in SIDES:
+            raise SystemExit(f"{side} is no side: {', '.join(SIDES)}")
+        if found[side] is None:
+            raise SystemExit(f"{side} has no environment: --envs DIR, made with --make")
+    pythons = {side: python for side, python in found.items() if side in wanted and python}
+    with opened(options):
+        results = {name: run(Setting.parse(name), pythons, options) for name in names}
+    steps = {
+        setting: {name: [asdict(m) for m in measured] for name, measured in sides.items()}
+        for setting, sides in results.items()
+    }
+    publish(options, "step", report(results), {"repeats": options.repeats, "settings": steps})
 
 
 if __name__ == "__main__":

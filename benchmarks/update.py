@@ -1,33 +1,54 @@
 """One update beside the limit's: processor time of one thread, the two in turn, medians.
 
-    OMP_NUM_THREADS=1 python benchmarks/update.py 256x64 [--profile] [--ragged] [--dtype bfloat16] [--micro 2048]
+    OMP_NUM_THREADS=1 python benchmarks/update.py [--setting 256x64] [--only plain] [--micro 1024] [--profile]
 
 The work is that of ``benchmarks/step.py`` (see ``workload.py``), of which ``limit.py`` is the other side; sampling is
-left out, so completions are random tokens. ``--ragged`` draws their lengths (a quarter of the asked number up to all of
-it), ``--entropy`` adds an entropy bonus, ``--autocast`` runs matrix products in bfloat16: ours alone then, since the
-limit knows none of these. Prints one JSON line, with ``--profile`` followed by torch's profile of one update.
+left out, so completions are random tokens. The variants are ``plain``; ``ragged``, with lengths drawn from a quarter of
+the asked number to all of it; ``entropy``, with an entropy bonus; ``autocast``, with matrix products in bfloat16; and
+``bfloat16``, with the whole base in it. The limit knows ``plain`` alone. ``--profile`` prints torch's profile of one
+update of each variant.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import workload
+from commandline import opened, parser_of, publish, table
 from limit import Limit
 from workload import ALPHA, LR, RANK, SHAPES, Setting
 
 from retrain.policy import Denominators, Lanes, LossSettings, TrainSequence, load_base, new_optimizer, train_step
 from retrain.policy.update import default_token_budget
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table; ``repeats`` are those of a row that is slow where bfloat16 is."""
+
+    what: str
+    ragged: bool = False
+    entropy: bool = False
+    autocast: bool = False
+    dtype: str = "float32"
+    repeats: int | None = None
+
+
+VARIANTS = {
+    "plain": Variant("fp32"),
+    "ragged": Variant("completions of a quarter to all of the tokens", ragged=True),
+    "entropy": Variant("with an entropy bonus", entropy=True),
+    "autocast": Variant("products in bf16", autocast=True, repeats=2),
+    "bfloat16": Variant("base in bf16", dtype="bfloat16", repeats=2),
+}
 
 
 def completions(setting: Setting, ragged: bool) -> list[list[int]]:
@@ -40,9 +61,11 @@ def completions(setting: Setting, ragged: bool) -> list[list[int]]:
     ]
 
 
-def ours(directory: Path, setting: Setting, rows: list[list[int]], options: Any) -> Callable[[], Any]:
+def ours(
+    directory: Path, setting: Setting, rows: list[list[int]], variant: Variant, micro: int = 0
+) -> Callable[[], Any]:
     """A function that makes one update with ``train_step``."""
-    base = load_base(str(directory), devices="cpu", dtype=options.dtype)
+    base = load_base(str(directory), devices="cpu", dtype=variant.dtype)
     lanes = Lanes(base)
     adapter = lanes.new_adapter(RANK, ALPHA).initialise("benchmark")
     optimizer = new_optimizer(adapter, LR, (0.9, 0.999), 1e-8, 0.0)
@@ -59,12 +82,12 @@ def ours(directory: Path, setting: Setting, rows: list[list[int]], options: Any)
     ]
     totals = Denominators(sum(len(ids) for ids in rows), len(rows))
     settings = LossSettings(
-        micro_batch_tokens=options.micro or default_token_budget(base),
-        entropy_coef=0.01 if options.entropy else 0.0,
+        micro_batch_tokens=micro or default_token_budget(base),
+        entropy_coef=0.01 if variant.entropy else 0.0,
     )
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16) if options.autocast else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16) if variant.autocast else nullcontext():
             train_step(base, lanes, adapter, optimizer, sequences, settings, totals, LR)
 
     return step
@@ -77,49 +100,69 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - begin
 
 
-def main() -> None:
-    """Measure one setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", help="SHAPExTOKENS, as in step.py")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--micro", type=int, default=0, help="tokens of our micro-batches; 0: what training takes")
-    parser.add_argument("--ragged", action="store_true")
-    parser.add_argument("--entropy", action="store_true")
-    parser.add_argument("--autocast", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    setting, work = Setting.parse(options.setting), dict[str, Callable[[], Any]]()
-    rows = completions(setting, options.ragged)
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = workload.model_directory(Path(temporary), setting.shape)
-        work["ours"] = ours(directory, setting, rows, options)
-        if not (options.ragged or options.entropy or options.autocast or options.dtype != "float32"):
-            limit = Limit(directory, SHAPES[setting.shape], torch.float32)
-            limit.use_threads(1, split=False)
-            prompts = [ids for ids in workload.prompt_ids(setting) for _ in range(setting.samples)]
-            tokens = torch.tensor([[*a, *b] for a, b in zip(prompts, rows, strict=True)])
-            sampled = torch.full((setting.rows, setting.new_tokens), -float(np.log(SHAPES[setting.shape].vocab)))
-            with torch.no_grad():
-                for layer in limit.layers:
-                    for product in layer.values():
-                        product.merge()
-            work["limit"] = lambda: limit.update(setting, tokens, sampled)
-        seconds: dict[str, list[float]] = {name: [] for name in work}
-        for _ in range(options.repeats + 1):
-            for name, step in work.items():
-                seconds[name].append(cpu_seconds(step))
-    medians = {name: workload.median(values[1:]) for name, values in seconds.items()}
-    result: dict[str, Any] = {**vars(options), "cpu_s": {name: round(value, 3) for name, value in medians.items()}}
-    result["best_s"] = {name: round(min(values[1:]), 3) for name, values in seconds.items()}
-    if "limit" in medians:
-        result["ours_over_limit"] = round(medians["ours"] / medians["limit"], 3)
-    print(json.dumps(result))
+def limit(directory: Path, setting: Setting, rows: list[list[int]]) -> Callable[[], Any]:
+    """A function that makes one update of the limit's, with one thread."""
+    side = Limit(directory, SHAPES[setting.shape], torch.float32)
+    side.use_threads(1, split=False)
+    prompts = [ids for ids in workload.prompt_ids(setting) for _ in range(setting.samples)]
+    tokens = torch.tensor([[*a, *b] for a, b in zip(prompts, rows, strict=True)])
+    sampled = torch.full((setting.rows, setting.new_tokens), -float(np.log(SHAPES[setting.shape].vocab)))
+    with torch.no_grad():
+        for layer in side.layers:
+            for product in layer.values():
+                product.merge()
+    return lambda: side.update(setting, tokens, sampled)
+
+
+def measure(setting: Setting, name: str, options: Any) -> dict[str, list[float]]:
+    """Processor seconds of every update of each side."""
+    variant, directory = VARIANTS[name], workload.model_directory(options.models, setting.shape)
+    rows = completions(setting, variant.ragged)
+    work = {"ours": ours(directory, setting, rows, variant, options.micro)}
+    if name == "plain":
+        work["limit"] = limit(directory, setting, rows)
+    seconds: dict[str, list[float]] = {side: [] for side in work}
+    for turn in range(1 + min(options.repeats, variant.repeats or options.repeats)):
+        for side, step in work.items():
+            took = cpu_seconds(step)
+            if turn:
+                seconds[side].append(took)
     if options.profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             work["ours"]()
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))
+    return seconds
+
+
+def report(found: dict[str, dict[str, list[float]]]) -> str:
+    """Markdown: one row for each variant."""
+    rows = []
+    for name, seconds in found.items():
+        mid = {side: workload.median(values) for side, values in seconds.items()}
+        ratio = f"{mid['ours'] / mid['limit']:.2f}×" if "limit" in mid else ""
+        rows.append(
+            [VARIANTS[name].what, *(f"{mid[side]:.2f}" if side in mid else "" for side in ("limit", "ours")), ratio]
+        )
+    return table(("update", "limit", "ours", "ours to limit"), rows)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--setting", default="256x64", help="SHAPExTOKENS, as in step.py")
+    parser.add_argument("--only", help=f"comma-separated variants of {','.join(VARIANTS)}; default: all")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--micro", type=int, default=0, help="tokens of our micro-batches; 0: what training takes")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.setting, options.repeats = "tinyx8", 1
+    torch.set_num_threads(1)
+    setting = Setting.parse(options.setting)
+    with opened(options):
+        found = {
+            name: measure(setting, name, options) for name in (options.only.split(",") if options.only else VARIANTS)
+        }
+    publish(options, "update", report(found), {"setting": setting.name, "cpu_s": found})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Nothing heavy is imported at the top: peers load this file from their own enviro
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import resource
 import sys
@@ -24,7 +22,6 @@ from typing import Any
 
 RANK, ALPHA, LR = 16, 32, 1e-4
 PAD = 0
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 MICRO_TOKENS = 1536
 """Tokens of a micro-batch on a CPU: the fastest of 192 to 1,536 measured at hidden 256, for the limit and for TRL."""
 
@@ -240,31 +237,3 @@ def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def with_verdicts(table: str, lines: Sequence[str]) -> str:
-    """A table with a list of verdicts below it, in Markdown."""
-    return "\n".join([table, "", *(f"- {line}" for line in lines)])
-
-
-def record(name: str, text: str) -> None:
-    """Put what a benchmark printed into docs/performance.md, between the marks of its name, with the machine."""
-    page = DOCS / "performance.md"
-    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"<!-- end of {name} -->\n")
-    if not (begin and end):
-        raise SystemExit(f"{page.name} has no marks for {name}")
-    page.write_text(f"{before}{begin}{text.strip()}\n\n{machine()}\n{end}{after}", encoding="utf-8")
-
-
-def machine() -> str:
-    """One line: processor (or GPU), cores, torch."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = f"{cores} cores of {models[0] if models else platform.processor() or platform.machine()}"
-    if torch.cuda.is_available():
-        name = f"{torch.cuda.get_device_name()}, {name}"
-    return f"*{name}; torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}.*"

@@ -10,6 +10,7 @@ from typing import Any
 
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
 from retrain.policy.base import BaseModel
+from retrain.policy.memory import cache_bytes, head_size
 
 
 def decode_work(base: BaseModel) -> DecodeWork | None:
@@ -19,22 +20,18 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
     if model is None:
         return None
     config = model.config.get_text_config()
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    sizes = [getattr(config, name, None) for name in names]
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     if not all(sizes) or any(experts):
         return None
-    layers, heads, hidden = (int(size or 0) for size in sizes)
-    head = int(getattr(config, "head_dim", None) or hidden // heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in model.parameters())
-    width = base.dtype.itemsize
     return DecodeWork(
         parameters=parameters - (0 if inputs is outputs else inputs.numel()),
-        parameter_bytes=width,
-        operations_per_position=4 * layers * heads * head,  # a query with a key, a weight with a value
-        cache_bytes=2 * layers * kv_heads * head * width,
+        parameter_bytes=base.dtype.itemsize,
+        operations_per_position=4 * layers * heads * head_size(config),  # a query with a key, a weight with a value
+        cache_bytes=cache_bytes(base),
     )
 
 

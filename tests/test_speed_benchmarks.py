@@ -53,7 +53,7 @@ def test_a_step_is_compared_with_the_limit_on_equal_work(models, tmp_path):
 def test_a_side_that_is_not_there_is_refused(models):
     done = subprocess.run([sys.executable, BENCHMARKS / "step.py", "--only", "trl"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "trl needs --trl-python" in done.stderr
+    assert "trl has no environment: --envs DIR" in done.stderr
 
 
 def test_the_limit_is_the_same_model_and_the_same_gradient(models):
@@ -169,6 +169,15 @@ def test_the_roofline_counts_what_a_step_reads_and_computes(models):
     assert decode.roofline(shape, case, decode.Machine(1e9, 1.0, 4)) == pytest.approx(operations)
 
 
+def test_an_update_is_set_beside_the_limit(models, tmp_path):
+    file = tmp_path / "update.json"
+    out = script("update.py", "--quick", "--only", "plain,ragged", "--models", models, "--json", file)
+    assert "| ours to limit |" in out
+    found = json.loads(file.read_text())["cpu_s"]
+    assert {name: set(sides) for name, sides in found.items()} == {"plain": {"ours", "limit"}, "ragged": {"ours"}}
+    assert all(seconds > 0 for sides in found.values() for times in sides.values() for seconds in times)
+
+
 def test_overhead_is_read_from_a_real_run(models):
     out = script("overhead.py", "--quick", "--threads", 1, "--models", models)
     assert "| sampling and update |" in out
@@ -190,24 +199,24 @@ def test_overhead_counts_what_is_outside_sampling_and_update(models):
 
 @pytest.mark.parametrize("peer", ["trl", "retrain03"])
 def test_peers_do_the_same_work(peer, models, tmp_path):
-    python = os.environ.get(f"BENCHMARK_{peer.upper()}_PYTHON")
-    if not python:
-        pytest.skip(f"BENCHMARK_{peer.upper()}_PYTHON names no environment with the peer")
+    envs = os.environ.get("BENCHMARK_ENVS")
+    if not envs:
+        pytest.skip("BENCHMARK_ENVS names no directory made with step.py --make")
     file = tmp_path / "step.json"
-    script("step.py", "--quick", "--only", peer, f"--{peer}-python", python, "--models", models, "--json", file)
+    script("step.py", "--quick", "--only", peer, "--envs", envs, "--models", models, "--json", file)
     assert json.loads(file.read_text())["settings"]["tinyx8"][peer][0]["tokens"] == 8 * 8 * 8
 
 
 def test_every_benchmark_has_its_place_in_the_document(models):
-    import workload
+    import commandline
 
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    places = ["step", "campaign", "decode", "overhead", "start-up"]
+    places = ["step", "campaign", "decode", "update", "overhead", "start-up", "records"]
     for name in places + [f"{name} on a GPU" for name in places[:3]]:
         assert 0 < page.find(f"<!-- {name} -->\n") < page.find(f"<!-- end of {name} -->\n"), name
-    assert workload.machine().startswith("*")
+    assert commandline.machine().startswith("*")
     with pytest.raises(SystemExit, match="no marks"):
-        workload.record("nothing", "text")
+        commandline.record("nothing", "text")
 
 
 def test_records_cost_a_small_part_of_a_step(models, tmp_path):

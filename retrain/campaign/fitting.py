@@ -8,7 +8,7 @@ from retrain.campaign.plan import RunSpec
 from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import available_memory
+from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
 
 USABLE_SHARE = 0.85
 """Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
@@ -29,19 +29,15 @@ class DoesNotFit(Exception):
 def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> None:
     """Raise DoesNotFit when the adapters, optimizers and caches of these runs exceed the free memory beside the base,
     with the number of runs that do fit. Sizes are those of the layers that the adapters really have."""
-    config = base.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * head_dim * base.dtype.itemsize
     needs = []
     for spec in specs:
         training, rank = spec.config.training, spec.config.model.lora_rank
         weights = sum(rank * (shape.in_features + shape.out_features) for shape in lanes.shapes)
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + rows * training.max_tokens * cache)
+        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + rows * training.max_tokens * cache_bytes(base))
     # One sequence's update at a time is the least that has to fit beside the lanes.
     longest = max(spec.config.training.max_tokens for spec in specs)
-    update = longest * 20 * base.dtype.itemsize * config.num_hidden_layers * config.hidden_size
+    update = longest * kept_bytes(base)
     free = int(USABLE_SHARE * available_memory(base.device)) - update
     fitting, taken = 0, 0
     for need in needs:

@@ -26,6 +26,9 @@ OTHER_PROMPT_TOKENS = 128
 MICRO_BATCH_TOKENS = {"cpu": 2048, "gpu": 4096}
 """Assumed for ``micro_batch_tokens = "auto"``, which on a GPU takes what memory is free."""
 
+KEPT_NUMBERS = {"cpu": 24, "gpu": 40}
+"""Kept for the backward pass per layer and token of a micro-batch, in units of the hidden size."""
+
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 """Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
 
@@ -246,73 +249,92 @@ def evaluations(max_steps: int, eval_every: int, at_start: bool) -> int:
     return int(at_start) + between + 1
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
+    evaluation, of which there are ``evaluations`` after the start and, with ``at_start``, one before it."""
+
+    prompt: int
+    tokens: int
+    rows: int
+    steps: int
+    evaluated: int
+    evaluations: int
+    at_start: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt + self.tokens
+
+
+def work_of(config: Any) -> Work:
+    """The work of one resolved run configuration."""
+    training, evaluation = config.training, config.evaluation
+    evaluated = evaluation.problems * evaluation.samples
+    return Work(
+        prompt=PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
+        tokens=training.max_tokens,
+        rows=training.batch_size * training.group_size,
+        steps=training.max_steps,
+        evaluated=evaluated,
+        evaluations=evaluations(training.max_steps, training.eval_every, at_start=False) if evaluated else 0,
+        at_start=evaluation.at_start and evaluated > 0,
+    )
+
+
 def estimate_run(config: Any, architecture: Architecture | None, device: Device) -> Estimate:
     """Costs of one resolved run configuration."""
-    training, evaluation = config.training, config.evaluation
-    rows = training.batch_size * training.group_size
-    completions = training.max_steps * rows
-    eval_rows = evaluation.problems * evaluation.samples
-    eval_rounds = evaluations(training.max_steps, training.eval_every, evaluation.at_start) if eval_rows else 0
-    prompt = PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS)
+    work = work_of(config)
     counts = {
-        "prompt_tokens": prompt,
-        "completions": completions,
-        "completion_tokens": completions * training.max_tokens,
-        "evaluation_completions": eval_rounds * eval_rows,
+        "prompt_tokens": work.prompt,
+        "completions": work.steps * work.rows,
+        "completion_tokens": work.steps * work.rows * work.tokens,
+        "evaluation_completions": (work.at_start + work.evaluations) * work.evaluated,
     }
     if architecture is None:
         return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, cache=None, seconds=None)
 
     width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
-    length = prompt + training.max_tokens
-    asked = training.micro_batch_tokens
-    micro_batch = min(rows * length, MICRO_BATCH_TOKENS[device.kind] if asked == "auto" else asked)
+    asked = config.training.micro_batch_tokens
+    micro_batch = min(work.rows * work.length, MICRO_BATCH_TOKENS[device.kind] if asked == "auto" else asked)
+    kept = KEPT_NUMBERS[device.kind] * width * architecture.layers * architecture.hidden
     memory = {
         "model": architecture.parameters() * width,
         "adapter and optimizer": adapter * 16,
-        f"{micro_batch:,} tokens in training": micro_batch * (20 * width * architecture.layers * architecture.hidden)
-        + 4 * LOGITS_BYTES[device.kind],
+        f"{micro_batch:,} tokens in training": micro_batch * kept + 4 * LOGITS_BYTES[device.kind],
     }
-    cache = rows * length * architecture.cache_bytes(width)
-
-    seconds = cohort_seconds([config], architecture, device)
-    sizes = {"parameters": architecture.parameters(), "adapter_parameters": adapter}
-    return Estimate(**counts, **sizes, memory=memory, cache=cache, seconds=seconds)
+    return Estimate(
+        **counts,
+        parameters=architecture.parameters(),
+        adapter_parameters=adapter,
+        memory=memory,
+        cache=work.rows * work.length * architecture.cache_bytes(width),
+        seconds=cohort_seconds([config], architecture, device),
+    )
 
 
 def cohort_seconds(configs: Sequence[Any], architecture: Architecture, device: Device) -> float:
     """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
     update after the other. They are taken to have equally many steps."""
-    width, seconds = _width(configs[0], device), 0.0
-    cache = architecture.cache_bytes(width)
+    width, runs = _width(configs[0], device), [work_of(config) for config in configs]
+    longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
 
-    def decode(sequences: int, tokens: int, length: float) -> float:
-        reading = architecture.parameters() * width + sequences * length / 2 * cache
+    def decode(sequences: int) -> float:
+        reading = architecture.parameters() * width + sequences * widest / 2 * architecture.cache_bytes(width)
         computing = 2 * architecture.active_parameters * sequences
         token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
-        return tokens * (token + architecture.layers * LAYER_SECONDS[device.kind])
+        return longest * (token + architecture.layers * LAYER_SECONDS[device.kind])
 
-    def prompt(config: Any) -> int:
-        return PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS)
-
-    steps = max(config.training.max_steps for config in configs)
-    rows = sum(config.training.batch_size * config.training.group_size for config in configs)
-    longest = max(config.training.max_tokens for config in configs)
-    widest = longest + max(prompt(config) for config in configs)
-    seconds += steps * decode(rows, longest, widest)
-    for config in configs:
-        training = config.training
-        tokens = training.batch_size * training.group_size * (prompt(config) + training.max_tokens)
-        operations = training_operations(config) * architecture.active_parameters * tokens
-        seconds += training.max_steps * operations / (device.flops * COMPUTE_SHARE)
-    asked = [config for config in configs if config.evaluation.problems]
-    if asked:
-        training, evaluation = asked[0].training, asked[0].evaluation
-        each = evaluation.problems * evaluation.samples
-        rounds = evaluations(training.max_steps, training.eval_every, at_start=False)
-        seconds += rounds * decode(each * len(asked), longest, widest)
-        seconds += decode(each, longest, widest) if evaluation.at_start else 0.0
+    seconds = max(run.steps for run in runs) * decode(sum(run.rows for run in runs))
+    for config, run in zip(configs, runs, strict=True):
+        operations = training_operations(config) * architecture.active_parameters * run.rows * run.length
+        seconds += run.steps * operations / (device.flops * COMPUTE_SHARE)
+    evaluated = [run for run in runs if run.evaluated]
+    if evaluated:
+        seconds += evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
+        seconds += evaluated[0].at_start * decode(evaluated[0].evaluated)  # of the base, once for all
     return seconds
 
 

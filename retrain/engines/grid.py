@@ -16,7 +16,7 @@ import torch
 from retrain.engines.cache import DecodeCache
 from retrain.engines.draw import draw
 from retrain.engines.protocol import SampleRequest
-from retrain.engines.slots import IDLE_SHARE, Row
+from retrain.engines.rows import IDLE_SHARE, Row, completions_of
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
 from retrain.rng import uniforms
@@ -59,7 +59,6 @@ class Grid:
         self.logprobs_BT = torch.zeros(shape, device=device, dtype=real)
         self.entropy_BT = torch.zeros(shape, device=device, dtype=real)
         self.lengths_B = torch.zeros(len(self.rows), dtype=torch.long, device=device)
-        self.stopped_B = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
         self.mask_BK: torch.Tensor
         self.token_B: torch.Tensor
         self.check_every = 1 if device.type == "cpu" else 8  # tokens between looks at the device's answer
@@ -109,9 +108,7 @@ class Grid:
         self.logprobs_BT[rows, step] = torch.where(alive, logprob_B, 0)
         self.entropy_BT[rows, step] = torch.where(alive, entropy_B, 0)
         self.lengths_B[rows] += alive
-        ended = alive & torch.isin(token_B, self.eos)
-        self.stopped_B[rows] |= ended
-        self.alive_B = alive & ~ended & (self.limit_B > step + 1)
+        self.alive_B = alive & ~torch.isin(token_B, self.eos) & (self.limit_B > step + 1)
         self.token_B = token_B
 
     def compact_or_finished(self, step: int) -> bool:
@@ -148,20 +145,12 @@ class Grid:
 
     def completions(self) -> list[tuple[Row, Completion]]:
         """Everything that was sampled, on the host."""
-        tokens, lengths, stopped = (t.cpu().numpy() for t in (self.tokens_BT, self.lengths_B, self.stopped_B))
-        logprobs, entropy = (t.cpu().numpy() for t in (self.logprobs_BT, self.entropy_BT))
-        result, seen = [], set()
+        tokens, lengths, logprobs, entropy = (
+            state.cpu().numpy() for state in (self.tokens_BT, self.lengths_B, self.logprobs_BT, self.entropy_BT)
+        )
+        first: dict[Row, int] = {}
         for i, row in enumerate(self.rows):
-            if (row.request, row.sample) in seen:
-                continue  # an idle copy
-            seen.add((row.request, row.sample))
-            ids = tokens[i, : lengths[i]].tolist()
-            completion = Completion(
-                token_ids=ids,
-                text=self.base.decode(ids),
-                logprobs_T=logprobs[i, : lengths[i]].copy(),
-                entropy_T=entropy[i, : lengths[i]].copy(),
-                stop_reason="stop" if stopped[i] else "length",
-            )
-            result.append((row, completion))
-        return result
+            first.setdefault(row, i)  # an idle copy stands behind the row that it copies
+        index = list(first.values())
+        found = completions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index])
+        return list(zip(first, found, strict=True))

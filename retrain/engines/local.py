@@ -15,12 +15,13 @@ from retrain.engines.dense import Additions, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import Finished, SampleRequest
-from retrain.engines.slots import Row, SlotBatch
+from retrain.engines.rows import Row
+from retrain.engines.slots import SlotBatch
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.memory import available_memory
+from retrain.policy.memory import available_memory, cache_bytes
 from retrain.policy.threads import Workers
 from retrain.types import Completion
 
@@ -159,10 +160,7 @@ class LocalEngine:
 
     def _affordable_rows(self, length: int) -> int:
         """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""
-        config, kind = self.base.model.config.get_text_config(), self.base.device.type
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        row_bytes = 2 * config.num_hidden_layers * heads * size * length * self.base.dtype.itemsize
+        kind, row_bytes = self.base.device.type, length * cache_bytes(self.base)
         logits_bytes = 5 * 4 * self.base.vocab_size  # fp32 logits, their mass, its sum and two temporaries
         share = 0.8 if kind == "cuda" else 0.5
         # Resizing the batch copies the cache: twice its bytes.

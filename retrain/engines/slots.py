@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,25 +17,16 @@ from retrain.engines.dense import Additions, DenseDecoder, KeyValues
 from retrain.engines.draw import draw
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished, SampleRequest
+from retrain.engines.rows import IDLE_SHARE, Row, completions_of
 from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
 from retrain.types import Completion
 
-IDLE_SHARE = 0.25
-"""The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)."""
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
 GPU_CHECK, GPU_COLUMNS = 8, 128
 """On a GPU: tokens between looks at the device's answer; with graphs, the multiple of cache columns that are read,
 so that one graph serves many steps."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sequence to be: which request it samples, and as which of its samples."""
-
-    request: int
-    sample: int
 
 
 class SlotBatch:
@@ -300,16 +290,4 @@ class SlotBatch:
         tokens, logprobs, entropy = (
             state[index].cpu().numpy() for state in (self.tokens_NT, self.logprobs_NT, self.entropy_NT)
         )
-        completions = []
-        for i, length in enumerate(self.lengths[own]):
-            ids = tokens[i, :length].tolist()
-            completions.append(
-                Completion(
-                    token_ids=ids,
-                    text=self.base.decode(ids),
-                    logprobs_T=logprobs[i, :length].copy(),
-                    entropy_T=entropy[i, :length].copy(),
-                    stop_reason="stop" if ids[-1] in self.base.eos_ids else "length",
-                )
-            )
-        return completions
+        return completions_of(self.base, tokens, logprobs, entropy, self.lengths[own])

@@ -49,11 +49,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def workers_for(base: BaseModel) -> Workers:
-    """One worker per core for a small model on a CPU (torch itself then uses one thread), else one worker."""
+def is_small(base: BaseModel) -> bool:
+    """Whether each core of a CPU does best with a piece of its own."""
     size = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    return base.device.type == "cpu" and size <= SMALL_MODEL_BYTES
+
+
+def workers_for(base: BaseModel) -> Workers:
+    """One worker per core for a small model (torch itself then uses one thread), else one worker."""
     cores = torch.get_num_threads()
-    if base.device.type != "cpu" or size > SMALL_MODEL_BYTES or cores == 1:
+    if not is_small(base) or cores == 1:
         return Workers(1)
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)

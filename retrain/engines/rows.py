@@ -1,0 +1,41 @@
+"""Sequences of a decode batch: which they are, and the completions that came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retrain.policy.base import BaseModel
+from retrain.types import Completion
+
+IDLE_SHARE = 0.25
+"""The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to be: which request it samples, and as which of its samples."""
+
+    request: int
+    sample: int
+
+
+def completions_of(
+    base: BaseModel, tokens_NT: np.ndarray, logprobs_NT: np.ndarray, entropy_NT: np.ndarray, lengths_N: Sequence[int]
+) -> list[Completion]:
+    """What was drawn in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
+    completions = []
+    for i, length in enumerate(lengths_N):
+        ids = tokens_NT[i, :length].tolist()
+        completions.append(
+            Completion(
+                token_ids=ids,
+                text=base.decode(ids),
+                logprobs_T=logprobs_NT[i, :length].copy(),
+                entropy_T=entropy_NT[i, :length].copy(),
+                stop_reason="stop" if ids[-1] in base.eos_ids else "length",
+            )
+        )
+    return completions
