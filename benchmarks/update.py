@@ -1,6 +1,6 @@
 """One update beside the limit's: processor time of one thread, the two in turn, medians.
 
-    OMP_NUM_THREADS=1 python benchmarks/update.py [--setting 256x64] [--only plain] [--micro 1024] [--profile]
+    python benchmarks/update.py [--setting 256x64] [--only plain] [--micro 1024] [--profile]
 
 The work is that of ``benchmarks/step.py`` (see ``workload.py``), of which ``limit.py`` is the other side; sampling is
 left out, so completions are random tokens. The variants are ``plain``; ``ragged``, with lengths drawn from a quarter of

@@ -7,11 +7,13 @@ import pytest
 import torch
 from toymodels import toy_base
 
-from retrain.engines import local
+from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder
+from retrain.engines.draw import cumulated
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
+from retrain.engines.rows import Row
 from retrain.engines.slots import SlotBatch
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
@@ -278,23 +280,82 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
 
         return replay
 
-    monkeypatch.setattr(local, "StepGraphs", lambda enabled, tell: StepGraphs(True, tell, capture))
+    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
     for rows in (None, 5):
-        again = LocalEngine(base, lanes, max_rows=rows).sample(asked, adapters)
+        engine = LocalEngine(base, lanes, max_rows=rows)
+        engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
+        again = engine.sample(asked, adapters)
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
     assert len(replays) > 20
 
 
-def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so():
+def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, lanes, monkeypatch):
+    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
+    tried = []
+
     def capture(step):
+        tried.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    told, ran = [], []
-    graphs = StepGraphs(True, told.append, capture)
-    for _ in range(10):
-        graphs.run("key", lambda: ran.append(1))
-    assert len(ran) == 10
+    told, adapter, asked = [], trained(lanes, 0), requests(max_tokens=12)
+    engine = LocalEngine(base, lanes, tell=told.append)
+    free = engine.sample(asked, [adapter])
+    engine.graphs = StepGraphs(True, told.append, lambda: capture)
+    for _ in range(2):
+        again = engine.sample(asked, [adapter])
+        assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
     assert told == ["decode steps run without CUDA graphs: operation not permitted when stream is capturing"]
+    assert len(tried) == 1
+
+
+def test_graphs_of_moved_buffers_are_dropped_with_their_memory():
+    """Every place of the buffers has captures of its own, which a shape shares with the next one."""
+    log = []
+
+    def new_capture():
+        pool = len(log)
+        log.append([])
+        return lambda step: lambda: log[pool].append(step())
+
+    graphs = StepGraphs(True, print, new_capture)
+    for place in range(2):
+        for key in ("a", "b"):
+            for _ in range(6):
+                graphs.run(key, lambda place=place, key=key: f"{place}{key}")
+        graphs.forget()
+    assert log == [["0a"] * 3 + ["0b"] * 3, ["1a"] * 3 + ["1b"] * 3]
+
+
+def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(base, lanes, monkeypatch):
+    """As on a GPU: sequences that ended a few tokens ago are still in the batch, up to the end of the cache."""
+    adapters = [trained(lanes, i) for i in range(2)]
+    asked = [request for lane in range(2) for request in requests(lane, max_tokens=9 + 4 * lane)]
+    free = LocalEngine(base, lanes).sample(asked, adapters)
+    monkeypatch.setattr(slots, "CHECK", {"cpu": 8})
+    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
+    again = LocalEngine(base, lanes).sample(asked, adapters)
+    assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
+
+
+def test_masses_in_any_order_are_those_in_order():
+    mass = torch.softmax(8 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)), -1)
+    exact = mass.double().cumsum(-1)
+    torch.testing.assert_close(cumulated(mass.double(), in_any_order=True), exact, rtol=0, atol=5000 * 2.0**-40)
+    assert bool((cumulated(mass, in_any_order=True).diff(dim=-1) >= 0).all())
+
+
+def test_workers_share_every_lane_evenly(base, lanes):
+    """With as many prompts in every lane no row of a piece is idle, and all sequences are there once."""
+    engine = LocalEngine(base, lanes, workers=Workers(2))
+    asked = [request for lane in range(5) for request in requests(lane, prompts=4, samples=2)]
+    work = [Row(i, sample) for i in range(len(asked)) for sample in range(2)]
+    pieces = engine._pieces(asked, work)
+    assert sorted((row for piece in pieces for row in piece), key=work.index) == work
+    assert [[sum(asked[row.request].lane == lane for row in piece) for lane in range(5)] for piece in pieces] == [
+        [4] * 5,
+        [4] * 5,
+    ]
+    engine.workers.close()
 
 
 def test_more_lanes_than_rows_still_sample(base, lanes):

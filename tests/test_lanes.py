@@ -34,7 +34,7 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
     adapter = lanes.new_adapter(4, 8.0)
     lane = adapter.flat.numel() * (16 + 4) + 8 * 10 * 2 * 2 * 2 * 8 * 4  # weights; rows × tokens × k, v × layers × …
-    update = 10 * 20 * 4 * 2 * 32
+    update = 10 * 24 * 4 * 2 * 32
     for count in (0, 1, 3, 4):
         free = int((count * lane + update) / fitting.USABLE_SHARE) + 64
         monkeypatch.setattr(fitting, "available_memory", lambda device, free=free: free)

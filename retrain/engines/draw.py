@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+GRAIN = 2.0**-40
+"""Unit of a mass where the sum must not depend on the order; the sums of the largest vocabularies fit in int64."""
 LOWEST = -1e4
 """Stands for −inf under the maximum: its exponential is 0 and 0 · LOWEST is 0, where 0 · −inf is not a number."""
 
@@ -26,7 +28,7 @@ def draw(
         x_RV = x_RV / temperature_R1
     x_RV = (x_RV - x_RV.amax(-1, keepdim=True)).clamp_(min=LOWEST)
     mass_RV = x_RV.exp()
-    below_RV = mass_RV.cumsum(-1)
+    below_RV = cumulated(mass_RV, in_any_order=mass_RV.is_cuda and torch.are_deterministic_algorithms_enabled())
     total_R1 = below_RV[:, -1:].contiguous()
     aim_R1 = (uniforms_R.unsqueeze(1) * total_R1).to(real)
     aim_R1 = torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
@@ -37,3 +39,14 @@ def draw(
     logprob_R = x_RV.gather(1, token_R1).squeeze(1) - log_total_R
     entropy_R = log_total_R - torch.linalg.vecdot(mass_RV, x_RV) / total_R1.squeeze(1)
     return token_R1.squeeze(1), logprob_R, entropy_R
+
+
+def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor:
+    """Sums of the masses (0 to 1) up to each token.
+
+    A GPU adds floats in no fixed order, and refuses to under ``torch.use_deterministic_algorithms``; ``in_any_order``
+    adds whole multiples of ``GRAIN``, whose sum does not depend on it.
+    """
+    if not in_any_order:
+        return mass_RV.cumsum(-1)
+    return (mass_RV.double() / GRAIN).long().cumsum(-1).double().mul_(GRAIN).to(mass_RV.dtype)

@@ -52,6 +52,7 @@ class LocalEngine:
         self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
         self.tell = tell
         self.fitting: int | None = None
+        self.graphs = StepGraphs(base.device.type == "cuda", tell)
         self.decoder = dense_decoder(base) if dense else None
 
     @property
@@ -103,7 +104,7 @@ class LocalEngine:
         self, requests: Sequence[SampleRequest], work: list[Row], adapters: Sequence[Adapter], rows: int, keep: Finished
     ) -> None:
         """Decode the sequences, at most ``rows`` at once, in one piece per worker."""
-        pieces = self._pieces(work)
+        pieces = self._pieces(requests, work)
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
             with torch.no_grad():
@@ -128,8 +129,7 @@ class LocalEngine:
         used = sorted({requests[row.request].lane for row in work})
         own = self.decoder.of_lanes(added, [lanes.index(lane) for lane in used], len(lanes))
         with torch.no_grad():
-            graphs = StepGraphs(self.base.device.type == "cuda", self.tell)
-            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, graphs).run()
+            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs).run()
 
     def _plain(
         self, requests: Sequence[SampleRequest], wave: list[Row], adapters: Sequence[Adapter], keep: Finished
@@ -147,16 +147,21 @@ class LocalEngine:
         for request in dict.fromkeys(row.request for row in wave):
             keep(request, [completion for row, completion in completions if row.request == request])
 
-    def _pieces(self, work: list[Row]) -> list[list[Row]]:
-        """The work cut into one piece per worker: whole requests, as even as they come."""
-        count = max(1, min(self.workers.count, len({row.request for row in work})))
-        size, pieces, last = -(-len(work) // count), [[]], None
+    def _pieces(self, requests: Sequence[SampleRequest], work: list[Row]) -> list[list[Row]]:
+        """The work cut into one piece per worker, of whole requests: each lane's are dealt out evenly, because every
+        lane has as many rows of a batch as the one with most."""
+        of_lane: dict[int, dict[int, list[Row]]] = {}
         for row in work:
-            if row.request != last and len(pieces[-1]) >= size and len(pieces) < count:
-                pieces.append([])
-            pieces[-1].append(row)
-            last = row.request
-        return pieces if work else []
+            of_lane.setdefault(requests[row.request].lane, {}).setdefault(row.request, []).append(row)
+        pieces: list[list[Row]] = [[] for _ in range(self.workers.count)]
+        dealt = 0
+        for own in of_lane.values():
+            share = -(-len(own) // len(pieces))
+            groups = list(own.values())
+            for begin in range(0, len(groups), share):
+                pieces[dealt % len(pieces)] += [row for group in groups[begin : begin + share] for row in group]
+                dealt += 1
+        return [piece for piece in pieces if piece]
 
     def _affordable_rows(self, length: int) -> int:
         """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ class Row:
 
 
 def completions_of(
-    base: BaseModel, tokens_NT: np.ndarray, logprobs_NT: np.ndarray, entropy_NT: np.ndarray, lengths_N: Sequence[int]
+    base: BaseModel, tokens_NT: np.ndarray, logprobs_NT: np.ndarray, entropy_NT: np.ndarray, lengths_N: np.ndarray
 ) -> list[Completion]:
     """What was drawn in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
     completions = []

@@ -24,9 +24,10 @@ from retrain.types import Completion
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
-GPU_CHECK, GPU_COLUMNS = 8, 128
-"""On a GPU: tokens between looks at the device's answer; with graphs, the multiple of cache columns that are read,
-so that one graph serves many steps."""
+CHECK = {"cpu": 1, "cuda": 8}
+"""Tokens between looks at the device's answer, each of which waits for it."""
+COLUMNS = {"cpu": 1, "cuda": 128}
+"""What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
 
 
 class SlotBatch:
@@ -57,7 +58,7 @@ class SlotBatch:
             self.missing[row.request] = self.missing.get(row.request, 0) + 1
         used = [requests[row.request] for row in work]
         self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
-        self.graphs, self.columns_by = graphs, GPU_COLUMNS if graphs.enabled else 1
+        self.graphs, self.columns_by = graphs, COLUMNS[base.device.type]
         self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
         self._new_outputs(used)
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
@@ -114,22 +115,21 @@ class SlotBatch:
 
     def run(self) -> None:
         """Decode until every sequence has ended."""
-        every = GPU_CHECK if self.base.device.type == "cuda" else 1
         self._fill()
-        count = 0
-        while True:
-            if count % every == 0 and not self._settle():
-                return
-            self._step()
-            count += 1
+        try:
+            while self._settle():
+                for _ in range(CHECK[self.base.device.type]):
+                    self._step()
+        finally:
+            self.graphs.forget()
 
     def _step(self) -> None:
         """One token for every row."""
         held = self.sequence != self.scratch
         columns = int(self.at[held].max()) + 1
         ragged = columns > int(self.at[held].min()) + 1
-        if self.columns_by > 1:
-            columns, ragged = min(self.capacity, -(-columns // self.columns_by) * self.columns_by), True
+        columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
+        ragged = ragged or self.columns_by > 1
         self.graphs.run((columns, ragged), lambda: self._advance(columns, ragged))
         self.at += held
 
@@ -157,11 +157,11 @@ class SlotBatch:
         greedy = self.greedy_R1[every] if self.any_greedy else None
         longest = self.tokens_NT.shape[1]
         # What an idle row draws goes to the scratch row.
-        place = torch.where(alive, sequence, self.scratch) * longest + drawn
+        place = sequence.masked_fill(~alive, self.scratch) * longest + drawn
         token, logprob, entropy = draw(logits_RV, self.uniforms_NT.view(-1)[place], temperature, greedy)
         for store, value in ((self.tokens_NT, token), (self.logprobs_NT, logprob), (self.entropy_NT, entropy)):
             store.view(-1).index_copy_(0, place, value)
-        going_on = alive & (drawn + 1 < self.limit_R[every]) & ~torch.isin(token, self.eos)
+        going_on = alive & (drawn + 1 < self.limit_R[every]) & (token.unsqueeze(1) != self.eos).all(1)
         if rows is None:
             self.token_R.copy_(token)
             self.drawn_R.add_(going_on)
