@@ -79,7 +79,8 @@ def test_the_documented_readers_of_rollouts():
 
 @pytest.mark.usefixtures("in_run")
 def test_the_documented_plot(monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     monkeypatch.setenv("MPLCONFIGDIR", tempfile.gettempdir())
     matplotlib.use("Agg")
     names: dict[str, Any] = {}

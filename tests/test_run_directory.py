@@ -365,7 +365,8 @@ def test_the_training_thread_writes_nothing(campaign):
 @pytest.fixture
 def pyplot(monkeypatch):
     """matplotlib without a display, all figures closed afterwards."""
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     monkeypatch.setenv("MPLCONFIGDIR", tempfile.gettempdir())
     matplotlib.use("Agg")
     from matplotlib import pyplot
