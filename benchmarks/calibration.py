@@ -155,7 +155,8 @@ def simulate(simulations: int, resampled: int) -> dict[str, Any]:
 def campaigns(runs: int, steps: int, deals: int, out: Path) -> dict[str, Any]:
     """Real A/A comparisons: identical runs with different random streams, dealt into pairs of two conditions."""
     begin = time.process_time()
-    scores = accuracies(train(out, ["grpo"], seeds=range(1, runs + 1), steps=steps, batch_size=4))[0]
+    alike = {"advantage_mode": "grpo", "transform_mode": "none"}
+    scores = accuracies(train(out, [alike], seeds=range(1, runs + 1), steps=steps, batch_size=4))[0]
     seconds = time.process_time() - begin
     level = partial(mean_interval, share=True, resolution=1.0 / PROBLEMS)
     random = np.random.default_rng(1)

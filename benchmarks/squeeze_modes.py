@@ -23,60 +23,30 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from windtunnel import accuracies, train
 
-from retrain.campaign.results import HELD_OUT
-from retrain.files import read_jsonl, write_json
+from retrain.campaign.results import RunResult, read_run
+from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, paired_comparison
 
-SOURCE_RANK, STAGES = 16, (8, 4, 2, 1)
+STAGES = (8, 4, 2, 1)
 MODES = ("post", "direct", "continue", "anneal")
 GRID = (3e-4, 1e-3, 3e-3, 1e-2)
 RATES = {"direct": 1e-3, "full": 3e-3, "anneal": 3e-3}
 """The best of ``GRID`` on the seeds of ``--tune``."""
 TUNING_SEEDS = (101, 102, 103)
-CAMPAIGN = """
-[campaign]
-seeds = {seeds}
-max_steps = {steps}
-[model]
-model = "tiny-reasoner"
-lora_rank = {rank}
-[data]
-source = "arithmetic"
-[reward]
-type = "match"
-[training]
-batch_size = 4
-group_size = 8
-max_tokens = 64
-save_every = {last}
-keep_every = {last}
-[evaluation]
-problems = 256
-samples = 2
-at_start = false
-[squeeze]
-enabled = false
-"""
-CONDITION = """
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-"training.lr" = {rate}
-{extra}
-"""
+PROBLEMS, SAMPLES = 256, 2
 
 
-def condition(mode: str, rate: float, steps: int, last: int) -> str:
-    """The TOML of one way to train."""
-    extra = {
-        "direct": '"model.lora_rank" = 1',
-        "full": "",
-        "anneal": f'"lora.anneal" = {anneal_stages(steps, last)}',
+def condition(mode: str, rate: float, steps: int, last: int) -> dict[str, Any]:
+    """One way to train, as a condition of a campaign."""
+    own = {
+        "direct": {"model.lora_rank": 1},
+        "full": {},
+        "anneal": {"lora.anneal": anneal_stages(steps, last)},
     }[mode]
-    return CONDITION.format(rate=rate, extra=extra)
+    return {"advantage_mode": "grpo", "transform_mode": "none", "training.lr": rate, **own}
 
 
 def anneal_stages(steps: int, last: int) -> list[list[int]]:
@@ -85,65 +55,50 @@ def anneal_stages(steps: int, last: int) -> list[list[int]]:
     return [[round(share * (i + 1)), rank] for i, rank in enumerate(STAGES)]
 
 
-def train(folder: Path, seeds: Sequence[int], steps: int, last: int, conditions: Sequence[str]) -> list[list[Path]]:
-    """Train what is not there yet; the run directories of each condition, by seed."""
-    from retrain.campaign.launch import launch
-    from retrain.campaign.manifest import read_plan, run_directory
-    from retrain.config import load
-    from retrain.record.observer import NullObserver
-
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "modes.toml"
-    file.write_text(CAMPAIGN.format(seeds=list(seeds), steps=steps, rank=SOURCE_RANK, last=last) + "".join(conditions))
-    outcome = launch(load(file), folder / "runs", NullObserver())
-    if outcome.exit_status:
-        raise SystemExit(f"not every run of {outcome.directory} was finished")
-    specs, _ = read_plan(outcome.directory)
-    labels = list(dict.fromkeys(spec.label for spec in specs))
-    return [[run_directory(outcome.directory, spec) for spec in specs if spec.label == label] for label in labels]
+def runs_of(
+    folder: Path, conditions: Sequence[dict[str, Any]], seeds: Sequence[int], steps: int, last: int
+) -> list[RunResult]:
+    """The runs of these conditions, with a checkpoint where ``continue`` begins; what is there is only read."""
+    sets = [f"training.{key}={last}" for key in ("save_every", "keep_every")]
+    sets += [f"evaluation.problems={PROBLEMS}", f"evaluation.samples={SAMPLES}"]
+    return train(folder, conditions, seeds=seeds, steps=steps, batch_size=4, sets=sets)
 
 
-def accuracy(run: Path) -> float:
-    """Held-out accuracy of a run after its last update."""
-    return float(read_jsonl(run / "evals.jsonl")[-1][f"{HELD_OUT}correct_rate"])
-
-
-def compressed_accuracies(campaign: Path, runs: Sequence[Path], out: Path) -> list[float]:
-    """Held-out accuracy of every run's adapter, compressed to rank 1 and not trained on."""
+def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
+    """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
     from retrain.campaign.manifest import read_plan, run_directory
     from retrain.campaign.squeeze import compress_adapter
-    from retrain.campaign.verify import verify_compression
+    from retrain.campaign.verify import verify_ranks
 
     specs, folder = read_plan(campaign)
-    spec_of = {run_directory(campaign, spec): spec for spec in specs}
-    found = []
-    for run in runs:
-        small = compress_adapter(run / "final", 1, out / run.name)
-        told = verify_compression(spec_of[run], folder, run / "final", small, out / f"{run.name}.json")
-        found.append(float(told["compressed"]["accuracy"]))
-    return found
+    spec = next(spec for spec in specs if run_directory(campaign, spec) == run)
+    small = compress_adapter(run / "final", 1, out)
+    (told,) = verify_ranks(spec, folder, run / "final", [small], out.with_suffix(".json"))["ranks"]
+    return float(told["accuracy"])
 
 
-def continued_accuracies(runs: Sequence[Path], steps: int, last: int, out: Path) -> list[float]:
-    """Held-out accuracy of every run that was compressed to rank 1 ``last`` updates before its end and trained on."""
+def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
+    """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
     from retrain.campaign.continuing import continue_compressed
     from retrain.record.observer import NullObserver
 
-    found = []
-    for run in runs:
-        before = run / f"checkpoints/step_{steps - last:06d}"
-        found.append(accuracy(continue_compressed(before, 1, last, out / run.name, NullObserver()).directory))
-    return found
+    before = run / f"checkpoints/step_{steps - last:06d}"
+    outcome = continue_compressed(before, 1, last, out, NullObserver())
+    return read_run(outcome.directory, outcome.summary["runs"][0])
 
 
 def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str, list[float]]:
     """Held-out accuracy of every mode, by seed."""
     conditions = [condition(mode, rate, steps, last) for mode, rate in RATES.items()]
-    runs = dict(zip(RATES, train(out, seeds, steps, last, conditions), strict=True))
-    return {mode: [accuracy(run) for run in runs[mode]] for mode in RATES} | {
-        "post": compressed_accuracies(out / "runs", runs["full"], out / "post"),
-        "continue": continued_accuracies(runs["full"], steps, last, out / "continue"),
-    }
+    runs = runs_of(out, conditions, seeds, steps, last)
+    found = dict(zip(RATES, accuracies(runs).tolist(), strict=True))
+    full = runs[list(RATES).index("full")].label
+    sources = [run.path for run in runs if run.label == full]
+    found["post"] = [compressed_accuracy(out / "runs", run, out / "post" / run.name) for run in sources]
+    found["continue"] = accuracies([continued(run, steps, last, out / "continue" / run.name) for run in sources])[
+        0
+    ].tolist()
+    return found
 
 
 def tune(out: Path, steps: int, last: int) -> dict[str, list[float]]:
@@ -151,8 +106,7 @@ def tune(out: Path, steps: int, last: int) -> dict[str, list[float]]:
     found = {}
     for mode in RATES:
         conditions = [condition(mode, rate, steps, last) for rate in GRID]
-        runs = train(out / mode, TUNING_SEEDS, steps, last, conditions)
-        found[mode] = [float(np.mean([accuracy(run) for run in of_rate])) for of_rate in runs]
+        found[mode] = accuracies(runs_of(out / mode, conditions, TUNING_SEEDS, steps, last)).mean(axis=1).tolist()
     return found
 
 
@@ -173,7 +127,7 @@ def told(found: Mapping[str, Sequence[float]], rows: Sequence[Mapping[str, Any]]
     """Both tables, as Markdown."""
     lines = ["| mode | held-out accuracy | 95 % interval | seeds |", "|---|--:|---|--:|"]
     for mode in ("full", *MODES):
-        level = mean_interval(found[mode])
+        level = mean_interval(found[mode], share=True, resolution=1.0 / (PROBLEMS * SAMPLES))
         lines.append(f"| {mode} | {_percent(level.estimate)} | {_percent(level.low)} to {_percent(level.high)} | "
                      f"{len(found[mode])} |")  # fmt: skip
     lines += ["", "| difference | points | 95 % interval | p | p, Holm |", "|---|--:|---|--:|--:|"]

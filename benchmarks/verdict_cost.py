@@ -37,9 +37,9 @@ MOST_RUNS = 4000
 
 def measure(out: Path, seeds: int, steps: int) -> dict[str, Any]:
     """Train what is not there yet and read off spreads and seconds."""
-    modes = ("grpo", "maxrl")
-    together = train(out / "together", modes, seeds=range(1, seeds + 1), steps=steps, batch_size=6)
-    alone = train(out / "alone", modes, seeds=(1, 2), steps=steps, batch_size=6, lanes="1")
+    conditions = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")]
+    together = train(out / "together", conditions, seeds=range(1, seeds + 1), steps=steps, batch_size=6)
+    alone = train(out / "alone", conditions, seeds=(1, 2), steps=steps, batch_size=6, lanes="1")
     labels = list(dict.fromkeys(run.label for run in together))
     scores = accuracies(together)
     rates = _problem_rates([run for run in together if run.label == labels[0]])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,17 +44,29 @@ enabled = false
 
 
 def train(
-    folder: Path, advantages: Sequence[str], *, seeds: Sequence[int], steps: int, batch_size: int, lanes: str = '"auto"'
+    folder: Path,
+    conditions: Sequence[Mapping[str, Any]],
+    *,
+    seeds: Sequence[int],
+    steps: int,
+    batch_size: int,
+    lanes: str = '"auto"',
+    sets: Sequence[str] = (),
 ) -> list[RunResult]:
-    """The runs of one condition for each advantage, over these seeds; those that ``folder`` holds are only read."""
-    conditions = "".join(
-        f'[[campaign.conditions]]\nadvantage_mode = "{mode}"\ntransform_mode = "none"\n' for mode in advantages
+    """The runs of each condition, over these seeds; those that ``folder`` holds are only read.
+
+    A condition is its keys and values as in a campaign file; ``sets`` are ``section.key=value`` for all of them.
+    """
+    tables = "".join(
+        "[[campaign.conditions]]\n"
+        + "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in condition.items())
+        for condition in conditions
     )
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "campaign.toml"
     asked = {"seeds": list(seeds), "steps": steps, "lanes": lanes, "batch_size": batch_size, "problems": PROBLEMS}
-    file.write_text(CAMPAIGN.format(conditions=conditions, **asked))
-    outcome = launch(load(file), folder / "runs", NullObserver())
+    file.write_text(CAMPAIGN.format(conditions=tables, **asked))
+    outcome = launch(load(file, sets), folder / "runs", NullObserver())
     return [read_run(outcome.directory, run) for run in outcome.summary["runs"]]
 
 

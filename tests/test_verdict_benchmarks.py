@@ -68,3 +68,26 @@ def test_the_calibration_sees_a_broken_interval():
     row = {"spread": "normal"} | rates | found
     table = calibration.told({"spreads": [row], "evaluations": []}, 200, 60)
     assert f"{100 * found['level_percentile']:.1f}%*" in table
+
+
+def test_the_ways_to_rank_1_take_the_same_number_of_updates():
+    modes = script("squeeze_modes")
+    assert modes.anneal_stages(48, 12) == [[9, 8], [18, 4], [27, 2], [36, 1]]
+    conditions = {mode: modes.condition(mode, rate, 48, 12) for mode, rate in modes.RATES.items()}
+    assert conditions["direct"]["model.lora_rank"] == 1
+    assert conditions["anneal"]["lora.anneal"][-1] == [48 - 12, 1]
+    assert set(conditions["full"]) < set(conditions["anneal"])
+
+
+def test_modes_are_compared_by_seed_and_corrected_for_their_number():
+    modes = script("squeeze_modes")
+    noise = np.array([0.00, 0.02, -0.01, 0.03, 0.01, -0.02, 0.015, -0.005])
+    found = {mode: (0.7 + noise).tolist() for mode in (*modes.MODES, "full")}
+    found["anneal"] = (0.8 + noise + 0.001 * np.arange(8)).tolist()
+    rows = {row["difference"]: row for row in modes.compare(found)}
+    assert len(rows) == 6
+    assert rows["continue − post"]["mean"] == 0.0
+    ahead = rows["anneal − post"]
+    assert (ahead["p"], ahead["holm"]) == (2 / 2**8, 6 * 2 / 2**8)
+    assert 0.1 < ahead["low"] < ahead["mean"] < ahead["high"]
+    assert "| anneal − post | +10.4 |" in modes.told(found, list(rows.values()))
