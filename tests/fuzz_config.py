@@ -25,7 +25,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def allowed(dotted: str, value: Any) -> bool:
     return alias or (finite(value) and OF_KEY[dotted].is_valid(value))
 
 
-def check(file: Path, refused: set[str] = frozenset(), kept: Mapping[str, Any] | None = None) -> str:
+def check(file: Path, refused: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> str:
     """Load the file; ``accepted`` or ``refused``, AssertionError when that is wrong.
 
     ``refused`` are keys that the mistakes have to name, ``kept`` values that have to come out as they went in.
