@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from retrain.errors import CheckpointError, ModelError
-from retrain.files import dumps, publish_directory, read_json, remove_leftovers, sha256, write_bytes, write_json
+from retrain.files import dumps, publish_directory, read_json, sha256, write_bytes, write_json
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.lora import Adapter
 from retrain.record.recorder import ROW_FILES
@@ -228,12 +228,10 @@ class _Found:
 
 
 def forget_after(run_directory: Path, step: int) -> None:
-    """Delete checkpoints of later steps, which will be made anew, and what killed writers left behind."""
+    """Delete checkpoints of later steps, which will be made anew."""
     for directory in checkpoint_directories(run_directory):
         if checkpoint_step(directory) > step:
             shutil.rmtree(directory)
-    for folder in (run_directory, run_directory / "checkpoints", run_directory / "emergence"):
-        remove_leftovers(folder)
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:

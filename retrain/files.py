@@ -208,8 +208,10 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what processes that were killed in the middle of a write left directly in ``directory``."""
-    for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
+    """Delete what other processes, killed in the middle of a write, left anywhere in ``directory``."""
+    for path in [*directory.rglob(".*.tmp"), *directory.rglob(".*.old")]:
+        if path.name.endswith(f".{os.getpid()}.tmp"):
+            continue  # of a thread of this process
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

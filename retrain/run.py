@@ -353,6 +353,7 @@ class Run:
             if self.export is not None:
                 copy_files(target, self.export)
             self._record_save("final", saved.step, directory, target, epoch)
+            self.recorder.flush()  # the pages as well, before the run counts as done
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 
     def _publish_adapter(self, directory: Path, saved: Snapshot) -> None:

@@ -125,7 +125,7 @@ def set_trap(point: str, moment: float) -> None:
         data = "".join(files.dumps(row) + "\n" for row in rows).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            file.write(data[: int(moment * 7919) % len(data)])
+            file.write(data[: int(moment * 7919) % max(1, len(data))])
         die()
 
     def half(path: Path, data: bytes, *_: Any) -> None:

@@ -248,6 +248,15 @@ def test_other_data_weights_or_tokenizer_are_named(home, copied):
         assert resume(copied, NullObserver(), sets=["training.max_steps=3"], approval=accepted).exit_status == 0
 
 
+def test_what_a_killed_process_left_is_removed_also_from_finished_runs(copied):
+    torn = [copied / name for name in (".timeline.html.1.tmp", "emergence/.steps.jsonl.1.tmp", "checkpoints/.x.old")]
+    torn[0].write_text("<ht")
+    torn[1].write_text("{")
+    torn[2].mkdir()
+    assert resume(copied, NullObserver()).exit_status == 0
+    assert not any(path.exists() for path in torn)
+
+
 def test_a_lost_record_of_what_a_run_was_made_with_is_a_difference(copied):
     (copied / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json is lost: what made the checkpoints is not known"):

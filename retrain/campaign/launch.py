@@ -26,7 +26,7 @@ from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
-from retrain.files import refuse_links, write_json
+from retrain.files import refuse_links, remove_leftovers, write_json
 from retrain.record.environment import Surroundings, run_facts
 from retrain.record.observer import Observer
 
@@ -98,6 +98,7 @@ def _open(
 ) -> Manifest:
     """The directory's manifest, once what differs from its records has been approved."""
     refuse_links(directory)
+    remove_leftovers(directory)
     entries = {}
     if (directory / MANIFEST).is_file():
         entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
