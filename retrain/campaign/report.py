@@ -7,14 +7,16 @@ was stopped. What a model wrote goes through ``record.html.escape`` and nowhere 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.evidence import Campaign, read_campaign
+from retrain.campaign.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
 from retrain.campaign.report_sections import (
     curves_section,
     distributions_section,
     figure,
+    interval_words,
     level_words,
     results_section,
     runs_section,
@@ -147,7 +149,7 @@ def _verdicts(campaign: Campaign) -> str:
             [(d, f"seed {s}: {amount(d, measure, sign=True)}")
              for s, d in zip(condition["paired_seeds"], condition["differences"], strict=True)],
             condition["difference"],
-            condition["difference_interval"] if condition["pairs"] >= 3 else None,
+            condition["difference_interval"] if condition["pairs"] >= MIN_BAND_SEEDS else None,
             "" if condition["p_holm"] is None else f"p = {probability(condition['p_holm'])}",
         )
         for place, condition in enumerate(others, start=1)
@@ -160,7 +162,9 @@ def _verdicts(campaign: Campaign) -> str:
             x_title=f"difference to {comparison['baseline']}" + (", points" if unit else ""),
             margin=comparison["margin"],
         )  # fmt: skip
-        plots.append(figure(f"{title_of(measure)}: difference to the baseline", _difference_words(comparison), drawn))
+        plots.append(
+            figure(f"{title_of(measure)}: difference to the baseline", _difference_words(comparison, rows), drawn)
+        )
     plots += _seed_plot(campaign)
     return body + f"<div class='plots'>{''.join(plots)}</div>"
 
@@ -173,8 +177,8 @@ def _verdict_item(condition: dict[str, Any], baseline: str) -> str:
     return f'<li class="{css}"><b>{escape(head)}</b>{escape(condition["sentence"])}</li>'
 
 
-def _difference_words(comparison: dict[str, Any]) -> str:
-    words = "each dot one pair of seeds; line: mean; bar: 95 % interval"
+def _difference_words(comparison: dict[str, Any], rows: Sequence[Row]) -> str:
+    words = f"each dot one pair of seeds; line: mean; {interval_words('bar', any(row.interval for row in rows))}"
     return words + ("; grey: differences that do not matter" if comparison["margin"] else "")
 
 

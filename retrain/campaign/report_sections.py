@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from retrain.campaign.evidence import (
+    MIN_BAND_SEEDS,
     Campaign,
     Completion,
     Curve,
@@ -96,7 +97,7 @@ def curves_section(campaign: Campaign) -> str:
             continue
         series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]
         limits = (0.0, 1.0) if share else (0.0, None)
-        words = "mean of the seeds, band: 95 % interval, thin: every run"
+        words = f"mean of the seeds, {interval_words('band', any(each.band for each in found))}, thin: every run"
         window = window_of(max(len(line) for each in found for line in each.seeds)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
         drawn = charts.line_chart(
@@ -104,6 +105,11 @@ def curves_section(campaign: Campaign) -> str:
         )
         plots.append(figure(title, words, drawn))
     return f"<div class='plots'>{''.join(plots)}</div>" if plots else ""
+
+
+def interval_words(shape: str, drawn: bool) -> str:
+    """How the intervals over seeds are drawn, or why they are not."""
+    return f"{shape}: 95 % interval" if drawn else f"no {shape}: an interval takes {MIN_BAND_SEEDS} seeds"
 
 
 def _series(found: Curve, index: int, dots: bool) -> Series:
