@@ -17,8 +17,9 @@ from test_record_html import Reader
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder
 from retrain.record.html import visible
+from retrain.record.rollout_files import remove_after, write_pages
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
-from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, remove_after, summary_rows, write_pages
+from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Completion, Group, Problem, Prompt, RewardResult
 
 ACT = f"window.{MARKER}=1"

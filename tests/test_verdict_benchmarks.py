@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from retrain.plugins import load_file
+
 ROOT = Path(__file__).parents[1]
 
 
 def script(name: str):
-    if str(ROOT / "benchmarks") not in sys.path:
-        sys.path.append(str(ROOT / "benchmarks"))  # a script finds the modules beside it
-    specification = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert specification
-    assert specification.loader
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    specification.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "benchmarks" / f"{name}.py", name)
 
 
 def test_sample_sizes_are_those_of_the_textbook():

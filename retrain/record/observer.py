@@ -30,53 +30,25 @@ class Observer(Protocol):
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """All runs that will be made, before the first starts."""
-        ...
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """A run begins at ``step`` (above 0 when resumed)."""
-        ...
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
         """A step was recorded; ``row`` is its metrics row."""
-        ...
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
         """An evaluation was recorded; ``row`` has the ``eval/<name>/…`` keys."""
-        ...
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """``status`` is done, failed, interrupted or stopped; ``message`` says why."""
-        ...
 
     def message(self, text: str, level: str = "info") -> None:
         """One line for the reader; ``level`` is info, warning or error."""
-        ...
 
     def close(self) -> None:
         """Nothing more will come."""
-        ...
 
 
-class NullObserver:
+class NullObserver(Observer):
     """Hears everything and shows nothing."""
-
-    def plan(self, specs: Sequence[SpecLike]) -> None:
-        """Ignored."""
-
-    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """Ignored."""
-
-    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """Ignored."""
-
-    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Ignored."""
-
-    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Ignored."""
-
-    def message(self, text: str, level: str = "info") -> None:
-        """Ignored."""
-
-    def close(self) -> None:
-        """Ignored."""

@@ -21,7 +21,8 @@ from retrain.record.environment import Surroundings, without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
-from retrain.record.rollouts import TRAIN, Batch, TokenText, remove_after, write_pages, write_summaries
+from retrain.record.rollout_files import remove_after, write_pages, write_summaries
+from retrain.record.rollouts import TRAIN, Batch, TokenText
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers

@@ -1,4 +1,4 @@
-"""Every trajectory of an iteration on disk: summary lines, a logtree, and its HTML twin.
+"""Every trajectory of an iteration as data: summary lines and a logtree.
 
 The formats are those of the Tinker cookbook, so that readers written for it work: one line per trajectory before any
 filtering; the logtree's top is ``title, started_at, path, root``, a node is ``tag, attrs, children`` and, for a
@@ -12,12 +12,10 @@ import datetime
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrain.files import dumps, write_text
 from retrain.record.html import escape
 from retrain.types import Completion, Group, RewardResult
 
@@ -33,8 +31,6 @@ LOGTREE_CHARACTERS = 4_000_000
 LEAST_CHARACTERS = 2_000
 SCHEMA_VERSION = 1
 TRAIN = "train"
-
-_FILE_NAME = re.compile(r"(train|eval_.+)_iteration_(\d{6,})(?:\.html|_logtree\.json|_rollout_summaries\.jsonl)")
 
 
 @dataclass(frozen=True)
@@ -75,36 +71,6 @@ class Batch:
 def sanitised(name: str) -> str:
     """``name`` as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
-
-
-def write_summaries(directory: Path, batch: Batch) -> Path:
-    """Write ``<name>_rollout_summaries.jsonl``, without waiting for the disk; its path."""
-    path = directory / f"{batch.name}_rollout_summaries.jsonl"
-    write_text(path, "".join(dumps(row) + "\n" for row in summary_rows(batch)), durable=False)
-    return path
-
-
-def write_pages(directory: Path, batch: Batch, shown: int) -> tuple[Path, Path]:
-    """Write ``<name>_logtree.json`` and ``<name>.html``, without waiting for the disk; their paths.
-
-    ``shown`` groups appear with their texts.
-    """
-    from retrain.record.rollout_page import rollout_page
-
-    tree, page = directory / f"{batch.name}_logtree.json", directory / f"{batch.name}.html"
-    write_text(tree, dumps(logtree(batch, shown)) + "\n", durable=False)
-    write_text(page, rollout_page(batch, shown), durable=False)
-    return tree, page
-
-
-def remove_after(directory: Path, step: int) -> None:
-    """Delete what belongs to ``step`` (the next to run) and later; an evaluation after ``step`` updates stays."""
-    for path in directory.glob("*_iteration_*"):
-        match = _FILE_NAME.fullmatch(path.name)
-        if match:
-            first_lost = step if match[1] == TRAIN or step == 0 else step + 1
-            if int(match[2]) >= first_lost:
-                path.unlink()
 
 
 def summary_rows(batch: Batch) -> list[Row]:
