@@ -32,6 +32,8 @@ def parser_of(doc: str | None, on_gpu: str = "") -> argparse.ArgumentParser:
 @contextmanager
 def opened(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """The options with their ``device``, and a directory of models that goes in the end unless one was named."""
+    if options.quick and options.record:
+        raise SystemExit("--quick shows that everything works; its figures are not worth recording")
     options.device = "cuda" if getattr(options, "gpu", False) else "cpu"
     if options.device == "cuda":
         import torch
@@ -78,8 +80,9 @@ def machine() -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Markdown; the first ``left`` columns stand on the left, the others on the right."""
-    lines = [head, ["---" if i < left else "--:" for i in range(len(head))], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rule = "|".join("---" if i < left else "--:" for i in range(len(head)))
+    above, *below = (f"| {' | '.join(line)} |" for line in (head, *rows))
+    return "\n".join([above, f"|{rule}|", *below])
 
 
 def with_verdicts(above: str, lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from retrain.policy.base import BaseModel
-from retrain.policy.fused import adapted_linear, rms_norm
+from retrain.policy.fused import adapted_linear, rms_norm, swiglu
 from retrain.policy.head import Head
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
@@ -207,6 +207,9 @@ def test_fused_layers_pass_gradcheck_and_equal_the_plain_formulas():
     weight = torch.randn(5, dtype=torch.float64)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (5,), weight, 1e-5))
     assert gradcheck(lambda given: rms_norm(given, weight, 1e-5), (x,))
+    gate, up = (x[0].detach().requires_grad_(), x[1].detach().requires_grad_())
+    torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
+    assert gradcheck(swiglu, (gate, up))
 
 
 def test_in_half_precision_the_adapter_is_not_merged_into_the_weight():

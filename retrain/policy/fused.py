@@ -1,4 +1,4 @@
-"""Two layers with hand-written gradients: a frozen linear layer with its adapter, and the root-mean-square norm.
+"""Layers with hand-written gradients: a frozen linear layer with its adapter, the root-mean-square norm, SwiGLU.
 
 Autograd through the plain formulas is right but keeps what it need not keep and passes over memory more often than
 needed, which a model bound by memory pays for.
@@ -89,3 +89,20 @@ class _RmsNorm(torch.autograd.Function):
         scaled = grad * weight
         share = torch.linalg.vecdot(scaled, x).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
         return scaled.addcmul_(x, share).mul_(inverse), None, None
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) · up``, which keeps its two inputs and not silu(gate) besides."""
+    return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from retrain.policy.base import BaseModel
-from retrain.policy.fused import rms_norm
+from retrain.policy.fused import rms_norm, swiglu
 from retrain.policy.head import Head, split_head
 from retrain.policy.packing import (
     NAME,
@@ -125,6 +125,7 @@ def _examine(base: BaseModel) -> Trunk:
     if decoder is not None:
         _offer_checkpointing(decoder)
     _offer_fused_norms(base)
+    _offer_fused_mlps(base)
     return Trunk(decoder, head, packs, int(window), tuple(notes))
 
 
@@ -191,6 +192,29 @@ def _fused_forward(forward: Any, weight: nn.Parameter, eps: float) -> Any:
         return rms_norm(x, weight, eps) if _mode.fused else forward(x)
 
     return norm
+
+
+def _offer_fused_mlps(base: BaseModel) -> None:
+    """While the update runs, gated MLPs go through ``swiglu``; those that compute something else stay as they are."""
+    for module in base.model.modules():
+        if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            continue
+        width = module.gate_proj.weight.shape[-1]
+        x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
+        with torch.no_grad():
+            if torch.equal(module(x), _gated(module, x)):
+                module.forward = _fused_mlp(module.forward, module)
+
+
+def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+
+
+def _fused_mlp(forward: Any, module: Any) -> Any:
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        return _gated(module, x) if _mode.fused else forward(x)
+
+    return mlp
 
 
 @contextmanager
