@@ -170,6 +170,12 @@ def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tens
     return torch.from_numpy(out)
 
 
+def _padded_if_all(arrays: Sequence[np.ndarray | None], width: int, dtype: type) -> torch.Tensor | None:
+    """Padded, or None where one is missing."""
+    there = [array for array in arrays if array is not None]
+    return _padded(there, width, dtype) if len(there) == len(arrays) else None
+
+
 def assign_credit(
     groups: Sequence[Group],
     config: Any,
@@ -191,24 +197,56 @@ def assign_credit(
     rows = [(g, i) for g in groups for i in range(len(g.completions)) if np.isfinite(g.advantages_N[i])]
     if not rows:
         return CreditResult([], Denominators(0, 0), {}, None)
+    credit, lengths = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
+    advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
+    own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
+    if own and not config.algorithm.regularised:
+        signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
+        for group, _ in rows:
+            group.discarded = None if id(group) in signal else "zero_advantage"
+    by_token: dict[int, list[np.ndarray | None]] = {id(group): [None] * len(group.completions) for group in groups}
+    for group in groups:
+        group.token_advantages = by_token[id(group)]
+    sequences = []
+    for (group, i), length, row, trains in zip(rows, lengths, advantages, loss_mask, strict=True):
+        by_token[id(group)][i] = row[:length]
+        if group.discarded is None:
+            completion, prompt = group.completions[i], group.prompt.token_ids
+            sequences.append(
+                TrainSequence(prompt, completion.token_ids, completion.logprobs_T, row[:length], trains[:length])
+            )
+    denominators = Denominators(
+        tokens=int(credit.denominator_mask_B_T.sum()),
+        sequences=sum(length > 0 for length in lengths),
+        all_tokens=config.algorithm.entropy_mask_denominator == "all",
+    )
+    return CreditResult(sequences, denominators, credit.stats, credit.exec_variance)
+
+
+def _token_credit(
+    rows: Sequence[tuple[Group, int]],
+    config: Any,
+    modes: Modes,
+    sepa_lambda: float,
+    placebo_stream: tuple[int | str, ...],
+) -> tuple[TokenCredit, list[int]]:
+    """Credit of the completions at ``rows`` (group, place in it), padded to one width, and their lengths."""
     completions = [g.completions[i] for g, i in rows]
-    width = max(len(c) for c in completions)
-    mask_BT = _padded([np.ones(len(c), bool) for c in completions], width, np.bool_)
-    logprobs_BT = _padded([c.logprobs_T for c in completions], width, np.float64)
-    planning_BT = entropy_BT = placebo_BT = None
-    if all(g.planning is not None for g in groups):
-        planning_BT = _padded([g.planning[i] for g, i in rows if g.planning is not None], width, np.bool_)
-    if all(c.entropy_T is not None for c in completions):
-        entropy_BT = _padded([c.entropy_T for c in completions if c.entropy_T is not None], width, np.float64)
+    planning = [None if g.planning is None else g.planning[i] for g, i in rows]
+    lengths = [len(c) for c in completions]
+    width = max(lengths)
+    mask_BT = _padded([np.ones(length, bool) for length in lengths], width, np.bool_)
+    planning_BT = _padded_if_all(planning, width, np.bool_)
+    placebo_BT = None
     if modes.transform == "gtpo_hicra_placebo" and planning_BT is not None:
         draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
         placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
-    order = {id(group): number for number, group in enumerate(groups)}
-    credit: TokenCredit = token_advantages(
+    number = {group: place for place, group in enumerate(dict.fromkeys(id(g) for g, _ in rows))}
+    credit = token_advantages(
         modes.transform,
         torch.tensor([g.advantages_N[i] for g, i in rows], dtype=torch.float64),
-        logprobs_BT,
-        entropy_BT,
+        _padded([c.logprobs_T for c in completions], width, np.float64),
+        _padded_if_all([c.entropy_T for c in completions], width, np.float64),
         planning_BT,
         mask_BT,
         uncertainty_kind=modes.uncertainty,
@@ -218,7 +256,7 @@ def assign_credit(
         inputs=ModeInputs(
             rewards_B=torch.tensor([g.rewards[i].total_reward for g, i in rows], dtype=torch.float64),
             correct_B=torch.tensor([g.rewards[i].is_correct for g, i in rows]),
-            group_B=torch.tensor([order[id(g)] for g, _ in rows]),
+            group_B=torch.tensor([number[id(g)] for g, _ in rows]),
             placebo_B_T=placebo_BT,
             alpha1=config.gtpo.alpha1,
             alpha2=config.gtpo.alpha2,
@@ -226,37 +264,7 @@ def assign_credit(
             entropy_denominator=config.algorithm.entropy_mask_denominator,
         ),
     )
-    advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
-    own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
-    if own and not config.algorithm.regularised:
-        signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
-        for group, _ in rows:
-            group.discarded = None if id(group) in signal else "zero_advantage"
-    by_token: dict[int, list[np.ndarray | None]] = {id(group): [None] * len(group.completions) for group in groups}
-    for row, (group, i) in enumerate(rows):
-        by_token[id(group)][i] = advantages[row, : len(completions[row])]
-    for group in groups:
-        group.token_advantages = by_token[id(group)]
-    counted = credit.denominator_mask_B_T
-    sequences = []
-    for row, (group, _) in enumerate(rows):
-        if group.discarded is None:
-            length = len(completions[row])
-            sequences.append(
-                TrainSequence(
-                    prompt_ids=group.prompt.token_ids,
-                    completion_ids=completions[row].token_ids,
-                    sampler_logprobs_T=completions[row].logprobs_T,
-                    advantages_T=advantages[row, :length],
-                    loss_mask_T=loss_mask[row, :length],
-                )
-            )
-    denominators = Denominators(
-        tokens=int(counted.sum()),
-        sequences=int(mask_BT.any(1).sum()),
-        all_tokens=config.algorithm.entropy_mask_denominator == "all",
-    )
-    return CreditResult(sequences, denominators, credit.stats, credit.exec_variance)
+    return credit, lengths
 
 
 def needs_entropy(config: Any) -> bool:
