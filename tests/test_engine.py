@@ -11,7 +11,7 @@ from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.draw import cumulated
 from retrain.engines.graphs import StepGraphs
-from retrain.engines.local import LocalEngine
+from retrain.engines.local import LEAST_PIECE_ROWS, LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.rows import Row
 from retrain.engines.slots import SlotBatch
@@ -349,7 +349,7 @@ def test_workers_share_every_lane_evenly(base, lanes):
     engine = LocalEngine(base, lanes, workers=Workers(2))
     asked = [request for lane in range(5) for request in requests(lane, prompts=4, samples=2)]
     work = [Row(i, sample) for i in range(len(asked)) for sample in range(2)]
-    pieces = engine._pieces(asked, work)
+    pieces = engine._pieces(asked, work, most=9)
     assert sorted((row for piece in pieces for row in piece), key=work.index) == work
     assert [[sum(asked[row.request].lane == lane for row in piece) for lane in range(5)] for piece in pieces] == [
         [4] * 5,
@@ -437,3 +437,15 @@ def test_a_failure_in_a_worker_is_raised(base, lanes):
         workers.map(work, range(4))
     assert workers.map(work, [5, 6, 7]) == [5, 6, 7]
     workers.close()
+
+
+def test_a_small_batch_stays_in_one_piece(base, lanes):
+    workers = Workers(2)
+    engine = LocalEngine(base, lanes, workers=workers)
+    seen = []
+    engine._dense = lambda requests, work, *rest: seen.append(len(work))
+    adapter = lanes.new_adapter(4, 8.0).initialise("pieces")
+    for prompts in (LEAST_PIECE_ROWS // 8, LEAST_PIECE_ROWS // 4):
+        engine.sample([SampleRequest(0, (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
+    workers.close()
+    assert sorted(seen) == [LEAST_PIECE_ROWS, LEAST_PIECE_ROWS, LEAST_PIECE_ROWS]

@@ -27,6 +27,9 @@ from retrain.types import Completion
 
 MOST_ROWS = {"cpu": 1024, "cuda": 4096}
 """Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
+LEAST_PIECE_ROWS = 64
+"""Sequences that a piece of the decode batch has at least: smaller pieces lose more by taking turns at Python than they
+gain by a core each (``benchmarks/decode.py``)."""
 
 
 class LocalEngine:
@@ -103,8 +106,8 @@ class LocalEngine:
     def _decode(
         self, requests: Sequence[SampleRequest], work: list[Row], adapters: Sequence[Adapter], rows: int, keep: Finished
     ) -> None:
-        """Decode the sequences, at most ``rows`` at once, in one piece per worker."""
-        pieces = self._pieces(requests, work)
+        """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
+        pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
             with torch.no_grad():
@@ -147,13 +150,13 @@ class LocalEngine:
         for request in dict.fromkeys(row.request for row in wave):
             keep(request, [completion for row, completion in completions if row.request == request])
 
-    def _pieces(self, requests: Sequence[SampleRequest], work: list[Row]) -> list[list[Row]]:
-        """The work cut into one piece per worker, of whole requests: each lane's are dealt out evenly, because every
-        lane has as many rows of a batch as the one with most."""
+    def _pieces(self, requests: Sequence[SampleRequest], work: list[Row], most: int) -> list[list[Row]]:
+        """The work cut into one piece per worker, ``most`` at most, of whole requests: each lane's are dealt out
+        evenly, because every lane has as many rows of a batch as the one with most."""
         of_lane: dict[int, dict[int, list[Row]]] = {}
         for row in work:
             of_lane.setdefault(requests[row.request].lane, {}).setdefault(row.request, []).append(row)
-        pieces: list[list[Row]] = [[] for _ in range(self.workers.count)]
+        pieces: list[list[Row]] = [[] for _ in range(max(1, min(self.workers.count, most)))]
         dealt = 0
         for own in of_lane.values():
             share = -(-len(own) // len(pieces))
