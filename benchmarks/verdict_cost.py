@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,14 @@ def t_test_pairs(effect: float) -> int:
 
 def sequential_pairs(difference: float, deviation: float, simulations: int) -> tuple[int, float] | None:
     """(planned pairs, expected pairs) of the sequential rule with the power; None when 20 planned pairs are too few."""
-    for planned in range(6, MOST_PAIRS + 1):
+
+    def ends(planned: int) -> tuple[float, float]:
         draws = np.random.default_rng(planned).normal(difference, deviation, (simulations, planned))
-        ends = [sequential_looks(row, planned)[-1] for row in draws]
-        if np.mean([end.stop for end in ends]) >= POWER:
-            return planned, float(np.mean([end.pairs for end in ends]))
-    return None
+        last = [sequential_looks(row, planned)[-1] for row in draws]
+        return float(np.mean([end.stop for end in last])), float(np.mean([end.pairs for end in last]))
+
+    planned = 6 + bisect_left(range(6, MOST_PAIRS + 1), True, key=lambda n: ends(n)[0] >= POWER)
+    return (planned, ends(planned)[1]) if planned <= MOST_PAIRS else None
 
 
 def costs(found: dict[str, Any], difference: float, simulations: int) -> list[dict[str, Any]]:
@@ -157,7 +160,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--differences", type=float, nargs="+", default=[0.02, 0.05, 0.1], help="true differences")
-    parser.add_argument("--simulations", type=int, default=2000)
+    parser.add_argument("--simulations", type=int, default=500)
     parser.add_argument("--out", type=Path, help="where the runs are kept; default a temporary directory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
