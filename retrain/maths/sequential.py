@@ -87,19 +87,23 @@ def sequential_looks(
         sums, going = np.concatenate([sums - size, sums + size]), np.concatenate([going, going])
         slack = TIE * float(np.abs(d[:k]).sum())
         distance = np.abs(sums)
-        ordered = np.sort(distance[going])
-        tails = (len(ordered) - np.searchsorted(ordered, distance - slack, side="left")) / len(sums)
+        left = distance[going]
         seen = abs(float(d[:k].sum()))
-        tail = float(len(ordered) - np.searchsorted(ordered, seen - slack, side="left")) / len(sums)
+        tail = float(np.count_nonzero(left >= seen - slack)) / len(sums)
         allowed = SPENDING[spending](alpha, k / planned)
         room = allowed - spent + 1e-12
-        p, stopping = min(spent + tail, 1.0), going & (tails <= room)
+        p, stopping = min(spent + tail, 1.0), going & (distance - slack > _beyond(left, int(room * len(sums))))
         spent += float(stopping.sum()) / len(sums)
         looks.append(Look(k, float(d[:k].mean()), allowed, tail, p, spent, tail <= room))
         if looks[-1].stop:
             break
         going &= ~stopping
     return looks
+
+
+def _beyond(values: np.ndarray, count: int) -> float:
+    """The value above which at most ``count`` of the values lie: the next largest after these."""
+    return -math.inf if count >= len(values) else float(np.partition(values, len(values) - count - 1)[-count - 1])
 
 
 def fewest_pairs(planned: int, *, alpha: float = 0.05, spending: str = "linear") -> int | None:
