@@ -109,7 +109,7 @@ def curves_section(campaign: Campaign) -> str:
 
 def interval_words(shape: str, drawn: bool) -> str:
     """How the intervals over seeds are drawn, or why they are not."""
-    return f"{shape}: 95 % interval" if drawn else f"no {shape}: an interval takes {MIN_BAND_SEEDS} seeds"
+    return f"{shape}: 95 % interval" if drawn else f"no {shape} below {MIN_BAND_SEEDS} seeds"
 
 
 def _series(found: Curve, index: int, dots: bool) -> Series:
