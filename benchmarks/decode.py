@@ -27,6 +27,7 @@ from ours import cohort
 from plots import Series, write_plot
 from workload import ALPHA, SHAPES, Setting, Shape
 
+from retrain.engines import local
 from retrain.engines.protocol import SampleRequest
 
 BAR_GPU = 0.6
@@ -220,6 +221,7 @@ def main() -> None:
     parser = parser_of(__doc__, "on cuda, by default with the 1.7b shape")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="default 256")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--least-piece-rows", type=int, help="split a batch over cores from pieces of this size on")
     parser.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw decode-<axis>.svg here; --record draws into docs/images"
     )
@@ -228,6 +230,7 @@ def main() -> None:
     if options.quick:
         options.repeats = 1
     torch.set_num_threads(options.threads)
+    local.LEAST_PIECE_ROWS = options.least_piece_rows or local.LEAST_PIECE_ROWS
     with opened(options):
         found = measure(options)
     images = options.plots or (DOCS / "images" if options.record else None)

@@ -243,13 +243,6 @@ class Run:
         """λ and whether the gate is open, for the next step."""
         return sepa_lambda(self.sepa, self.sepa_state, self.step), sepa_gate_open(self.sepa_state, self.step)
 
-    @property
-    def evaluation_sampling(self) -> tuple[float, int, int]:
-        """Temperature, samples per problem and max_tokens of held-out evaluation; those of training where unset."""
-        evaluation, training = self.config.evaluation, self.config.training
-        temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
-        return temperature, evaluation.samples, evaluation.max_tokens or training.max_tokens
-
     def evaluation_due(self) -> bool:
         """Whether held-out evaluation belongs to the number of updates done now."""
         training, evaluation = self.config.training, self.config.evaluation

@@ -327,7 +327,7 @@ class Cohort:
         begin = time.time()
         requests, prompts = [], []
         for lane, (run, _) in enumerate(due):
-            temperature, samples, max_tokens = run.evaluation_sampling
+            temperature, samples, max_tokens = run.config.evaluation_sampling
             batch = self._heldout_prompts(run)
             prompts.append(batch)
             stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
@@ -348,7 +348,7 @@ class Cohort:
                 groups = [group for group in part if isinstance(group, Group)]
                 for other, _ in pairs:
                     self._graded(other, part)
-                temperature, samples, max_tokens = run.evaluation_sampling
+                temperature, samples, max_tokens = run.config.evaluation_sampling
                 seconds = time.time() - begin
                 records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
                 self._tell_evaluation([other for other, _ in pairs if other.error is None], records[-1])
@@ -429,7 +429,7 @@ def _correct_rate(groups: Sequence[Group]) -> float:
 def _evaluation_setting(run: Run) -> str:
     """Runs with the same text here score an untrained base alike."""
     config = run.config
-    return repr((run.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
+    return repr((config.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
 
 
 def _peak_memory_gib(device: torch.device) -> float:

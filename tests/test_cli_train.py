@@ -63,7 +63,7 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     end = output.partition("Held-out")[2]
     for label in ("grpo+none", "maxrl+gtpo"):
         assert label in end
-    assert re.search(r"recommended rank: \d of 4", end)
+    assert re.search(r"recommended by energy: rank \d of 4", end)
     for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
         assert Path(path).exists()
     assert f"directory   {directory}" in end

@@ -73,7 +73,7 @@ from retrain.maths.statistics import (
 __all__ = ["METRIC", "compare", "compare_runs"]
 
 MIN_BOOTSTRAP_SEEDS = 8
-"""Below it even the expanded bootstrap is too narrow: 77 to 92 % instead of 95 % at 5 (benchmarks/calibration.py)."""
+"""Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""
 SECONDARY = ("final", "auc")
 
 

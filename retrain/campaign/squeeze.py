@@ -213,6 +213,6 @@ def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: 
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``."""
     from retrain.campaign.verify import verify_ranks
 
-    with TemporaryDirectory(dir=directory / "squeeze") as aside:
+    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=".tmp") as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
         return verify_ranks(spec, folder, adapter, smaller, directory / "squeeze" / "verification.json")

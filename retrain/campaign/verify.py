@@ -121,7 +121,7 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
     from retrain.rewards import build_grader
 
     config = spec.config
-    training, evaluation = config.training, config.evaluation
+    temperature, samples, max_tokens = config.evaluation_sampling
     correct, ranks = [], []
     with ExitStack() as stack:
         base = base_of(config)
@@ -132,9 +132,8 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
         prompts = [render(problem, base.tokenizer, config.data) for problem in data_of(config, folder).heldout]
         requests = [
             SampleRequest(
-                0, prompt.token_ids, evaluation.samples, evaluation.max_tokens or training.max_tokens,
-                training.temperature if evaluation.temperature is None else evaluation.temperature,
-                (config.campaign.seed, training.seed, "squeeze", i),
+                0, prompt.token_ids, samples, max_tokens, temperature,
+                (config.campaign.seed, config.training.seed, "squeeze", i),
             )
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip
@@ -148,5 +147,5 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
             sampled = engine.sample(requests, [adapter])
             items = [(p.problem, c.text) for p, answers in zip(prompts, sampled, strict=True) for c in answers]
             marks = [float(result.is_correct) for result in grader.grade(items)]
-            correct.append(np.reshape(marks, (len(prompts), evaluation.samples)))
+            correct.append(np.reshape(marks, (len(prompts), samples)))
     return np.stack(correct), ranks

@@ -15,6 +15,7 @@ from typing import Any
 
 from retrain.files import read_json
 from retrain.models import find_config
+from retrain.models.sizes import cpu_token_budget, kept_numbers
 from retrain.models.targets import targeted
 
 PROMPT_TOKENS = {"arithmetic": 12}
@@ -23,11 +24,8 @@ PROMPT_TOKENS = {"arithmetic": 12}
 OTHER_PROMPT_TOKENS = 128
 """Assumed where the length is not known: it needs the tokenizer and the data."""
 
-MICRO_BATCH_TOKENS = {"cpu": 2048, "gpu": 4096}
+GPU_MICRO_BATCH_TOKENS = 4096
 """Assumed for ``micro_batch_tokens = "auto"``, which on a GPU takes what memory is free."""
-
-KEPT_NUMBERS = {"cpu": 24, "gpu": 40}
-"""Kept for the backward pass per layer and token of a micro-batch, in units of the hidden size."""
 
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 """Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
@@ -298,8 +296,9 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
     width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     asked = config.training.micro_batch_tokens
-    micro_batch = min(work.rows * work.length, MICRO_BATCH_TOKENS[device.kind] if asked == "auto" else asked)
-    kept = KEPT_NUMBERS[device.kind] * width * architecture.layers * architecture.hidden
+    budget = cpu_token_budget(width * architecture.parameters()) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
+    micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
+    kept = kept_numbers(width) * width * architecture.layers * architecture.hidden
     memory = {
         "model": architecture.parameters() * width,
         "adapter and optimizer": adapter * 16,

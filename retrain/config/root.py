@@ -58,6 +58,13 @@ class Config(Section):
         """Whether there is a [campaign] section: several runs that are compared."""
         return "campaign" in self.model_fields_set
 
+    @property
+    def evaluation_sampling(self) -> tuple[float, int, int]:
+        """Temperature, samples per problem and max_tokens of held-out evaluation; those of training where unset."""
+        evaluation, training = self.evaluation, self.training
+        temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+        return temperature, evaluation.samples, evaluation.max_tokens or training.max_tokens
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
         return self.model_dump(mode="json")

@@ -29,7 +29,7 @@ MOST_ROWS = {"cpu": 1024, "cuda": 4096}
 """Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
 LEAST_PIECE_ROWS = 64
 """Sequences that a piece of the decode batch has at least: smaller pieces lose more by taking turns at Python than they
-gain by a core each (``benchmarks/decode.py``)."""
+gain by a core each (``benchmarks/decode.py``, beside ``--least-piece-rows 1``)."""
 
 
 class LocalEngine:

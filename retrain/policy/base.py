@@ -47,6 +47,11 @@ class BaseModel:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    @cached_property
     def token_bytes(self) -> list[bytes] | None:
         """UTF-8 bytes of every token id (special tokens: none), for tokenizers that work on bytes; else None."""
         return byte_table(self.tokenizer)

@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
+from retrain.models.sizes import kept_numbers
 from retrain.policy.base import BaseModel
-
-KEPT_FP32, KEPT_HALF = 24, 40
-"""Numbers per layer and token, in units of the hidden size, that the update keeps for its backward pass: measured for
-Qwen3 with an MLP three times as wide; in half precision norms keep copies in fp32."""
 
 
 def available_memory(device: torch.device | None = None) -> int:
@@ -38,5 +35,5 @@ def cache_bytes(base: BaseModel) -> int:
 def kept_bytes(base: BaseModel) -> int:
     """Bytes that one token's forward pass keeps for its backward pass, over all layers."""
     config = base.model.config.get_text_config()
-    kept = KEPT_HALF if base.dtype.itemsize < 4 else KEPT_FP32
-    return kept * base.dtype.itemsize * config.hidden_size * config.num_hidden_layers
+    width = base.dtype.itemsize
+    return kept_numbers(width) * width * config.hidden_size * config.num_hidden_layers

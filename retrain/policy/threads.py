@@ -14,10 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.policy.base import BaseModel
-
-SMALL_MODEL_BYTES = 32 << 20
-"""Weights up to this size count as small: a few MiB of cache per core hold most of them."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,8 +49,7 @@ def _one_thread() -> None:
 
 def is_small(base: BaseModel) -> bool:
     """Whether each core of a CPU does best with a piece of its own."""
-    size = sum(p.numel() * p.element_size() for p in base.model.parameters())
-    return base.device.type == "cpu" and size <= SMALL_MODEL_BYTES
+    return base.device.type == "cpu" and base.weight_bytes <= SMALL_MODEL_BYTES
 
 
 def workers_for(base: BaseModel) -> Workers:

@@ -35,13 +35,14 @@ from retrain.maths.losses import (
     ratio_sums,
     token_weights,
 )
+from retrain.models.sizes import cpu_token_budget
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory, kept_bytes
 from retrain.policy.packing import Layout
-from retrain.policy.threads import Workers, is_small
+from retrain.policy.threads import Workers
 from retrain.policy.trunk import as_in_forward, checkpointed, trunk_of
 from retrain.rng import torch_seed
 
@@ -88,15 +89,10 @@ def new_optimizer(
 
 
 def default_token_budget(base: BaseModel) -> int:
-    """Tokens of a micro-batch: on a CPU as few as are computed at full speed, for the sake of memory; on a GPU what is
-    kept for the backward pass fits in 40 % of the free memory, and no more than keeps its units busy.
-
-    Measured with ``benchmarks/update.py --micro``: at hidden 256 (a micro-batch on every core) 768 to 2,048 tokens take
-    the same time and 512 16 % more; at hidden 512 (one micro-batch on all cores) 1,536 and 2,048 take the same and
-    1,024 10 % more.
-    """
+    """Tokens of a micro-batch: ``cpu_token_budget``; on a GPU what is kept for the backward pass fits in 40 % of the
+    free memory, and no more than keeps its units busy."""
     if base.device.type == "cpu":
-        return 1024 if is_small(base) else 2048
+        return cpu_token_budget(base.weight_bytes)
     return min(32768, max(512, int(0.4 * available_memory(base.device)) // kept_bytes(base)))
 
 

@@ -235,7 +235,7 @@ def squeeze_words(report: Report) -> list[str]:
     """What the table comes to: the rank by energy, and whether held-out problems agree."""
     said = [printable(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        said.append(f"recommended rank: {report['recommended_rank']} of {report['source_rank']}")
+        said.append(f"recommended by energy: rank {report['recommended_rank']} of {report['source_rank']}")
         said.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
     return said
 
