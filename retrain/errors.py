@@ -107,6 +107,6 @@ class NonFinite(RunFailed):
 
 
 class Interrupted(RetrainError):
-    """SIGINT or SIGTERM: the step was finished and everything is saved."""
+    """SIGINT, SIGTERM or SIGHUP: the step was finished and everything is saved."""
 
     exit_status = 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -187,3 +188,36 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     assert run("resume", out).exit_code == 0
     for path in out.rglob("metrics.jsonl"):
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(30))
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "retrain", *sys.argv[1:]])
+"""
+"""Makes standard input the terminal that hangs up on this process, as a window does."""
+
+
+def test_a_closing_terminal_ends_after_the_step_and_everything_is_saved(home, tmp_path):
+    """The window closes after the first step, live view and all: nobody can be told, status 129, no step is lost."""
+    out, metrics = tmp_path / "out", tmp_path / "out" / "metrics.jsonl"
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL, "train", str(home / "single.toml"), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--set", "training.max_steps=2000"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or not metrics.read_text():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 1 << 16)
+    os.close(ours)
+    assert process.wait(120) == 129
+    (entry,) = json.loads((out / "manifest.json").read_text())["runs"]
+    assert entry["state"] == "interrupted"
+    assert 1 <= entry["step"] < 2000
+    assert (out / "checkpoints" / f"step_{entry['step']:06d}").is_dir()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(entry["step"]))

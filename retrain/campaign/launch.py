@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
@@ -23,7 +24,7 @@ from retrain.campaign.manifest import (
 from retrain.campaign.plan import RunSpec, plan
 from retrain.campaign.references import check_references
 from retrain.campaign.sequential import look, still_wanted
-from retrain.campaign.stopping import StopRequest
+from retrain.campaign.stopping import STATUSES, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import refuse_links, remove_leftovers, write_json
@@ -192,7 +193,7 @@ def _carry_out(
 
     def ending() -> bool:
         lock.check()
-        return stop.asked
+        return stop.status != 0
 
     with stop.listening(observer):
         for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
@@ -208,7 +209,7 @@ def _carry_out(
             if manifest.run(spec.run_id)["state"] == "running":
                 manifest.update(spec.run_id, state="interrupted", reason="stopped by the user")
                 observer.run_finished(spec, "interrupted", "")
-        return Outcome(130, directory, summary(manifest), saved)
+        return Outcome(stop.status or STATUSES[SIGINT], directory, summary(manifest), saved)
     _squeeze_once(manifest, specs, folder, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare

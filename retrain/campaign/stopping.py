@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks for an end after the step, the second ends within seconds."""
+"""SIGINT, SIGTERM and SIGHUP: the first asks for an end after the step, the second ends within seconds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retrain.record.observer import Observer
 
 ABANDON_SECONDS = 8.0
 """After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGHUP: 129}
+"""Signals that ask for an end → the exit status after it."""
+URGENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which a second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
 
 
 class StopRequest:
@@ -27,22 +30,29 @@ class StopRequest:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory
-        self.asked = False
+        self.status = 0
+        """The exit status that the first signal asks for; 0 while there was none."""
 
     @contextmanager
     def listening(self, observer: Observer) -> Iterator[StopRequest]:
-        """Handle the signals while inside (only the main thread may)."""
+        """Handle the signals while inside (only the main thread may); one that is ignored stays so, as nohup wants."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
 
-        def handle(number: int, frame: object) -> None:
-            if self.asked:
-                raise KeyboardInterrupt
-            self.asked = True
-            observer.message("finishing the step and saving; once more to stop without saving", "warning")
+        urged = False
 
-        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        def handle(number: int, frame: object) -> None:
+            nonlocal urged
+            if urged and number in URGENT:
+                raise KeyboardInterrupt
+            urged = urged or number in URGENT
+            if not self.status:
+                self.status = STATUSES[signal.Signals(number)]
+                observer.message("finishing the step and saving; once more to stop without saving", "warning")
+
+        heeded = [number for number in STATUSES if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in heeded}
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -66,8 +76,9 @@ class StopRequest:
             received = descriptor.recv(64)
             if not received:
                 return
-            heard += sum(byte in SIGNALS for byte in received)
+            heard += sum(byte in URGENT for byte in received)
         if not ended.wait(ABANDON_SECONDS):
             where = f" Type: retrain resume {self.directory}" if self.directory else ""
-            os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
-            os._exit(130)
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
+            os._exit(STATUSES[signal.SIGINT])

@@ -22,6 +22,7 @@ from retrain.commands.arguments import (
     require_directory,
 )
 from retrain.commands.output import print_squeeze, print_tables_of
+from retrain.commands.streams import lasting_streams
 from retrain.errors import UsageError
 from retrain.files import dumps
 
@@ -33,17 +34,20 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
+    from retrain.campaign.stopping import STATUSES
     from retrain.record.console import PlainConsole, make_console
 
-    observer = PlainConsole() if plain else make_console()
-    try:
-        outcome = work(observer)
-    finally:
-        observer.close()
-    print_tables_of(outcome.summary, plain)
-    if outcome.exit_status == 130:
-        kept = "everything up to the last finished step is saved" if outcome.saved else "stopped at the last checkpoint"
-        print(f"interrupted; {kept}. Type: retrain resume {outcome.directory}")
+    with lasting_streams():  # a closed terminal ends no training
+        observer = PlainConsole() if plain else make_console()
+        try:
+            outcome = work(observer)
+        finally:
+            observer.close()
+        print_tables_of(outcome.summary, plain)
+        if outcome.exit_status in STATUSES.values():
+            kept = "everything up to the last finished step is saved"
+            kept = kept if outcome.saved else "stopped at the last checkpoint"
+            print(f"interrupted; {kept}. Type: retrain resume {outcome.directory}")
     raise typer.Exit(outcome.exit_status)
 
 

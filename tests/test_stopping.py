@@ -1,0 +1,73 @@
+"""Signals that ask for an end, and output whose reader is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from retrain.campaign.stopping import StopRequest
+from retrain.commands.streams import LastingStream
+from retrain.record.observer import NullObserver
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_request_is_haste_and_hangups_are_none(number):
+    stop = StopRequest()
+    with stop.listening(NullObserver()):
+        for _ in range(3):  # the kernel's, the shell's, the service manager's
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.status == 129
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.status == 129
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with stop.listening(NullObserver()):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.status == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.status == 130
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stream_without_a_reader_loses_what_is_written_and_fails_nobody():
+    code = """
+import sys
+from retrain.commands.streams import lasting_streams
+with lasting_streams():
+    sys.stdin.read()  # until the reader of our output is gone
+    print("to nobody", flush=True)
+    print("nor this")
+print("nor this, when the process ends")
+print("done", file=sys.stderr)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate("")[1] == "done\n"
+    assert process.returncode == 0
+
+
+def test_a_stream_that_fails_otherwise_says_so():
+    with open("/dev/full", "w") as full:
+        stream = LastingStream(full)
+        stream.write("too much")
+        with pytest.raises(OSError, match="No space left"):
+            stream.flush()
+        with open(os.devnull, "w") as nowhere:  # for what is still buffered
+            os.dup2(nowhere.fileno(), full.fileno())
