@@ -259,9 +259,16 @@ def test_status_tells_a_living_run_by_the_lock(tmp_path):
         assert report["runs"][0]["state"] == "running"
 
 
-def test_status_without_runs(tmp_path):
-    assert run("status", tmp_path).output.startswith("No runs")
-    assert run("status", tmp_path / "nowhere").exit_code == 2
+def test_status_without_runs_says_how_to_have_some(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    empty, *refused = run("status", "."), run("status"), run("status", "file")
+    assert (empty.exit_code, empty.stdout.partition(";")[0]) == (0, "No runs under .")
+    for result, found in zip(refused, ("logs does not exist", "file is not a directory"), strict=True):
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+        assert result.stderr.startswith(f"no runs to show: {found};")
+    for text in (empty.stdout, *(result.stderr for result in refused)):
+        assert all(f"retrain {command}" in text for command in ("train FILE", "init", "status DIR"))
 
 
 @pytest.mark.parametrize("command", ["resume", "squeeze", "report", "compare"])

@@ -15,6 +15,9 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 LOOK_EVERY_S = 1.0
+HOW_TO_HAVE_RUNS = (
+    "type: retrain train FILE, to have one (retrain init writes a first FILE), or retrain status DIR, for those in DIR"
+)
 
 
 def status(
@@ -31,7 +34,8 @@ def status(
     from retrain.record.status import homes_of_runs, read_status, status_view, with_living_runs
 
     if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; give the directory of a run, a campaign, or of several")
+        found = "is not a directory" if directory.exists() else "does not exist"
+        raise UsageError(f"no runs to show: {directory} {found}; {HOW_TO_HAVE_RUNS}")
     if watch:
         follow(directory, as_json, plain)
         return
@@ -39,7 +43,7 @@ def status(
     if as_json:
         print(dumps(reports, indent=2))
     elif not reports:
-        print(f"No runs under {directory}")
+        print(f"No runs under {directory}; {HOW_TO_HAVE_RUNS}")
     elif sys.stdout.isatty() and not plain:
         from rich.console import Console
         from rich.text import Text
