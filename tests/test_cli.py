@@ -340,3 +340,4 @@ def test_every_command_has_help_that_names_its_options(command):
         name for hint in hints for item in get_args(hint)[1:] for name in getattr(item, "param_decls", None) or ()
     ]
     assert [name for name in options if name not in result.output] == []
+    assert "default: (" not in result.output

@@ -31,8 +31,7 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
-        help="Directory to write to.",
-        show_default="logs/ and the file's name, or logging.log_dir",
+        help="Directory to write to; without it logging.log_dir, or logs/ and the file's name.",
     ),
 ]
 
@@ -60,8 +59,7 @@ Pilot = Annotated[
     typer.Option(
         "--pilot",
         metavar="DIR",
-        help="Take the spread between seeds from the runs in this directory.",
-        show_default="an assumed one",
+        help="Take the spread between seeds from the runs in this directory; without it one is assumed.",
     ),
 ]
 

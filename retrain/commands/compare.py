@@ -23,8 +23,8 @@ def compare(
         typer.Option(
             "--metric",
             metavar="METRIC",
-            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4.",
-            show_default="what the campaign declared",
+            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it what the "
+            "campaign declared.",
         ),
     ] = None,
     baseline: Annotated[
@@ -32,8 +32,7 @@ def compare(
         typer.Option(
             "--baseline",
             metavar="LABEL",
-            help="Condition that the others are compared with.",
-            show_default="the first condition",
+            help="Condition that the others are compared with; without it the first.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -245,7 +245,7 @@ def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
 def report(
     directory: RunDirectory,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it.", show_default="report.html in DIR")
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; without it report.html in DIR.")
     ] = None,
 ) -> None:
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""

@@ -56,7 +56,7 @@ def template_path(name: str) -> Path:
 def init(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="PATH", help="File or directory to write to.", show_default="<template>.toml here"),
+        typer.Argument(metavar="PATH", help="File or directory to write to; without it <template>.toml here."),
     ] = None,
     template: Annotated[
         Template,

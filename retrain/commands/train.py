@@ -123,8 +123,7 @@ def squeeze(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Where the compressed adapter goes.",
-            show_default="squeeze/rank_RANK beside the adapter",
+            help="Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
         ),
     ] = None,
     steps: Annotated[
