@@ -424,13 +424,32 @@ SYNTAX = [
     ("[training]\nlr 3", "f.toml:2", "key = value"),
     ("[data]\nsource = gsm8k", "f.toml:2", 'source = "gsm8k"'),
     ("[squeeze]\nenabled = False", "f.toml:2", "enabled = false"),
-    ("[training]\nlr = 1\nlr = 2", "f.toml:3", "stands once"),
-    ("[training]\n[model]\n[training]", "f.toml:3", "stands once"),
+    ("[a.b]\nc = 1\n[a]\nb.d = 2\n", "f.toml:4", "cannot redefine namespace a.b at"),
+    ("w = {a = 1}\n[w.'k']", "f.toml:2", "cannot declare w.k twice at"),
     ('[data]\n\nsource = "gsm8k', "f.toml:3", "strings are in quotes"),
     ("a = [1,\n2", "f.toml:2", "end of the file"),
     ("x = " + "9" * 5000, "f.toml:1", "is not TOML"),
     ("x = " + "[" * 5000, "f.toml:1", "nested too deeply"),
 ]
+
+
+REPEATS = [
+    ("[training]\nlr = 1\nlr = 2", "f.toml:3  training.lr  is written twice, first in line 2: keep one of them"),
+    ("[training]\nlr = 1\nlr = \"\"\"\n2\"\"\"\n", "f.toml:3  training.lr  is written twice, first in line 2: keep"),
+    ("[training]\n[model]\n[ training ] # again", "f.toml:3  training  is declared twice, first in line 1: put the "
+     "keys of both under one [training]"),
+    ("[training.x]\n[training]\n[training]", "f.toml:3  training  is declared twice, first in line 2"),
+    ("training.lr = 1\n[training]", "f.toml:2  training  is declared twice, first in line 1"),
+    ("[[reward.components]]\n[[reward.components]]\n[reward.components.x]\n[reward.components.x]\n",
+     "f.toml:4  reward.components[2].x  is declared twice, first in line 3: put the keys of both under one [reward"),
+    ("x = [\n  {a = 1, a = 2},\n]", "f.toml:2  x[1].a  is written twice, first in line 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "start"), REPEATS)
+def test_what_is_written_twice_is_told_with_both_lines(text, start, tmp_path):
+    (line,) = lines(text, tmp_path)
+    assert line.startswith(start)
 
 
 @pytest.mark.parametrize(("text", "where", "message"), SYNTAX)

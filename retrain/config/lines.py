@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from contextlib import suppress
+from typing import NamedTuple
 
 Path = tuple[str | int, ...]
 
@@ -34,6 +36,23 @@ def key_lines(text: str) -> dict[Path, int]:
     return _Walk(text.replace("\r\n", "\n")).document()
 
 
+class Repeat(NamedTuple):
+    """A key or table that is written twice, on these 1-based lines."""
+
+    path: Path
+    first: int
+    again: int
+    is_table: bool
+
+
+def find_repeat(text: str) -> Repeat | None:
+    """What ``text``, valid TOML but for the end of its last line, writes twice; None when it is wrong otherwise."""
+    walk = _Walk(text.replace("\r\n", "\n"))
+    with suppress(ValueError, IndexError):  # where the text stops to be TOML
+        walk.document()
+    return walk.repeat
+
+
 class _Walk:
     def __init__(self, text: str):
         self.text = text
@@ -42,6 +61,8 @@ class _Walk:
         self.line = 1
         self.lines: dict[Path, int] = {}
         self.array_lengths: dict[Path, int] = {}
+        self.written: dict[Path, int] = {}
+        self.repeat: Repeat | None = None
 
     def document(self) -> dict[Path, int]:
         table: Path = ()
@@ -72,6 +93,13 @@ class _Walk:
     def _note(self, path: Path, line: int) -> None:
         for length in range(1, len(path) + 1):
             self.lines.setdefault(path[:length], line)
+
+    def _write(self, path: Path, line: int, is_table: bool) -> None:
+        """As ``_note``, of what may be written only once."""
+        if path in self.written and self.repeat is None:
+            self.repeat = Repeat(path, self.written[path], line, is_table)
+        self.written.setdefault(path, line)
+        self._note(path, line)
 
     def _name(self) -> str:
         if self.text[self.position] in "\"'":
@@ -105,7 +133,7 @@ class _Walk:
             path = (*path, index)
         else:
             path = self._latest(path)
-        self._note(path, line)
+        self._write(path, line, is_table=True)
         return path
 
     def _latest(self, path: Path) -> Path:
@@ -116,8 +144,10 @@ class _Walk:
     def _pair(self, table: Path) -> None:
         line = self._line()
         path = (*table, *self._names())
+        for length in range(len(table) + 1, len(path)):  # a dotted key writes the tables that it goes through
+            self.written.setdefault(path[:length], line)
         self.position += 1  # the equals sign
-        self._note(path, line)
+        self._write(path, line, is_table=False)
         self._skip(_BLANK)
         self._value(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from retrain.config.checking import Places, examine
-from retrain.config.lines import key_lines
+from retrain.config.lines import Repeat, find_repeat, key_lines
 from retrain.config.problems import Mistake
 from retrain.config.root import Config, keys, sections
 from retrain.config.tasks import FILE_ENDINGS
@@ -82,18 +83,28 @@ def _syntax_problem(message: str, text: str, name: str) -> Problem:
     lines = text.replace("\r\n", "\n").split("\n")
     number = int(match.group(1)) if match else len(text.rstrip("\n").split("\n"))
     line = lines[number - 1].strip() if number <= len(lines) else ""
+    if repeat := find_repeat("\n".join(lines[:number])):
+        return _repeat_problem(repeat, name)
     reason = re.sub(r"\s*\(at [^)]*\)", "", message)
+    reason = re.sub(r"\(['\"].*\)", lambda names: ".".join(literal_eval(names.group())), reason)
     where = f" at column {match.group(2)}" if match else " at the end of the file"
     pair = re.match(r"([\w.\-\"]+)\s*=\s*([^\s\"'\[{#][^#]*?)\s*(?:#.*)?$", line)
     if pair and pair.group(2).lower() in ("true", "false"):
         fix = f"{pair.group(1)} = {pair.group(2).lower()}"
-    elif "overwrite" in reason or "twice" in reason or "Duplicate" in reason:
+    elif "overwrite" in reason or "twice" in reason or "namespace" in reason:
         fix = "each key and each section stands once; keep one of them"
     elif pair and "value" in reason.lower():
         fix = f'{pair.group(1)} = "{pair.group(2)}"'
     else:
         fix = "a line is key = value or [section], and strings are in quotes"
     return Problem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
+
+
+def _repeat_problem(repeat: Repeat, name: str) -> Problem:
+    table = ".".join(part for part in repeat.path if isinstance(part, str))
+    fix = f"put the keys of both under one [{table}]" if repeat.is_table else "keep one of them"
+    message = f"is {'declared' if repeat.is_table else 'written'} twice, first in line {repeat.first}"
+    return Problem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
 
 
 def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> list[Mistake]:
