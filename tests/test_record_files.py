@@ -15,6 +15,7 @@ from retrain.errors import CheckpointError, RetrainError
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder
 from retrain.record.catalogue import METRICS, is_timing_key, metrics_markdown
+from retrain.record.samples import collect
 from retrain.types import RewardResult
 
 ROWS = (
@@ -49,6 +50,21 @@ def play(recorder: RunRecorder, first: int, last: int) -> None:
         if number % 2 == 1:
             recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4], tags=("easy",))], number=number + 1))
         recorder.record_step(step(groups, number, {"loss": 0.1 * number}, sepa_lambda=0.1 * number))
+
+
+def test_the_completions_of_a_step_are_collected_once(tmp_path, monkeypatch):
+    collected: list[int] = []
+
+    def counted(groups):
+        collected.append(len(groups))
+        return collect(groups)
+
+    monkeypatch.setattr("retrain.record.recorder.collect", counted)
+    monkeypatch.setattr("retrain.record.measure.collect", counted)
+    with RunRecorder(tmp_path, context()) as recorder:
+        recorder.record_step(step([group([1.0, 0.0], [4, 5])], 0))
+        recorder.record_step(step([], 1))
+    assert collected == [1, 0]
 
 
 def test_one_row_per_step_in_every_file(tmp_path):

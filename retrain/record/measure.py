@@ -60,13 +60,15 @@ def step_row(
     totals: Totals | None = None,
     known_tags: tuple[str, ...] = (),
     evaluations: Row | None = None,
+    samples: Samples | None = None,
 ) -> Row:
     """The row of one step: every key that the configuration defines, aliases included, None where undefined.
 
     ``totals`` are the run's sums *before* this step, ``known_tags`` the tags shown in earlier steps, ``evaluations``
-    the eval keys of this step (``eval_row``). Keys stand in the order of the catalogue, then further ones by name.
+    the eval keys of this step (``eval_row``), ``samples`` its completions where they have been collected already.
+    Keys stand in the order of the catalogue, then further ones by name.
     """
-    samples = collect(record.groups)
+    samples = collect(record.groups) if samples is None else samples
     values: Row = {
         **_general(record, context, samples, (totals or Totals()).plus(samples)),
         **_rewards(samples),

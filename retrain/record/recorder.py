@@ -111,7 +111,7 @@ class RunRecorder:
         self.start()
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
-        row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations)
+        row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
         self.totals = self.totals.plus(samples)
         self._evaluations = {}
         for key in sorted(self._known_keys):
