@@ -51,9 +51,9 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return text if plain else _SURROGATES.sub("?", text).translate(_ESCAPED)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make renames and new names inside ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make the bytes of a file durable, or the renames and new names inside a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -84,6 +84,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
 
     ``durable = False`` leaves the disk its time: after a power cut the file may be gone, but no reader sees half of it.
+    So does a directory that is itself written aside: ``publish_directory`` makes all of it durable at once.
     Raises StorageError when it cannot be written; ``path`` is then as it was.
     """
     write_bytes(path, text.encode("utf-8"), durable)
@@ -92,6 +93,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    durable = durable and not _is_aside(path.parent)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -105,7 +107,12 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
             aside.unlink(missing_ok=True)
             raise
         if durable:
-            fsync_directory(path.parent)
+            fsync(path.parent)
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether the name says that this is being written, and worth nothing before it is renamed."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -178,14 +185,14 @@ def sha256(path: Path) -> str:
 def publish_directory(aside: Path, final: Path) -> None:
     """Rename a completely written directory into place, durably; an older one of that name is replaced.
 
+    Every file and every name in it is on the disk before the rename, and the rename before this returns.
+
     Raises StorageError when the file system refuses.
     """
     with writing(final):
-        for path in aside.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-        fsync_directory(aside)
+        for path in (*aside.rglob("*"), aside):
+            if path.is_dir() or path.is_file():
+                fsync(path)
         if final.exists():
             old = final.with_name(f".{final.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -194,7 +201,7 @@ def publish_directory(aside: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(aside, final)
-        fsync_directory(final.parent)
+        fsync(final.parent)
 
 
 def copy_files(source: Path, target: Path) -> None:

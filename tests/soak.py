@@ -151,7 +151,7 @@ def set_trap(point: str, moment: float) -> None:
         "pruning": lambda: at(run, "prune", 4),
         "resuming": lambda: at(run, "forget_after", 2, after=late),
         "any rename": lambda: at(os, "replace", 80, after=late),
-        "any sync": lambda: at(os, "fsync", 160, after=late),
+        "any sync": lambda: at(os, "fsync", 80, after=late),
     }
     if point in traps:
         traps[point]()

@@ -26,6 +26,7 @@ from retrain.checkpoints import (
     read_json,
     verify_checkpoint,
     write_checkpoint,
+    write_own_checkpoint,
 )
 from retrain.config import parse_dict
 from retrain.environments import load_data
@@ -142,6 +143,36 @@ def test_a_manifest_that_cannot_be_written_stops_the_campaign_and_is_made_good_w
     with pytest.raises(StorageError), manifest:
         manifest.note(lanes=2)
     assert read_json(path)["lanes"] == 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_synced_once(tmp_path, monkeypatch):
+    """What a power cut may take is what was not synced: contents and names come before the rename, which comes last."""
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        events.append(Path(f"/proc/self/fd/{number}").readlink().name)
+        fsync(number)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(f"-> {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    (tmp_path / "own/parts").mkdir(parents=True)
+    (tmp_path / "own/parts/table").write_text("of a backend of the user's")
+    own = (checkpoint_directory(tmp_path, 4), tmp_path / "own", '{"step": 4}')
+    for directory in (checkpoint_directory(tmp_path, 2), own[0]):
+        if directory == own[0]:
+            events.clear()
+            write_own_checkpoint(*own)
+        there = [path.name for path in directory.rglob("*")]
+        aside = f".{directory.name}.{os.getpid()}.tmp"
+        end = events.index(f"-> {directory.name}")
+        assert sorted(event for event in events[:end] if "->" not in event) == sorted([*there, aside])
+        assert events[end + 1 :] == ["checkpoints"]
 
 
 def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):

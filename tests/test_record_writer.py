@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -78,9 +79,7 @@ def test_training_goes_on_while_the_disk_is_slow_and_flush_waits(tmp_path, monke
 
 def test_a_barrier_syncs_every_file_written_since_the_last(tmp_path, monkeypatch):
     synced: list[str] = []
-    monkeypatch.setattr(
-        writer.os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
-    )
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
     files = RecordFiles(tmp_path)
     files.write(lambda: files.append("a.jsonl", [{"x": 1}]))
     files.write(lambda: files.append_text("b.log", "text\n"))

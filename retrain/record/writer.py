@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import RunFailed, StorageError
-from retrain.files import append_jsonl, fsync_directory, writing
+from retrain.files import append_jsonl, fsync, writing
 from retrain.record.context import RunContext
 from retrain.record.trackers import Tracker
 
@@ -167,11 +166,11 @@ class RecordFiles:
         folders = set()
         for path in self._unsynced:
             if path.exists():  # a step's page may have been replaced or pruned since
-                with writing(path), open(path, "rb") as file:
-                    os.fsync(file.fileno())
+                with writing(path):
+                    fsync(path)
                 folders.add(path.parent)
         for folder in folders:
-            fsync_directory(folder)
+            fsync(folder)
         self._unsynced.clear()
 
 
