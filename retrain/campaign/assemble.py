@@ -60,37 +60,22 @@ def assemble(
     """
     begin = _beginnings(directory, specs, restart)
     specs = [spec for spec in specs if spec.run_id in begin]
-    config = specs[0].config
     modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
-    if config.training.deterministic:
-        # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.training.deterministic)
+    _use_deterministic(specs[0].config.training.deterministic)
     # What is quick to read comes before the model, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
-    data = data_of(config, folder)
+    data = data_of(specs[0].config, folder)
     for note in data.notes:
         observer.message(note)
     base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
-    facts, surroundings = _world(base, data, engine, workers), Surroundings.now()
-    for spec in specs:
-        recorded = recorded_facts(run_directory(directory, spec))
-        changes = world_changes(recorded, facts)
-        restart.approve(directory, changes)
-        begin[spec.run_id].any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
-        for line in machine_changes(recorded, facts):
-            observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
+    shared = _Shared(directory, folder, base, lanes, data, observer, stack)
+    _approve_world(shared, specs, begin, _world(base, data, engine, workers), restart)
     runs, used = [], []
     for spec, mode in zip(specs, modes, strict=True):
         grader = graders[spec.config.reward.grading]
-        begin[spec.run_id].facts = facts | {"modules": module_hashes(spec.config, folder)}
-        begin[spec.run_id].surroundings = surroundings
         try:
-            run = _build_run(
-                directory, spec, mode, base, lanes, data, grader, observer, stack, folder, begin[spec.run_id],
-                backends.get(spec.run_id),
-            )  # fmt: skip
+            run = _build_run(shared, spec, mode, grader, begin[spec.run_id], backends.get(spec.run_id))
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
@@ -101,6 +86,13 @@ def assemble(
     if specs[0].is_campaign and data.heldout and not backends:
         yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
     return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
+
+
+def _use_deterministic(wanted: bool) -> None:
+    if wanted:
+        # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
 
 
 def data_of(config: Config, folder: Path) -> Dataset:
@@ -148,6 +140,19 @@ class Beginning:
     surroundings: Surroundings | None = None
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What all runs of a cohort are built on."""
+
+    directory: Path
+    folder: Path
+    base: BaseModel
+    lanes: Lanes | None
+    data: Dataset
+    observer: Any
+    stack: ExitStack
+
+
 def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, Beginning]:
     """Where each run of a cohort goes on; failed runs are in it when the others go back to before their failure."""
     told: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
@@ -163,6 +168,22 @@ def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> 
         spec.run_id: Beginning(None if step is None else min(step, spec.config.training.max_steps), told[spec.run_id])
         for spec in specs
     }
+
+
+def _approve_world(
+    shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, Beginning], facts: dict[str, Any], restart: Restart
+) -> None:
+    """Have what differs between these facts and the runs' records approved, and the facts kept for the new ones."""
+    surroundings = Surroundings.now()
+    for spec in specs:
+        recorded, own = recorded_facts(run_directory(shared.directory, spec)), begin[spec.run_id]
+        changes = world_changes(recorded, facts)
+        restart.approve(shared.directory, changes)
+        own.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
+        own.facts = facts | {"modules": module_hashes(spec.config, shared.folder)}
+        own.surroundings = surroundings
+        for line in machine_changes(recorded, facts):
+            shared.observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
 
 
 def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> dict[str, Any]:
@@ -188,22 +209,26 @@ def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> 
 
 
 def _build_run(
-    directory: Path,
-    spec: RunSpec,
-    modes: tuple[Modes, Detector],
-    base: BaseModel,
-    lanes: Lanes | None,
-    data: Dataset,
-    grader: Grader,
-    observer: Any,
-    stack: ExitStack,
-    folder: Path,
-    begin: Beginning,
-    backend: Any = None,
+    shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: Beginning, backend: Any
 ) -> Run:
-    where = run_directory(directory, spec)
-    tags = tuple(sorted({tag for problem in data.heldout for tag in problem.tags}))
-    plugins, tasks = _declared_ranges(spec.config, folder, grader)
+    """One run of the cohort, where it goes on, with its record begun. Raises CheckpointError when its files do not
+    let it."""
+    recorder = _recorder(shared, spec, grader)
+    shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
+    run = _new_run(shared, spec, recorder, modes, backend)
+    run.any_base = begin.any_base
+    if run.export is not None:
+        prepare_directory(run.export)  # now, and not after hours of training
+    for line in _restored(run, shared.base, begin):
+        recorder.log(line)
+        shared.observer.message(f"{spec.run_id}: {line}")
+    recorder.start(_facts(run, recorder.context, begin), begin.surroundings)
+    return run
+
+
+def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
+    """What writes the run's directory, with all that its rows and charts need to know of it."""
+    plugins, tasks = _declared_ranges(spec.config, shared.folder, grader)
     context = RunContext(
         condition=spec.label,
         run_id=spec.run_id,
@@ -211,48 +236,50 @@ def _build_run(
         config=spec.config,
         max_steps=spec.config.training.max_steps,
         is_campaign=spec.is_campaign,
-        tags=tags,
+        tags=tuple(sorted({tag for problem in shared.data.heldout for tag in problem.tags})),
         reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
-        folder=folder,
+        folder=shared.folder,
     )
-    recorder = RunRecorder(
-        where,
+    return RunRecorder(
+        run_directory(shared.directory, spec),
         context,
-        warn=lambda text: observer.message(f"{spec.run_id}: {text}", "warning"),
-        token_text=lambda completion: completion_offsets(completion, base),
+        warn=lambda text: shared.observer.message(f"{spec.run_id}: {text}", "warning"),
+        token_text=lambda completion: completion_offsets(completion, shared.base),
     )
-    stack.callback(recorder.close, failed=True)  # for what goes wrong before training; closing twice does nothing
+
+
+def _new_run(shared: _Shared, spec: RunSpec, recorder: RunRecorder, modes: tuple[Modes, Detector], backend: Any) -> Run:
+    """The run at its first step, on lanes of the base or on its own backend."""
     stream = (spec.config.campaign.seed, spec.config.training.seed)
-    cursor = DataCursor(data.train, stream, spec.config.data.shuffle)
-    if backend is None:
-        run = Run(spec, where, base, lanes, recorder, cursor, *modes)
-    else:
-        own = OwnRun(spec, where, base, lanes, recorder, cursor, *modes)
-        run = own.attach(backend, spec.config.backend.backend)
-    run.any_base = begin.any_base
-    if run.export is not None:
-        prepare_directory(run.export)  # now, and not after hours of training
-    trusted = [f"{base.name} may run code of its own: trust_remote_code = true"] * spec.config.model.trust_remote_code
-    lines = [*trusted]
-    if recorder.begun or checkpoint_directories(where):
+    cursor = DataCursor(shared.data.train, stream, spec.config.data.shuffle)
+    parts = (spec, recorder.directory, shared.base, shared.lanes, recorder, cursor, *modes)
+    return Run(*parts) if backend is None else OwnRun(*parts).attach(backend, spec.config.backend.backend)
+
+
+def _restored(run: Run, base: BaseModel, begin: Beginning) -> list[str]:
+    """Bring the run to where it goes on; what there is to say about it."""
+    config, lines = run.config, []
+    if config.model.trust_remote_code:
+        lines.append(f"{base.name} may run code of its own: trust_remote_code = true")
+    if run.recorder.begun or checkpoint_directories(run.directory):
         lines += run.restore(begin.step, begin.told)
-    if run.restored_step is None and spec.config.resume.from_:
-        lines += run.continue_from(Path(spec.config.resume.from_))
-    for line in lines:
-        recorder.log(line)
-        observer.message(f"{spec.run_id}: {line}")
+    if run.restored_step is None and config.resume.from_:
+        lines += run.continue_from(Path(config.resume.from_))
+    return lines
+
+
+def _facts(run: Run, context: RunContext, begin: Beginning) -> dict[str, Any]:
+    """The run's ``config.json``."""
     built = begin.facts["built"] | {"optimizer": type(run.optimizer).__name__}
-    facts = run_facts(
-        spec.config,
-        run_id=spec.run_id,
-        condition=spec.label,
-        seeds={"campaign": spec.config.campaign.seed, "run": spec.config.training.seed},
+    return run_facts(
+        run.config,
+        run_id=context.run_id,
+        condition=context.condition,
+        seeds={"campaign": run.config.campaign.seed, "run": context.seed},
         ranges=dict(context.ranges),
         **(begin.facts | {"built": built}),
     )
-    recorder.start(facts, begin.surroundings)
-    return run
 
 
 def _declared_ranges(config: Any, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:
