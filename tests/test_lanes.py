@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from test_campaign import campaign, model  # noqa: F401 (the toy model and its campaign)
@@ -16,10 +18,12 @@ from retrain.config import load, parse_dict
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
+from retrain.environments.prompts import render
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
 from retrain.record.observer import NullObserver
+from retrain.types import Problem
 
 
 def trained(path, out):
@@ -33,17 +37,36 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     lanes = Lanes(base)
     specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
     adapter = lanes.new_adapter(4, 8.0)
-    lane = adapter.flat.numel() * (16 + 4) + 8 * 10 * 2 * 2 * 2 * 8 * 4  # weights; rows × tokens × k, v × layers × …
-    update = 10 * 24 * 4 * 2 * 32
+    tokens = 7 + 10  # of a prompt and a completion
+    lane = adapter.flat.numel() * (16 + 4) + 8 * tokens * 2 * 2 * 2 * 8 * 4  # weights; rows × tokens × k, v × layers …
+    update = tokens * 24 * 4 * 2 * 32
     for count in (0, 1, 3, 4):
         free = int((count * lane + update) / fitting.USABLE_SHARE) + 64
         monkeypatch.setattr(fitting, "available_memory", lambda device, free=free: free)
         if count == len(specs):
-            check_memory(base, lanes, specs)
+            check_memory(base, lanes, specs, 7)
             continue
         with pytest.raises(DoesNotFit) as short:
-            check_memory(base, lanes, specs)
+            check_memory(base, lanes, specs, 7)
         assert short.value.lanes == count
+
+
+def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):  # noqa: F811
+    """However rare it is among the problems, and whether trained on or held out."""
+    texts = [f"What is {number} + {number}?" for number in range(60)] + ["Compute " + "1 + " * 50 + "1"]
+    rows = [{"question": text, "answer": "0"} for text in texts]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def measured(base, lanes, specs, prompt_tokens):
+        lengths = [len(render(Problem("", t, ""), base.tokenizer, specs[0].config.data).token_ids) for t in texts]
+        assert sorted(lengths)[-2] < sorted(lengths)[-1] == prompt_tokens
+        raise UsageError("measured")
+
+    monkeypatch.setattr("retrain.campaign.assemble.check_memory", measured)
+    path = campaign(tmp_path, model)
+    path.write_text(path.read_text() + f'[data]\nsource = "{tmp_path}/problems.jsonl"\nprompt_column = "question"\n')
+    with pytest.raises(UsageError, match="measured"):
+        launch(load(path), tmp_path / "out", NullObserver())
 
 
 def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):

@@ -26,6 +26,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import content_hash
+from retrain.environments.prompts import longest_prompt
 from retrain.errors import CheckpointError
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
@@ -68,7 +69,7 @@ def assemble(
     data = data_of(specs[0].config, folder)
     for note in data.notes:
         observer.message(note)
-    base, lanes, engine, workers, backends = _policy(specs, folder, stack, observer)
+    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
     shared = _Shared(directory, folder, base, lanes, data, observer, stack)
     _approve_world(shared, specs, begin, _world(base, data, engine, workers), restart)
     runs, used = [], []
@@ -103,7 +104,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
 
 
 def _policy(
-    specs: Sequence[RunSpec], folder: Path, stack: ExitStack, observer: Any
+    specs: Sequence[RunSpec], folder: Path, data: Dataset, stack: ExitStack, observer: Any
 ) -> tuple[BaseModel, Lanes | None, Engine, Workers, dict[str, Any]]:
     """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
     config = specs[0].config
@@ -120,7 +121,7 @@ def _policy(
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
-    check_memory(base, lanes, specs)
+    check_memory(base, lanes, specs, longest_prompt((*data.train, *data.heldout), base.tokenizer, config.data))
     engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
     if not engine.fast:
         observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")

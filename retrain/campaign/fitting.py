@@ -26,17 +26,19 @@ class DoesNotFit(Exception):
         self.lanes = lanes
 
 
-def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> None:
+def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int) -> None:
     """Raise DoesNotFit when the adapters, optimizers and caches of these runs exceed the free memory beside the base,
-    with the number of runs that do fit. Sizes are those of the layers that the adapters really have."""
+    with the number of runs that do fit. Sizes are those of the layers that the adapters really have, and of sequences
+    of ``prompt_tokens``, those of the longest prompt, and as many more as may be sampled."""
     needs = []
     for spec in specs:
         training, rank = spec.config.training, spec.config.model.lora_rank
         weights = sum(rank * (shape.in_features + shape.out_features) for shape in lanes.shapes)
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + rows * training.max_tokens * cache_bytes(base))
+        cache = rows * (prompt_tokens + training.max_tokens) * cache_bytes(base)
+        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + cache)
     # One sequence's update at a time is the least that has to fit beside the lanes.
-    longest = max(spec.config.training.max_tokens for spec in specs)
+    longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
     free = int(USABLE_SHARE * available_memory(base.device)) - update
     fitting, taken = 0, 0

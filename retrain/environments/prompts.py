@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from retrain.errors import DataError, ModelError
 from retrain.types import Message, Problem, Prompt
+
+LONGEST_BY_CHARACTERS = 8
+"""Prompts among which the one of most tokens is looked for: a token has more characters in some texts than in others,
+and rendering all of a large data set takes minutes."""
 
 
 def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
@@ -30,6 +36,19 @@ def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
     if not token_ids:
         raise DataError(f"problem {problem.id} has no tokens")
     return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
+
+
+def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> int:
+    """Tokens of the longest prompt, as far as characters tell it: only those with the most of them are rendered.
+
+    0 when there are no problems. Raises as ``render``.
+    """
+
+    def characters(problem: Problem) -> int:
+        return sum(len(message["content"]) for message in conversation(problem, data))
+
+    longest = heapq.nlargest(LONGEST_BY_CHARACTERS, problems, key=characters)
+    return max((len(render(problem, tokenizer, data).token_ids) for problem in longest), default=0)
 
 
 def conversation(problem: Problem, data: Any) -> list[Message]:
