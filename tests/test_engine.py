@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from toymodels import toy_base
 
-from retrain.engines import slots
+from retrain.engines import dense, slots
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.draw import cumulated
 from retrain.engines.graphs import StepGraphs
@@ -15,6 +17,7 @@ from retrain.engines.local import LEAST_PIECE_ROWS, LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.rows import Row
 from retrain.engines.slots import SlotBatch
+from retrain.engines.step import burst, compiled_burst
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
@@ -239,8 +242,14 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
             for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
         ]
         free = LocalEngine(base, lanes).sample(asked, adapters)
-        steps, reported, step = [], [], DenseDecoder.step
-        monkeypatch.setattr(DenseDecoder, "step", lambda self, *a: steps.append(len(a[0])) or step(self, *a))
+        steps, reported, burst = [], [], DenseDecoder.burst
+
+        def noted_burst(self, blocks, rows, *rest):
+            made = burst(self, blocks, rows, *rest)
+            steps.extend([len(rows.token_R)] * made)
+            return made
+
+        monkeypatch.setattr(DenseDecoder, "burst", noted_burst)
         tight = LocalEngine(base, lanes, max_rows=8).sample(
             asked, adapters, lambda request, completions: reported.append((request, len(steps), len(completions)))
         )
@@ -270,11 +279,15 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
 
     def capture(step):
         batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
-        names = [name for name, value in vars(batch).items() if isinstance(value, torch.Tensor)]
-        places = {name: getattr(batch, name).data_ptr() for name in names}
+
+        def buffers():
+            held = [*batch.rows, *batch.memory.keys, *batch.memory.values]
+            return [None if tensor is None else tensor.data_ptr() for tensor in held]
+
+        places = buffers()
 
         def replay():
-            assert {name: getattr(batch, name).data_ptr() for name in names} == places
+            assert buffers() == places
             replays.append(step)
             step()
 
@@ -449,3 +462,30 @@ def test_a_small_batch_stays_in_one_piece(base, lanes):
         engine.sample([SampleRequest(0, (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
     workers.close()
     assert sorted(seen) == [LEAST_PIECE_ROWS, LEAST_PIECE_ROWS, LEAST_PIECE_ROWS]
+
+
+def decoded(base, lanes, adapters, asked):
+    """Everything that is sampled, exactly."""
+    groups = LocalEngine(base, lanes).sample(asked, adapters)
+    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_compiled_step_is_the_python_step(base, lanes, monkeypatch, runs):
+    """A GPU runs the functions of a step as Python, a CPU compiled; bit by bit the same."""
+    adapters = [trained(lanes, i, rank=2 + i) for i in range(runs)]
+    asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7)]
+    asked.append(dataclasses.replace(asked[0], temperature=0.0, stream=("greedy",)))
+    assert compiled_burst() is not burst
+    compiled = decoded(base, lanes, adapters, asked)
+    monkeypatch.setattr(dense, "compiled_burst", lambda: burst)
+    assert decoded(base, lanes, adapters, asked) == compiled
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not supported"), AttributeError("no script"), OSError("no source")])
+def test_a_torch_without_torchscript_decodes_as_python(base, lanes, monkeypatch, error):
+    def script(function):
+        raise error
+
+    monkeypatch.setattr(torch.jit, "script", script)
+    assert compiled_burst.__wrapped__() is burst

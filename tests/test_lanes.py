@@ -116,21 +116,21 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
     free = LocalEngine(base, lanes, dense=dense).sample(asked, adapters)
     told: list[str] = []
     engine = LocalEngine(base, lanes, dense=dense, tell=told.append)
-    forward, step = base.model.forward, DenseDecoder.step
+    forward, burst = base.model.forward, DenseDecoder.burst
 
     def limited(rows):
         if rows > 8:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
 
-    def narrow_step(self, token_R, *rest):
-        limited(len(token_R))
-        return step(self, token_R, *rest)
+    def narrow_burst(self, blocks, rows, *rest):
+        limited(len(rows.token_R))
+        return burst(self, blocks, rows, *rest)
 
     def narrow_forward(*args, **options):
         limited(len(options["input_ids"]) if options["input_ids"].shape[1] == 1 else 0)
         return forward(*args, **options)
 
-    monkeypatch.setattr(DenseDecoder, "step", narrow_step)
+    monkeypatch.setattr(DenseDecoder, "burst", narrow_burst)
     monkeypatch.setattr(base.model, "forward", narrow_forward)
     reported = []
     tight = engine.sample(asked, adapters, lambda request, completions: reported.append(request))

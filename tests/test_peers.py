@@ -548,21 +548,22 @@ def test_a_tracker_has_our_steps(mixed):
 @contextmanager
 def decodes():
     """(rows, tokens) of every pass that the dense decoder makes while inside."""
-    seen, prefill, step = [], DenseDecoder.prefill, DenseDecoder.step
+    seen, prefill, burst = [], DenseDecoder.prefill, DenseDecoder.burst
 
     def noted_prefill(self, ids_RT, *rest):
         seen.append(tuple(ids_RT.shape))
         return prefill(self, ids_RT, *rest)
 
-    def noted_step(self, token_R, *rest):
-        seen.append((len(token_R), 1))
-        return step(self, token_R, *rest)
+    def noted_burst(self, blocks, rows, *rest):
+        steps = burst(self, blocks, rows, *rest)
+        seen.extend([(len(rows.token_R), 1)] * steps)
+        return steps
 
-    DenseDecoder.prefill, DenseDecoder.step = noted_prefill, noted_step
+    DenseDecoder.prefill, DenseDecoder.burst = noted_prefill, noted_burst
     try:
         yield seen
     finally:
-        DenseDecoder.prefill, DenseDecoder.step = prefill, step
+        DenseDecoder.prefill, DenseDecoder.burst = prefill, burst
 
 
 def test_all_prompts_decode_together_and_finished_rows_leave(base):

@@ -3,7 +3,8 @@
 A decode step through transformers' modules spends more time around the products than in them: a cache object per
 layer, repeated keys and values for grouped queries under a mask, one product per projection. Here the projections
 that read the same input are one product (their weights become views of one matrix, so nothing is held twice), the
-queries of a group share one read of their keys, and the cache is written in place at each row's own position.
+queries of a group share one read of their keys, and the cache is written in place at each row's own position. The
+arithmetic of a step is in ``engines.step``.
 
 Lanes: with one adapter on a CPU in full precision the adapter is merged into a copy of the weights for the length of
 one ``sample`` call; otherwise its product is added for all lanes at once (see ``policy.lora``). Merging is never done
@@ -15,13 +16,26 @@ in bfloat16, where adding a small ΔW to a large weight would round most of it a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from retrain.engines.step import (
+    ACTIVATIONS,
+    Block,
+    Frame,
+    Product,
+    Rows,
+    block_end,
+    burst,
+    compiled_burst,
+    forward,
+    product,
+    rms,
+    rotated,
+)
 from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, LaneLinear, Lanes
@@ -29,16 +43,6 @@ from retrain.policy.memory import available_memory
 
 MERGE_SHARE = 0.25
 """Weights are merged only where the copy takes less than this share of the memory that is available."""
-
-
-@dataclass
-class Addition:
-    """What the adapters add to one projection: ``merged`` [out, in] replaces its weight, or ``a`` [L, in, Σr] and
-    ``b`` (per part [L, r, out], None where a part is no target) are added."""
-
-    merged: torch.Tensor | None = None
-    a: torch.Tensor | None = None
-    b: tuple[torch.Tensor | None, ...] = ()
 
 
 class Projection:
@@ -59,70 +63,60 @@ class Projection:
                 ]
             )
 
-    def addition(self, adapters: Sequence[Adapter], merge: bool) -> Addition | None:
-        """What these adapters add; None when no part of the projection is a target."""
+    def of(self, adapters: Sequence[Adapter], merge: bool = False) -> Product:
+        """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
+        base's own."""
         used = [name for name in self.names if name is not None]
-        if not used:
-            return None
-        if merge:
-            adapter, merged, begin = adapters[0], self.weight.clone(), 0
+        if not (used and adapters):
+            return Product(self.weight, self.bias, self.sizes, None, [])
+        if merge:  # the copy lies [in, out], which multiplies few rows faster
+            adapter, merged, begin = adapters[0], self.weight.t().contiguous(), 0
             for name, size in zip(self.names, self.sizes, strict=True):
                 if name is not None:
                     a, b = adapter.A[name].to(merged.dtype), adapter.B[name].to(merged.dtype)
-                    merged[begin : begin + size].addmm_(b, a, alpha=adapter.scale)
+                    merged[:, begin : begin + size].addmm_(a.t(), b.t(), alpha=adapter.scale)
                 begin += size
-            return Addition(merged=merged)
+            merged = merged.t()
+            return Product(merged, self.bias, self.sizes, None, [])
         rank, dtype = max(adapter.rank for adapter in adapters), self.weight.dtype
         a = torch.cat([Lanes.padded([ad.A[name].t() for ad in adapters], rank, 1) for name in used], dim=2)
         b = [
             None if name is None else Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0).to(dtype)
             for name in self.names
         ]
-        return Addition(a=a.to(dtype).contiguous(), b=tuple(b))
-
-    def __call__(self, x: torch.Tensor, added: Addition | None) -> tuple[torch.Tensor, ...]:
-        """x [rows, in], lane by lane → one [rows, size] per part."""
-        if added is None or added.a is None:
-            out = F.linear(x, self.weight if added is None else added.merged, self.bias)  # pyright: ignore[reportArgumentType]
-            return (out,) if len(self.sizes) == 1 else out.split(self.sizes, -1)
-        out = F.linear(x, self.weight, self.bias)
-        lanes, rows = added.a.shape[0], x.shape[0]
-        low = torch.bmm(x.view(lanes, -1, x.shape[1]), added.a)
-        out_LSO, parts, at, rank_at = out.view(lanes, -1, out.shape[1]), [], 0, 0
-        for size, b in zip(self.sizes, added.b, strict=True):
-            part = out_LSO[:, :, at : at + size]
-            if b is not None:
-                part = torch.baddbmm(part, low[:, :, rank_at : rank_at + b.shape[1]], b)
-                rank_at += b.shape[1]
-            parts.append(part.reshape(rows, size))
-            at += size
-        return tuple(parts)
+        return Product(self.weight, self.bias, self.sizes, a.to(dtype).contiguous(), b)
 
 
-@dataclass
 class Layer:
-    """One decoder block. ``head_norms`` [heads + kv_heads, D]: RMSNorm weights of queries and keys, if it has any."""
+    """One decoder block, read off its module."""
 
-    qkv: Projection
-    out: Projection
-    gate_up: Projection
-    down: Projection
-    norm_in: torch.Tensor
-    norm_mlp: torch.Tensor
-    head_norms: torch.Tensor | None
-    activation: Any
-    scaling: float
+    def __init__(self, module: Any, heads: int, kv_heads: int):
+        attention, mlp = module.self_attn, module.mlp
+        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = Projection([attention.o_proj])
+        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
+        self.down = Projection([mlp.down_proj])
+        self.norm_in, self.norm_mlp = module.input_layernorm.weight, module.post_attention_layernorm.weight
+        self.head_norms: torch.Tensor | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = torch.stack([attention.q_norm.weight] * heads + [attention.k_norm.weight] * kv_heads)
 
+    @property
+    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
+        """In the order in which a block uses them."""
+        return self.qkv, self.out, self.gate_up, self.down
 
-Additions = list[tuple[Addition | None, Addition | None, Addition | None, Addition | None]]
-"""Per layer what the adapters add to qkv, out, gate_up and down."""
+    def of(self, adapters: Sequence[Adapter], merge: bool = False) -> Block:
+        """The block with what these adapters add."""
+        qkv, out, gate_up, down = (projection.of(adapters, merge) for projection in self.projections)
+        return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
 class KeyValues:
     """Keys and values [rows, heads, capacity, head_dim] of every layer; each row is filled from the left."""
 
     def __init__(self, decoder: DenseDecoder, rows: int, capacity: int):
-        shape = (rows, decoder.kv_heads, capacity, decoder.head_dim)
+        shape = (rows, decoder.frame.kv_heads, capacity, decoder.frame.head_dim)
         options = {"dtype": decoder.dtype, "device": decoder.device}
         # Zeros, not garbage: an idle row attends to what nobody wrote, and NaN there would poison sums.
         self.keys = [torch.zeros(shape, **options) for _ in decoder.layers]
@@ -140,167 +134,103 @@ class DenseDecoder:
 
     def __init__(self, base: BaseModel):
         model, config = base.model, base.model.config
-        body = model.model
+        body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
-        self.device, self.dtype = base.device, base.dtype
-        self.head_dim = int(attention.head_dim)
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.eps = config.rms_norm_eps
-        self.embedding, self.norm, self.rotary = body.embed_tokens.weight, body.norm.weight, body.rotary_emb
-        self.head = Projection([model.lm_head])
-        self.layers = [self._layer(block) for block in body.layers]
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def _layer(self, block: Any) -> Layer:
-        attention, mlp = block.self_attn, block.mlp
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = torch.stack([attention.q_norm.weight] * self.heads + [attention.k_norm.weight] * self.kv_heads)
-        return Layer(
-            qkv=Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
-            out=Projection([attention.o_proj]),
-            gate_up=Projection([mlp.gate_proj, mlp.up_proj]),
-            down=Projection([mlp.down_proj]),
-            norm_in=block.input_layernorm.weight,
-            norm_mlp=block.post_attention_layernorm.weight,
-            head_norms=norms,
-            activation=mlp.act_fn,
-            scaling=attention.scaling,
+        self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
+        self.layers = [Layer(module, heads, kv_heads) for module in body.layers]
+        none = torch.empty(0, device=self.device, dtype=self.dtype)
+        self.frame = Frame(
+            embedding=body.embed_tokens.weight,
+            norm=body.norm.weight,
+            head=Projection([model.lm_head]).of([]),
+            cos=none,
+            sin=none,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=int(attention.head_dim),
+            eps=float(config.rms_norm_eps),
+            scaling=float(attention.scaling),
+            activation=config.hidden_act,
         )
 
-    def additions(self, adapters: Sequence[Adapter]) -> Additions:
-        """What these adapters add, prepared once for many decode steps."""
+    def blocks(self, adapters: Sequence[Adapter]) -> list[Block]:
+        """The blocks with what these adapters add, prepared once for many decode steps."""
         merge = self._merges(len(adapters))
         with torch.no_grad():
-            return [
-                (
-                    layer.qkv.addition(adapters, merge),
-                    layer.out.addition(adapters, merge),
-                    layer.gate_up.addition(adapters, merge),
-                    layer.down.addition(adapters, merge),
-                )
-                for layer in self.layers
-            ]
+            return [layer.of(adapters, merge) for layer in self.layers]
 
     def _merges(self, lanes: int) -> bool:
         if lanes != 1 or self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
             return False
-        size = sum(
-            part.weight.numel() * part.weight.element_size()
-            for layer in self.layers
-            for part in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )
-        return size <= MERGE_SHARE * available_memory()
+        weights = [projection.weight for layer in self.layers for projection in layer.projections]
+        return sum(weight.numel() * weight.element_size() for weight in weights) <= MERGE_SHARE * available_memory()
 
     @staticmethod
-    def of_lanes(added: Additions, places: Sequence[int], lanes: int) -> Additions:
-        """The additions of some of the lanes, by their places."""
+    def of_lanes(blocks: list[Block], places: Sequence[int], lanes: int) -> list[Block]:
+        """The blocks for some of the lanes, by their places."""
         if len(places) == lanes:
-            return added
+            return blocks
         first, last = places[0], places[-1] + 1
         whole = list(places) == list(range(first, last))
 
-        def chosen(addition: Addition | None) -> Addition | None:
-            if addition is None or addition.a is None:
-                return addition
-            index = slice(first, last) if whole else torch.tensor(places, device=addition.a.device)
-            return Addition(a=addition.a[index], b=tuple(None if part is None else part[index] for part in addition.b))
+        def chosen(given: Product) -> Product:
+            if given.a is None:
+                return given
+            index = slice(first, last) if whole else torch.tensor(places, device=given.a.device)
+            return given._replace(a=given.a[index], b=[None if part is None else part[index] for part in given.b])
 
-        return [tuple(chosen(addition) for addition in layer) for layer in added]  # pyright: ignore[reportReturnType]
+        return [
+            block._replace(
+                qkv=chosen(block.qkv), out=chosen(block.out), gate_up=chosen(block.gate_up), down=chosen(block.down)
+            )
+            for block in blocks
+        ]
 
-    def angles(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [≥ length, head_dim] of every position, by the model's own rotary embedding."""
-        if self._angles is None or self._angles[0].shape[0] < length:
+    def turned(self, length: int) -> Frame:
+        """The frame with the angles of at least ``length`` positions, by the model's own rotary embedding."""
+        if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
-            like = torch.empty(0, device=self.device, dtype=self.dtype)
-            cos, sin = self.rotary(like, positions)
-            half = self.head_dim // 2
-            # rotate_half(x)·sin = roll(x, half)·(−sin, sin): the sign goes into the table.
-            self._angles = (cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1))
-        return self._angles
+            cos, sin = self.rotary(torch.empty(0, device=self.device, dtype=self.dtype), positions)
+            half = self.frame.head_dim // 2
+            self.frame = self.frame._replace(cos=cos[0], sin=torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1))
+        return self.frame
 
-    def prefill(self, ids_RT: torch.Tensor, last_R: torch.Tensor, added: Additions) -> tuple[torch.Tensor, list[Any]]:
+    def prefill(
+        self, ids_RT: torch.Tensor, last_R: torch.Tensor, blocks: list[Block]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Prompts padded on the right: logits [R, V] at column ``last_R`` and per layer keys, values [R, heads, T, D].
 
         Causal attention alone keeps a row's real tokens from seeing its padding.
         """
         rows, width = ids_RT.shape
-        cos, sin = (table[:width].unsqueeze(1) for table in self.angles(width))
-        x = F.embedding(ids_RT.reshape(-1), self.embedding)
+        frame = self.turned(width)
+        cos, sin = frame.cos[:width].unsqueeze(1), frame.sin[:width].unsqueeze(1)
+        x = F.embedding(ids_RT.reshape(-1), frame.embedding)
         states = []
-        for layer, (qkv, out, gate_up, down) in zip(self.layers, added, strict=True):
-            q, k, v = layer.qkv(self._rms(x, layer.norm_in), qkv)
-            qk = torch.cat([q, k], -1).view(rows, width, -1, self.head_dim)
-            q, k = self._turned(layer, qk, cos, sin).transpose(1, 2).split([self.heads, self.kv_heads], 1)
-            v = v.reshape(rows, width, self.kv_heads, self.head_dim).transpose(1, 2)
+        for block in blocks:
+            qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(rows, width, -1, frame.head_dim)
+            qk, v = qkv.split([frame.heads + frame.kv_heads, frame.kv_heads], 2)
+            q, k = (
+                rotated(frame, block.head_norms, qk, cos, sin).transpose(1, 2).split([frame.heads, frame.kv_heads], 1)
+            )
+            v = v.transpose(1, 2)
             states.append((k, v))
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=self.heads != self.kv_heads
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=frame.scaling, enable_gqa=frame.heads != frame.kv_heads
             )
-            x = self._block_end(layer, x, y.transpose(1, 2).reshape(rows * width, -1), out, gate_up, down)
+            x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
         last = x.view(rows, width, -1)[torch.arange(rows, device=x.device), last_R]
-        return self.head(self._rms(last, self.norm), None)[0], states
+        return product(rms(last, frame.norm, frame.eps), frame.head), states
 
-    def step(
-        self,
-        token_R: torch.Tensor,
-        position_R: torch.Tensor,
-        memory: KeyValues,
-        columns: int,
-        bias_R11K: torch.Tensor | None,
-        added: Additions,
-    ) -> torch.Tensor:
-        """One token per row → logits [R, V]; its keys and values go to column ``position_R`` of the row.
+    def burst(self, blocks: list[Block], rows: Rows, memory: KeyValues, columns: int, ragged: bool, steps: int) -> int:
+        """See ``engines.step.burst``; on a CPU it runs compiled."""
+        run, frame = compiled_burst() if self.device.type == "cpu" else burst, self.turned(memory.capacity)
+        return run(frame, blocks, rows, memory.keys, memory.values, columns, ragged, steps, self.in_any_order)
 
-        ``columns`` of the cache are read; ``bias_R11K`` is −inf at columns that a row has not written (None: all rows
-        have written all of them).
-        """
-        rows = token_R.shape[0]
-        cos, sin = (table[position_R].unsqueeze(1) for table in self.angles(memory.capacity))
-        heads = torch.arange(self.kv_heads, device=token_R.device)
-        row = torch.arange(rows, device=token_R.device)
-        place = ((row[:, None] * self.kv_heads + heads) * memory.capacity + position_R[:, None]).flatten()
-        x = F.embedding(token_R, self.embedding)
-        for index, (layer, (qkv, out, gate_up, down)) in enumerate(zip(self.layers, added, strict=True)):
-            q, k, v = layer.qkv(self._rms(x, layer.norm_in), qkv)
-            qk = torch.cat([q, k], -1).view(rows, -1, self.head_dim)
-            q, k = self._turned(layer, qk, cos, sin).split([self.heads, self.kv_heads], 1)
-            keys, values = memory.keys[index], memory.values[index]
-            keys.view(-1, self.head_dim).index_copy_(0, place, k.reshape(-1, self.head_dim))
-            values.view(-1, self.head_dim).index_copy_(0, place, v.reshape(-1, self.head_dim))
-            # The queries that share a key head stand in the query axis: each key is read once for all of them.
-            y = F.scaled_dot_product_attention(
-                q.reshape(rows, self.kv_heads, -1, self.head_dim),
-                keys[:, :, :columns],
-                values[:, :, :columns],
-                attn_mask=bias_R11K,
-                scale=layer.scaling,
-            )
-            x = self._block_end(layer, x, y.reshape(rows, -1), out, gate_up, down)
-        return self.head(self._rms(x, self.norm), None)[0]
-
-    def _turned(self, layer: Layer, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
-        if layer.head_norms is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.head_norms
-        return (qk * cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
-
-    def _block_end(
-        self,
-        layer: Layer,
-        x: torch.Tensor,
-        attended: torch.Tensor,
-        out: Addition | None,
-        gate_up: Addition | None,
-        down: Addition | None,
-    ) -> torch.Tensor:
-        x = x + layer.out(attended, out)[0]
-        gate, up = layer.gate_up(self._rms(x, layer.norm_mlp), gate_up)
-        return x + layer.down(layer.activation(gate) * up, down)[0]
-
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+    @property
+    def in_any_order(self) -> bool:
+        """Whether sums must not depend on the order in which a GPU adds."""
+        return self.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 def _fused(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -330,6 +260,7 @@ def dense_decoder(base: BaseModel) -> DenseDecoder | None:
         or type(base.model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
         or kinds != {"full_attention"}
         or (windowed and config.model_type == "mistral")
+        or config.hidden_act not in ACTIVATIONS
         or "dynamic" in turning
         or turning == "longrope"
         or getattr(config, "quantization_config", None)
@@ -343,15 +274,16 @@ def _reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
     """Whether prefill and one step give the logits of the model's own forward pass, with no lane active."""
     count = min(7, base.vocab_size)
     ids = (torch.arange(2 * count, device=base.device).view(2, count) * 7919 + 11) % base.vocab_size
-    added: Additions = [(None, None, None, None)] * len(decoder.layers)
+    blocks = decoder.blocks([])
     with torch.no_grad():
         want = base.model(input_ids=ids, use_cache=False).logits.double()
         last = torch.full((2,), count - 2, device=base.device)
-        before, states = decoder.prefill(ids[:, :-1], last, added)
+        before, states = decoder.prefill(ids[:, :-1], last, blocks)
         memory = KeyValues(decoder, 2, count)
         for layer, (k, v) in enumerate(states):
             memory.keys[layer][:, :, : count - 1], memory.values[layer][:, :, : count - 1] = k, v
-        after = decoder.step(ids[:, -1], last + 1, memory, count, None, added)
+        frame, places = decoder.turned(count), last + 1
+        after = forward(frame, blocks, ids[:, -1], places, memory.keys, memory.values, count, False)
     # In float64, too, transformers computes norms and angles in float32.
     unit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(base.dtype, 0.06) * max(1.0, float(want.abs().max()))
     gap = max(float((before - want[:, -2]).abs().max()), float((after - want[:, -1]).abs().max()))

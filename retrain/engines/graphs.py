@@ -11,7 +11,6 @@ tensor from Python numbers on the host, and where it chooses it compares and fil
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ EAGER_STEPS = 3
 """Steps of one shape that run eagerly first: fewer replays than this would not pay for a capture, and libraries set
 up what must not be set up while capturing."""
 
-Capture = Callable[[Callable[[], None]], Callable[[], Any]]
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Records the launches of a step, without running it, and returns what replays them."""
 
 
@@ -28,7 +27,7 @@ def cuda_capture() -> Capture:
     temporaries of one shape are those of the next one too."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(step: Callable[[], None]) -> Callable[[], Any]:
+    def capture(step: Callable[[], object]) -> Callable[[], object]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # What threads that grade beside decoding do on the device is theirs and does not end the capture.
@@ -51,7 +50,7 @@ class StepGraphs:
     def __init__(self, enabled: bool, tell: Callable[[str], None], new_capture: Callable[[], Capture] = cuda_capture):
         self.enabled, self.tell, self.new_capture = enabled, tell, new_capture
         self._capture: Capture | None = None
-        self._graphs: dict[Hashable, Callable[[], Any]] = {}
+        self._graphs: dict[Hashable, Callable[[], object]] = {}
         self._seen: dict[Hashable, int] = {}
 
     def forget(self) -> None:
@@ -60,7 +59,7 @@ class StepGraphs:
         self._seen.clear()
         self._capture = None
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
         """One step of this key."""
         if self.enabled and key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
@@ -68,7 +67,7 @@ class StepGraphs:
                 self._try(key, step)
         self._graphs.get(key, step)()
 
-    def _try(self, key: Hashable, step: Callable[[], None]) -> None:
+    def _try(self, key: Hashable, step: Callable[[], object]) -> None:
         try:
             self._capture = self._capture or self.new_capture()
             self._graphs[key] = self._capture(step)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from retrain.engines.dense import Additions, dense_decoder
+from retrain.engines.dense import dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.rows import Row
 from retrain.engines.slots import SlotBatch
+from retrain.engines.step import Block
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import is_out_of_memory
@@ -27,9 +28,9 @@ from retrain.types import Completion
 
 MOST_ROWS = {"cpu": 1024, "cuda": 4096}
 """Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
-LEAST_PIECE_ROWS = 64
-"""Sequences that a piece of the decode batch has at least: smaller pieces lose more by taking turns at Python than they
-gain by a core each (``benchmarks/decode.py``, beside ``--least-piece-rows 1``)."""
+LEAST_PIECE_ROWS = 32
+"""Sequences that a piece of the decode batch has at least: smaller pieces lose more by what each pays for itself than
+they gain by a core each (``benchmarks/decode.py``, beside ``--least-piece-rows 1``)."""
 
 
 class LocalEngine:
@@ -111,9 +112,9 @@ class LocalEngine:
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
             with torch.no_grad():
-                added = self.decoder.additions([adapters[lane] for lane in lanes])
+                blocks = self.decoder.blocks([adapters[lane] for lane in lanes])
             self.workers.map(
-                lambda piece: self._dense(requests, piece, lanes, added, rows // len(pieces), keep), pieces
+                lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
             )
         else:
             waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
@@ -124,13 +125,13 @@ class LocalEngine:
         requests: Sequence[SampleRequest],
         work: list[Row],
         lanes: list[int],
-        added: Additions,
+        blocks: list[Block],
         rows: int,
         keep: Finished,
     ) -> None:
         assert self.decoder is not None
         used = sorted({requests[row.request].lane for row in work})
-        own = self.decoder.of_lanes(added, [lanes.index(lane) for lane in used], len(lanes))
+        own = self.decoder.of_lanes(blocks, [lanes.index(lane) for lane in used], len(lanes))
         with torch.no_grad():
             SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs).run()
 

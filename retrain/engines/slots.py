@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from retrain.engines.dense import Additions, DenseDecoder, KeyValues
-from retrain.engines.draw import draw
+from retrain.engines.dense import DenseDecoder, KeyValues
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.rows import IDLE_SHARE, Row, completions_of
+from retrain.engines.step import ROWWISE, Block, Rows, note
 from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
 from retrain.types import Completion
@@ -25,15 +25,17 @@ from retrain.types import Completion
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
 CHECK = {"cpu": 1, "cuda": 8}
-"""Tokens between looks at the device's answer, each of which waits for it."""
+"""Calls of the step between looks at the device's answer, each of which waits for it."""
 COLUMNS = {"cpu": 1, "cuda": 128}
 """What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
+BURST = 16
+"""Steps of one call where none is replayed from a graph; the first sequence that ends also ends the call."""
 
 
 class SlotBatch:
     """Decodes the given sequences, at most ``max_rows`` at once; ``run`` returns them all.
 
-    ``lanes_used`` are the lanes of ``work`` in order, ``added`` what their adapters add (see ``DenseDecoder``).
+    ``lanes_used`` are the lanes of ``work`` in order, ``blocks`` the decoder's with their adapters.
     ``finished`` is called with every request as soon as all of its samples in ``work`` have ended.
     """
 
@@ -44,13 +46,13 @@ class SlotBatch:
         requests: Sequence[SampleRequest],
         work: Sequence[Row],
         lanes_used: Sequence[int],
-        added: Additions,
+        blocks: list[Block],
         max_rows: int,
         finished: Finished,
         graphs: StepGraphs,
     ):
         self.base, self.decoder, self.requests, self.work = base, decoder, requests, work
-        self.lanes, self.added, self.max_rows, self.finished = list(lanes_used), added, max_rows, finished
+        self.lanes, self.blocks, self.max_rows, self.finished = list(lanes_used), blocks, max_rows, finished
         self.waiting: dict[int, deque[int]] = {lane: deque() for lane in lanes_used}
         self.missing: dict[int, int] = {}
         for sequence, row in enumerate(work):
@@ -87,29 +89,44 @@ class SlotBatch:
 
     def _new_rows(self, rows: int) -> None:
         """All rows idle. The host keeps which sequence a row holds and an upper bound of its cache position."""
-        device = self.base.device
         self.memory = KeyValues(self.decoder, rows, self.capacity)
         self.sequence = np.full(rows, self.scratch)
         self.at = np.zeros(rows, dtype=np.int64)
-        self.sequence_R = torch.full((rows,), self.scratch, dtype=torch.long, device=device)
-        self.token_R = torch.zeros(rows, dtype=torch.long, device=device)
-        self.position_R = torch.zeros(rows, dtype=torch.long, device=device)
-        self.drawn_R = torch.zeros(rows, dtype=torch.long, device=device)
-        self.alive_R = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.limit_R = torch.zeros(0, device=device)
-        self._settings()
+        index = torch.zeros(rows, dtype=torch.long, device=self.base.device)
+        self.rows = self._rows(index, index.clone(), index.clone(), index.bool())
 
-    def _settings(self) -> None:
-        """Per row what belongs to its sequence and never changes while it is there."""
-        limit = torch.from_numpy(self.limits[self.sequence])
-        if self.limit_R.shape != limit.shape:
-            device, rows = self.base.device, len(limit)
-            self.limit_R = torch.empty(rows, dtype=torch.long, device=device)
-            self.temperature_R1 = torch.empty(rows, 1, dtype=self.logprobs_NT.dtype, device=device)
-            self.greedy_R1 = torch.empty(rows, 1, dtype=torch.bool, device=device)
-        self.limit_R.copy_(limit)
-        self.temperature_R1.copy_(torch.from_numpy(self.temperatures[self.sequence]).unsqueeze(1))
-        self.greedy_R1.copy_(torch.from_numpy(self.greedy[self.sequence]).unsqueeze(1))
+    def _rows(
+        self, token_R: torch.Tensor, position_R: torch.Tensor, drawn_R: torch.Tensor, alive_R: torch.Tensor
+    ) -> Rows:
+        """These rows on the device, with room for what belongs to the sequences that they hold."""
+        device, rows = self.base.device, len(token_R)
+        real = self.logprobs_NT.dtype
+        made = Rows(
+            token_R=token_R,
+            position_R=position_R,
+            drawn_R=drawn_R,
+            alive_R=alive_R,
+            sequence_R=torch.empty(rows, dtype=torch.long, device=device),
+            limit_R=torch.empty(rows, dtype=torch.long, device=device),
+            temperature_R1=None if self.plain_temperature else torch.empty(rows, 1, dtype=real, device=device),
+            greedy_R1=torch.empty(rows, 1, dtype=torch.bool, device=device) if self.any_greedy else None,
+            eos=self.eos,
+            uniforms_NT=self.uniforms_NT,
+            tokens_NT=self.tokens_NT,
+            logprobs_NT=self.logprobs_NT,
+            entropy_NT=self.entropy_NT,
+        )
+        self._seat(made)
+        return made
+
+    def _seat(self, rows: Rows) -> None:
+        """Tell the device which sequences the rows hold, and what belongs to each and never changes."""
+        rows.sequence_R.copy_(torch.from_numpy(self.sequence))
+        rows.limit_R.copy_(torch.from_numpy(self.limits[self.sequence]))
+        if rows.temperature_R1 is not None:
+            rows.temperature_R1.copy_(torch.from_numpy(self.temperatures[self.sequence]).unsqueeze(1))
+        if rows.greedy_R1 is not None:
+            rows.greedy_R1.copy_(torch.from_numpy(self.greedy[self.sequence]).unsqueeze(1))
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -124,57 +141,25 @@ class SlotBatch:
             self.graphs.forget()
 
     def _step(self) -> None:
-        """One token for every row."""
+        """One token for every row, or a burst of them."""
         held = self.sequence != self.scratch
         columns = int(self.at[held].max()) + 1
-        ragged = columns > int(self.at[held].min()) + 1
+        if self.columns_by == 1:
+            self.at += held * self._burst(columns, columns > int(self.at[held].min()) + 1, BURST)
+            return
         columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
-        ragged = ragged or self.columns_by > 1
-        self.graphs.run((columns, ragged), lambda: self._advance(columns, ragged))
+        self.graphs.run(columns, lambda: self._burst(columns, True, 1))
         self.at += held
 
-    def _advance(self, columns: int, ragged: bool) -> None:
-        """The device's part of a step, all in place: reads ``columns`` of the cache, of which some rows have not
-        written all when ``ragged``."""
-        bias = None
-        if ragged:
-            column_K = torch.arange(columns, device=self.base.device)
-            unwritten_RK = column_K > self.position_R[:, None]
-            bias = torch.zeros(unwritten_RK.shape, device=self.base.device, dtype=self.decoder.dtype)
-            bias = bias.masked_fill_(unwritten_RK, -torch.inf)[:, None, None]
-        logits_RV = self.decoder.step(self.token_R, self.position_R, self.memory, columns, bias, self.added)
-        self.position_R.add_(self.alive_R)
-        self._draw(logits_RV, None)
-
-    def _draw(self, logits_RV: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Draw the next token of the given rows (None: of all) and note it.
-
-        ``drawn_R`` counts a row's tokens before the one being drawn; it stands still once a sequence has ended.
-        """
-        every = slice(None) if rows is None else rows
-        sequence, drawn, alive = self.sequence_R[every], self.drawn_R[every], self.alive_R[every]
-        temperature = None if self.plain_temperature else self.temperature_R1[every]
-        greedy = self.greedy_R1[every] if self.any_greedy else None
-        longest = self.tokens_NT.shape[1]
-        # What an idle row draws goes to the scratch row.
-        place = sequence.masked_fill(~alive, self.scratch) * longest + drawn
-        token, logprob, entropy = draw(logits_RV, self.uniforms_NT.view(-1)[place], temperature, greedy)
-        for store, value in ((self.tokens_NT, token), (self.logprobs_NT, logprob), (self.entropy_NT, entropy)):
-            store.view(-1).index_copy_(0, place, value)
-        going_on = alive & (drawn + 1 < self.limit_R[every]) & (token.unsqueeze(1) != self.eos).all(1)
-        if rows is None:
-            self.token_R.copy_(token)
-            self.drawn_R.add_(going_on)
-            self.alive_R.copy_(going_on)
-        else:
-            self.token_R[rows], self.drawn_R[rows], self.alive_R[rows] = token, drawn + going_on, going_on
+    def _burst(self, columns: int, ragged: bool, steps: int) -> int:
+        return self.decoder.burst(self.blocks, self.rows, self.memory, columns, ragged, steps)
 
     # -- who sits where -----------------------------------------------------------------------------------------
 
     def _settle(self) -> bool:
         """Take out what has ended, seat what waits, resize; False when all work is done."""
         while True:
-            alive = self.alive_R.cpu().numpy()
+            alive = self.rows.alive_R.cpu().numpy()
             ended = np.flatnonzero((self.sequence != self.scratch) & ~alive)
             if len(ended):
                 self._take_out(ended)
@@ -189,14 +174,14 @@ class SlotBatch:
     def _take_out(self, rows: np.ndarray) -> None:
         """Free the rows and report requests that are complete."""
         complete, index = [], torch.from_numpy(rows).to(self.base.device)
-        self.lengths[self.sequence[rows]] = self.drawn_R[index].cpu().numpy() + 1
+        self.lengths[self.sequence[rows]] = self.rows.drawn_R[index].cpu().numpy() + 1
         for sequence in self.sequence[rows]:
             request = self.work[sequence].request
             self.missing[request] -= 1
             if self.missing[request] == 0:
                 complete.append(request)
         self.sequence[rows], self.at[rows] = self.scratch, 0
-        self.sequence_R[index], self.position_R[index], self.drawn_R[index] = self.scratch, 0, 0
+        self.rows.sequence_R[index], self.rows.position_R[index], self.rows.drawn_R[index] = self.scratch, 0, 0
         for request in complete:
             self.finished(request, self._completions(request))
 
@@ -233,7 +218,7 @@ class SlotBatch:
         width = max(map(len, prompts))
         ids = torch.tensor([[*p, *[self.base.pad_id] * (width - len(p))] for p in prompts], device=device)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-        logits, states = self.decoder.prefill(ids, last, self.added)
+        logits, states = self.decoder.prefill(ids, last, self.blocks)
         rows, from_ = (torch.tensor(index, device=device) for index in ([row for row, _ in seats], source))
         for layer, (keys, values) in enumerate(states):
             self.memory.keys[layer][rows, :, :width] = keys[from_]
@@ -241,12 +226,18 @@ class SlotBatch:
         for row, sequence in seats:
             self.sequence[row] = sequence
             self.at[row] = len(self.requests[self.work[sequence].request].prompt_ids)
-        self.sequence_R.copy_(torch.from_numpy(self.sequence))
-        self.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
-        self.drawn_R[rows] = 0
-        self.alive_R[rows] = True
-        self._settings()
-        self._draw(logits[from_], rows)
+        self.rows.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
+        self.rows.drawn_R[rows], self.rows.alive_R[rows] = 0, True
+        self._seat(self.rows)
+        self._first_token(logits[from_], rows)
+
+    def _first_token(self, logits_SV: torch.Tensor, seats_S: torch.Tensor) -> None:
+        """Draw and note the next token of some of the rows."""
+        given = {name: getattr(self.rows, name) for name in ROWWISE}
+        own = self.rows._replace(**{name: None if all_R is None else all_R[seats_S] for name, all_R in given.items()})
+        note(own, logits_SV, self.decoder.in_any_order)
+        for name in ("token_R", "drawn_R", "alive_R"):
+            given[name][seats_S] = getattr(own, name)
 
     def _resize(self, alive: np.ndarray) -> None:
         """Cut the batch anew when rows stand idle that nobody waits for, or lanes have run out of work."""
@@ -271,13 +262,12 @@ class SlotBatch:
         self.memory.select(index)
         self.sequence = np.where(kept >= 0, self.sequence[kept.clip(0)], self.scratch)
         self.at = np.where(kept >= 0, self.at[kept.clip(0)], 0)
-        self.token_R, self.drawn_R = self.token_R[index] * seated, self.drawn_R[index] * seated
-        self.position_R, self.alive_R = self.position_R[index] * seated, self.alive_R[index] & seated
-        self.sequence_R = torch.from_numpy(self.sequence).to(self.base.device)
-        self.added = self.decoder.of_lanes(self.added, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
+        old = self.rows
+        token_R, position_R, drawn_R = (given[index] * seated for given in (old.token_R, old.position_R, old.drawn_R))
+        self.rows = self._rows(token_R, position_R, drawn_R, old.alive_R[index] & seated)
+        self.blocks = self.decoder.of_lanes(self.blocks, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
         self.lanes, self.slots = lanes, slots
         self.graphs.forget()
-        self._settings()
 
     def _own(self, place: int) -> np.ndarray:
         """Row numbers of the lane at this place."""
