@@ -28,6 +28,14 @@ def base(tmp_path_factory):
     return toy_base(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The directory of a model that campaigns of ``toycampaign`` train, with their rewards beside it."""
+    from toycampaign import toy_world
+
+    return toy_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture
 def lanes(base):
     """The lanes of that base, taken off again at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import trained
+from lane_cases import trained
 
 from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint
 from retrain.errors import CheckpointError, ModelError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toymodels import qwen3_directory
+from toycampaign import campaign
 
 from retrain.campaign.launch import launch, resume
 from retrain.campaign.squeeze import squeeze
@@ -19,62 +19,6 @@ from retrain.config import load
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
-
-REWARDS = '''
-def score(completion, answer):
-    """Share of even digits among the characters: a toy model gets a spread of it."""
-    return sum(c in "02468" for c in completion) / max(1, len(completion))
-
-def fragile(completion, answer):
-    raise RuntimeError("this grader is broken")
-'''
-TOML = """
-[campaign]
-seeds = [1, 2]
-max_steps = {steps}
-lanes = {lanes}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "rloo"
-transform_mode = "gtpo_hicra_placebo"
-{condition}
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-batch_size = 3
-group_size = 4
-max_tokens = 10
-lr = 0.01
-save_every = 2
-eval_every = 2
-[evaluation]
-problems = 5
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "{dtype}"
-"""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    (folder / "toyrewards.py").write_text(REWARDS)
-    return qwen3_directory(
-        folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
-    )
-
-
-def campaign(tmp_path: Path, model: Path, name: str = "toy", **changes) -> Path:
-    settings = {"steps": 4, "lanes": '"auto"', "condition": "", "dtype": "float32"} | changes
-    path = tmp_path / f"{name}.toml"
-    path.write_text(TOML.format(model=model, module=model.parent / "toyrewards.py", **settings))
-    return path
 
 
 def train(path: Path, out: Path, observer=None, sets=()):

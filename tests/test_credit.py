@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from toymodels import word_tokenizer
+from credit_cases import completion, group, words_base
 
 from retrain.config import parse_dict
 from retrain.credit import assign_credit, completion_offsets, fill_advantages, mark_planning
 from retrain.maths.planning import RegexDetector
 from retrain.policy.base import BaseModel, byte_table
-from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+from retrain.types import Completion
 
 
 @pytest.fixture(scope="module")
 def base():
-    tokenizer = word_tokenizer(["so x = 4 notice that we can check", "that's not right wait let me check"], 280)
-    model = SimpleNamespace()
-    return BaseModel("toy", model, tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
-
-
-def completion(base, text, logprobs=None):
-    ids = base.tokenizer(text)["input_ids"] + [base.tokenizer.eos_token_id]
-    values = np.linspace(-2, -0.1, len(ids)) if logprobs is None else np.asarray(logprobs)
-    return Completion(ids, text, values, np.abs(values), "stop")
-
-
-def group(base, rewards, texts=None):
-    texts = texts or [f"so x = {i}" for i in range(len(rewards))]
-    prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
-    results = [RewardResult(r) for r in rewards]
-    return Group(prompt, [completion(base, t) for t in texts], results, np.full(len(rewards), np.nan))
+    return words_base()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_compare import BASE, campaign, shifted
 from typer.testing import CliRunner
+from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.design import factors, pilot_spread, verdict_lines, warnings_of
 from retrain.campaign.plan import plan

@@ -11,24 +11,13 @@ from typing import Any
 
 import pytest
 import typer.main
+from snippets import FENCE, PAGES, blocks
 
 from retrain.cli import app
 from retrain.config import load
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GROUP = typer.main.get_command(app)
-
-
-def blocks(language: str) -> Iterator[Any]:
-    """Every fenced block whose info string begins with ``language``, named by page and line."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in FENCE.finditer(text):
-            if match[1].split()[:1] == [language]:
-                line = text.count("\n", 0, match.start()) + 1
-                yield pytest.param(match[2], id=f"{page.name}:{line}")
 
 
 def command_lines() -> Iterator[Any]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from test_campaign import campaign, model  # noqa: F401 (the toy model and its campaign)
+from toycampaign import campaign
 from toymodels import toy_base
 
 from retrain.campaign import fitting
@@ -51,7 +51,7 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
         assert short.value.lanes == count
 
 
-def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):  # noqa: F811
+def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):
     """However rare it is among the problems, and whether trained on or held out."""
     texts = [f"What is {number} + {number}?" for number in range(60)] + ["Compute " + "1 + " * 50 + "1"]
     rows = [{"question": text, "answer": "0"} for text in texts]
@@ -84,7 +84,7 @@ def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
         smaller_cohorts(fixed, DoesNotFit(3, "4 runs need more"))
 
 
-def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):  # noqa: F811
+def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
     """Out of memory while stepping, too: the cohort is cut, everything is trained, and the manifest says how."""
     whole = trained(campaign(tmp_path, model, dtype="float64"), tmp_path / "whole")
     sample, failed = LocalEngine.sample, []

@@ -65,6 +65,12 @@ def test_commands_that_import_no_torch(command):
     assert not (HEAVY - planned) & modules_after(code, cwd=ROOT)
 
 
+def test_test_modules_share_helpers_and_not_each_other():
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) +(\S*\btest_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not imported, path
+
+
 def test_public_names_exist():
     import retrain
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_engine import fresh_logprobs, requests, trained
-from test_update import rollout, totals
+from lane_cases import fresh_logprobs, requests, rollout, totals, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner

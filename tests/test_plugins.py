@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_credit import base, group  # noqa: F401  (base is a fixture)
+from credit_cases import group, words_base
 from toymodels import qwen3_directory, train_quietly
 
 from retrain.campaign.plan import plan
@@ -110,6 +110,11 @@ def one_number(rewards):
 HELPERS = "BETA = 0.5\n"
 
 
+@pytest.fixture(scope="module")
+def base():
+    return words_base()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A TOML's folder with the code above; what it adds to the interpreter is taken back."""
@@ -180,7 +185,7 @@ def test_a_module_that_is_not_there_has_no_line_of_ours(folder):
     assert described(caught.value) == "ModuleNotFoundError: No module named 'toy_absent'"
 
 
-def test_the_users_formulas_give_what_ours_give(base, folder):  # noqa: F811
+def test_the_users_formulas_give_what_ours_give(base, folder):
     """GRPO and GTPO written as plug-ins: the same sequences as by name."""
     texts = ["so x = 4", "wait let me check so x", "notice that x = 4"]
     own = {"advantage_mode": "toy_credit:grpo", "transform_mode": "toy_credit:gtpo"}
@@ -204,7 +209,7 @@ def test_the_users_formulas_give_what_ours_give(base, folder):  # noqa: F811
     assert mine.denominators == ours.denominators
 
 
-def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):  # noqa: F811
+def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):
     modes = load_modes(algorithm(advantage_mode="toy_credit:longer_is_better").algorithm, folder)
     one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
     fill_advantages([one], modes.advantage)
@@ -214,7 +219,7 @@ def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):  # noqa
     assert modes.advantage.__globals__["seen"].ids == ["p"]
 
 
-def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):  # noqa: F811
+def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
     config = algorithm(transform_mode="toy_credit:bonus")
     groups = [group(base, [0.0, 0.0])]
     fill_advantages(groups, "grpo")
@@ -225,7 +230,7 @@ def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):  # 
     assert len(result.sequences) == 2
 
 
-def test_wrong_results_name_the_plug_in(base, folder):  # noqa: F811
+def test_wrong_results_name_the_plug_in(base, folder):
     modes = load_modes(algorithm(advantage_mode="toy_credit:one_number").algorithm, folder)
     with pytest.raises(PluginError, match=r"advantage plug-in toy_credit:one_number returned shape \(1,\)"):
         fill_advantages([group(base, [1.0, 0.0])], modes.advantage)
@@ -278,7 +283,7 @@ def detector(name: str, folder: Path):
     return load_detector(parse_dict({"planning": {"detector": f"toy_credit:{name}"}}), folder)
 
 
-def test_a_detector_of_the_users_marks_tokens(base, folder):  # noqa: F811
+def test_a_detector_of_the_users_marks_tokens(base, folder):
     one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
     mark_planning([one], detector("checking", folder), base)
     ids = one.completions[0].token_ids
@@ -297,7 +302,7 @@ def test_a_detector_of_the_users_marks_tokens(base, folder):  # noqa: F811
         ("not_numbers", "returned something else than true and false"),
     ],
 )
-def test_wrong_masks_name_the_detector(base, folder, name, reason):  # noqa: F811
+def test_wrong_masks_name_the_detector(base, folder, name, reason):
     one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
     with pytest.raises(PluginError, match=f"planning detector toy_credit:{name} {reason}"):
         mark_planning([one], detector(name, folder), base)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_docs import blocks
+from snippets import blocks
 
 from retrain.campaign.launch import launch
 from retrain.config import load

@@ -7,9 +7,9 @@ import hashlib
 import json
 import re
 import unicodedata
-from html.parser import HTMLParser
 
 import pytest
+from pages import Reader
 
 from retrain.record.html import data_block, escape, page, visible
 
@@ -23,25 +23,6 @@ HOSTILE = [
     "\ud800 lone \udfff",
     "\u202eevil\u2066\u200b\ufeff\u2028",
 ]
-
-
-class Reader(HTMLParser):
-    """Elements, attributes and text as a browser would see them."""
-
-    def __init__(self, text: str):
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes.extend(attrs)
-
-    def handle_data(self, data):
-        self.texts.append(data)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from browser import Browser, needs_chromium
 from hostile import HOSTILE, MARKER, MEGABYTE
+from pages import Reader
 from record_cases import completion, config, context, evaluation, find_conversations, group, step
-from test_record_html import Reader
 
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from browser import Browser, needs_chromium
+from pages import Reader
 from record_cases import context, group, step
-from test_record_html import Reader
 
 from retrain.record import RunRecorder
 from retrain.record.timeline import BARS, SPANS_SHOWN, duration, steps_of, timeline_page, write_timeline

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from record_cases import config, context, group, step
-from test_docs import blocks
+from snippets import blocks
 
 from retrain.errors import MissingExtra, RetrainError
 from retrain.record import RunRecorder

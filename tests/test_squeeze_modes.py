@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_campaign import campaign, model  # noqa: F401 (the toy model and its campaign)
+from toycampaign import campaign
 from toymodels import toy_base
 from typer.testing import CliRunner
 
@@ -58,7 +58,7 @@ def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it
     assert {tuple(a.shape[:1] + b.shape[1:]) for a, b in adapter.tensors().values()} == {(2, 2)}
 
 
-def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):  # noqa: F811
+def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
     path = campaign(tmp_path, model, steps=5)
     path.write_text(path.read_text().replace("[training]", ANNEAL).replace("save_every = 2", "save_every = 1"))
     assert launch(load(path), tmp_path / "whole", NullObserver()).exit_status == 0
@@ -97,14 +97,14 @@ def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_pa
         ("[[2]]", "list of a list of integers"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(model, tmp_path, stages, words):  # noqa: F811
+def test_stages_that_cannot_be_are_refused(model, tmp_path, stages, words):
     path = campaign(tmp_path, model)
     path.write_text(path.read_text().replace("[training]", f"[lora]\nanneal = {stages}\n[training]"))
     with pytest.raises(ConfigError, match=words):
         load(path)
 
 
-def test_a_compressed_adapter_trains_on_at_its_new_rank(model, tmp_path):  # noqa: F811
+def test_a_compressed_adapter_trains_on_at_its_new_rank(model, tmp_path):
     out = tmp_path / "out"
     assert launch(load(campaign(tmp_path, model)), out, NullObserver()).exit_status == 0
     command = ["squeeze", str(out), "--to", "2", "--continue", "3"]
@@ -128,7 +128,7 @@ def test_a_compressed_adapter_trains_on_at_its_new_rank(model, tmp_path):  # noq
     assert "--to RANK" in wrong.output
 
 
-def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(model, tmp_path):  # noqa: F811
+def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(model, tmp_path):
     """PEFT computes with the patterns what the truncated factors say."""
     import peft
     from transformers import AutoModelForCausalLM

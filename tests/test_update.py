@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_engine import requests, trained
+from lane_cases import rollout, totals, trained
 from toymodels import toy_base
 
-from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
@@ -24,21 +23,6 @@ from retrain.rng import generator
 @pytest.fixture(scope="module", params=["float32", "float64"])
 def base(request, tmp_path_factory):
     return toy_base(tmp_path_factory.mktemp("toy"), request.param)
-
-
-def rollout(base, lanes, adapter, temperature=1.0) -> list[TrainSequence]:
-    """Sampled sequences with made-up, token-varying advantages."""
-    asked = requests(prompts=5, samples=3, temperature=temperature)
-    noise = generator("advantages")
-    return [
-        TrainSequence(r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), np.ones(len(c), dtype=bool))
-        for r, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True)
-        for c in group
-    ]
-
-
-def totals(sequences) -> Denominators:
-    return Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences))
 
 
 def gradient(base, lanes, seed, sequences, settings, denominators=None):
