@@ -26,10 +26,12 @@ from typing import Any
 
 import workload
 from commandline import bar, opened, parser_of, publish, table, with_verdicts
-from ours import toml
+from ours import FIVE, toml
 from sides import HERE
 from workload import Setting
 
+TRAINED = FIVE[4]
+"""The standard condition with most to do besides the model."""
 BAR_OVERHEAD, BAR_STARTUP = 0.05, 1.3
 MODEL_SPANS = ("rollout", "update", "eval")
 IMPORTS = "import torch, transformers, peft"
@@ -42,25 +44,28 @@ def score(completion, answer):
 """
 
 
-def train(folder: Path, setting: Setting, models: Path, steps: int, threads: int) -> tuple[Path, float, float]:
-    """``retrain train`` in its own process: the run directory, when the process was made, its processor seconds."""
-    text = toml(setting, workload.model_directory(models, setting.shape), folder / "data.jsonl", (TRAINED,), "cpu")
+def campaign_file(folder: Path, setting: Setting, models: Path, steps: int) -> Path:
+    """A run of so many steps, with its data and reward; of one step, which has no time for SEPA, with plain GRPO."""
+    condition = TRAINED if steps > 1 else FIVE[0]
+    text = toml(setting, workload.model_directory(models, setting.shape), folder / "data.jsonl", (condition,), "cpu")
     text = text.replace("max_steps = 1000000", f"max_steps = {steps}")
     rows = [{"prompt": prompt, "answer": "1"} for prompt in workload.prompt_texts(setting, 8 * setting.prompts)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "parity.py").write_text(REWARD)
     (folder / "run.toml").write_text(text + '[reward]\ntype = "custom"\ncustom_module = "parity.py"\n')
+    return folder / "run.toml"
+
+
+def train(folder: Path, setting: Setting, models: Path, steps: int, threads: int) -> tuple[Path, float, float]:
+    """``retrain train`` in its own process: the run directory, when the process was made, its processor seconds."""
+    file = campaign_file(folder, setting, models, steps)
     out = folder / f"out{len(list(folder.glob('out*')))}"
     began, used = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "retrain", "train", folder / "run.toml", "--out", out]
+    command = [sys.executable, "-m", "retrain", "train", file, "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(threads))
     if done.returncode:
         raise SystemExit(f"retrain train failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return out, began, children_cpu(used)
-
-
-TRAINED = ("maxrl", "gtpo_sepa")
-"""The standard condition with most to do besides the model."""
 
 
 def environment(threads: int) -> dict[str, str]:

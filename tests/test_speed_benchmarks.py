@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from retrain.config import load
+
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -182,6 +184,16 @@ def test_overhead_is_read_from_a_real_run(models):
     out = script("overhead.py", "--quick", "--threads", 1, "--models", models)
     assert "| sampling and update |" in out
     assert "% is not sampling or update (bar ≤ 5 %)" in out
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_runs_that_overhead_times_have_no_mistakes(models, tmp_path, steps):
+    """One step is what ``--startup`` trains."""
+    import overhead
+    from workload import Setting
+
+    found = load(overhead.campaign_file(tmp_path, Setting.parse("tinyx8"), models, steps))
+    assert (found.config.training.max_steps, found.warnings) == (steps, [])
 
 
 def test_overhead_counts_what_is_outside_sampling_and_update(models):
