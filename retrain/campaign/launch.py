@@ -24,7 +24,7 @@ from retrain.campaign.manifest import (
 from retrain.campaign.plan import RunSpec, plan
 from retrain.campaign.references import check_references
 from retrain.campaign.sequential import look, still_wanted
-from retrain.campaign.stopping import STATUSES, StopRequest
+from retrain.campaign.stopping import REASONS, STATUSES, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import refuse_links, remove_leftovers, write_json
@@ -193,7 +193,7 @@ def _carry_out(
 
     def ending() -> bool:
         lock.check()
-        return stop.status != 0
+        return stop.signal is not None
 
     with stop.listening(observer):
         for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
@@ -205,11 +205,12 @@ def _carry_out(
             _squeeze_once(manifest, specs, folder, observer)
             look(manifest, specs, observer)
     if interrupted:
+        first = stop.signal or SIGINT
         for spec in todo:
             if manifest.run(spec.run_id)["state"] == "running":
-                manifest.update(spec.run_id, state="interrupted", reason="stopped by the user")
+                manifest.update(spec.run_id, state="interrupted", reason=REASONS[first])
                 observer.run_finished(spec, "interrupted", "")
-        return Outcome(stop.status or STATUSES[SIGINT], directory, summary(manifest), saved)
+        return Outcome(STATUSES[first], directory, summary(manifest), saved)
     _squeeze_once(manifest, specs, folder, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare

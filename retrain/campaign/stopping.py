@@ -16,6 +16,12 @@ ABANDON_SECONDS = 8.0
 """After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
 STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGHUP: 129}
 """Signals that ask for an end → the exit status after it."""
+REASONS = {
+    signal.SIGINT: "stopped by the user",
+    signal.SIGTERM: "stopped by SIGTERM",
+    signal.SIGHUP: "stopped by SIGHUP, as when a terminal closes",
+}
+"""What the manifest says of the runs."""
 URGENT = (signal.SIGINT, signal.SIGTERM)
 """Signals of which a second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
 
@@ -30,8 +36,8 @@ class StopRequest:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory
-        self.status = 0
-        """The exit status that the first signal asks for; 0 while there was none."""
+        self.signal: signal.Signals | None = None
+        """The first signal, once there was one."""
 
     @contextmanager
     def listening(self, observer: Observer) -> Iterator[StopRequest]:
@@ -47,8 +53,8 @@ class StopRequest:
             if urged and number in URGENT:
                 raise KeyboardInterrupt
             urged = urged or number in URGENT
-            if not self.status:
-                self.status = STATUSES[signal.Signals(number)]
+            if self.signal is None:
+                self.signal = signal.Signals(number)
                 observer.message("finishing the step and saving; once more to stop without saving", "warning")
 
         heeded = [number for number in STATUSES if signal.getsignal(number) is not signal.SIG_IGN]

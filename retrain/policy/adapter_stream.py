@@ -7,7 +7,6 @@ writing the header comes first, because all shapes are known, and the tensors fo
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -154,8 +153,6 @@ def write_streamed(
                 file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         if missing:
             raise ModelError(f"{next(iter(missing))} was announced and never came")
-        file.flush()
-        os.fsync(file.fileno())
     write_json(directory / CONFIG, dict(config))
 
 
