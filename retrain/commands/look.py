@@ -199,7 +199,7 @@ DAY = 86_400.0
 
 def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
     """Which runs will step together on this device, if memory allows."""
-    from retrain.campaign.launch import cohorts, lane_count
+    from retrain.campaign.cohorts import cohorts, lane_count
 
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 

@@ -1,0 +1,72 @@
+"""Which runs of a campaign step together: cohorts that share one base model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import RunSpec
+
+CPU_LANES, GPU_LANES = 10, 8
+"""Most runs of a cohort with ``lanes = "auto"``: measured gains of a shared decode batch level off there."""
+
+LOOK_SEEDS = 2
+"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped."""
+
+
+def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
+    """Consecutive runs that share a base, at most ``lanes`` together."""
+    groups: list[list[RunSpec]] = []
+    for spec in specs:
+        if groups and len(groups[-1]) < lanes and base_key(groups[-1][0]) == base_key(spec):
+            groups[-1].append(spec)
+        else:
+            groups.append([spec])
+    return groups
+
+
+def base_key(spec: RunSpec) -> str:
+    """Runs with the same text here can share one base model, its wrapped layers and the held-out problems."""
+    config = spec.config
+    return repr(
+        (
+            config.backend.backend, config.model.model, config.model.revision, config.model.trust_remote_code,
+            config.backend.devices, config.backend.options,
+            config.inference.dtype, config.lora.target_modules, config.data, config.evaluation.problems,
+            config.training.max_examples, config.training.deterministic,
+        )
+    )  # fmt: skip
+
+
+def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:
+    """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches."""
+    asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
+    if asked != "auto":
+        return int(asked)
+    if specs[0].config.campaign.sequential != "off":
+        return LOOK_SEEDS * conditions
+    most = GPU_LANES if on_gpu else CPU_LANES
+    return max(1, most // conditions * conditions if conditions <= most else most)
+
+
+def _on_gpu(spec: RunSpec) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and spec.config.backend.devices != "cpu"
+
+
+def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
+    shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record."""
+    known = {spec.run_id: spec for spec in specs}
+    begun = [
+        group
+        for group in manifest.content.get("cohorts", [])
+        if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
+    ]
+    lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
+    lanes = lanes or lane_count(specs, _on_gpu(specs[0]))
+    rest = [spec for spec in specs if not any(spec.run_id in group for group in begun)]
+    planned = [[known[name] for name in group if name in known] for group in begun] + cohorts(rest, lanes)
+    manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned])
+    return planned
