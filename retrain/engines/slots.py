@@ -19,6 +19,7 @@ from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.rows import IDLE_SHARE, Row, completions_of
 from retrain.engines.step import ROWWISE, Block, Rows, note
 from retrain.policy.base import BaseModel
+from retrain.policy.threads import is_small
 from retrain.rng import uniforms
 from retrain.types import Completion
 
@@ -29,7 +30,8 @@ CHECK = {"cpu": 1, "cuda": 8}
 COLUMNS = {"cpu": 1, "cuda": 128}
 """What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
 BURST = 16
-"""Steps of one call where none is replayed from a graph; the first sequence that ends also ends the call."""
+"""Steps of one call of a small model; the first sequence that ends also ends the call. With a large one, Python has
+time between its steps to hear of a signal."""
 
 
 class SlotBatch:
@@ -61,6 +63,7 @@ class SlotBatch:
         used = [requests[row.request] for row in work]
         self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
         self.graphs, self.columns_by = graphs, COLUMNS[base.device.type]
+        self.steps = BURST if is_small(base) else 1
         self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
         self._new_outputs(used)
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
@@ -145,7 +148,7 @@ class SlotBatch:
         held = self.sequence != self.scratch
         columns = int(self.at[held].max()) + 1
         if self.columns_by == 1:
-            self.at += held * self._burst(columns, columns > int(self.at[held].min()) + 1, BURST)
+            self.at += held * self._burst(columns, columns > int(self.at[held].min()) + 1, self.steps)
             return
         columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
         self.graphs.run(columns, lambda: self._burst(columns, True, 1))
