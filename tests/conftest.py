@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -18,6 +19,10 @@ os.environ["COLUMNS"] = "120"
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "_TYPER_FORCE_DISABLE_TERMINAL"):
     os.environ.pop(name, None)
 os.environ["NO_COLOR"] = "1"
+# A shell's & and nohup start what they start with signals ignored, which retrain rightly leaves so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

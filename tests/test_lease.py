@@ -133,13 +133,16 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    assert process.poll() is None  # the first one waits for the step
-    begin = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert process.poll() is None  # the first one waits for the step
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "stopped at the last checkpoint" in errors
     assert time.monotonic() - begin < 10

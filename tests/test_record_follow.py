@@ -271,9 +271,12 @@ def test_ctrl_c_leaves_the_command_quietly(tmp_path, environment):
         command(str(tmp_path), "--watch"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(4)]
-    assert lines[-1].startswith("end run=a_s1 status=interrupted")
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=30)
+    try:
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert lines[-1].startswith("end run=a_s1 status=interrupted")
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert (process.returncode, rest, errors) == (0, "", "")

@@ -323,19 +323,17 @@ def test_a_finished_run_is_not_made_otherwise(home, copied):
 
 
 def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch):
-    import retrain.campaign.launch as module
-
     head = "[campaign]\nseeds = [1, 2, 3]\nmax_steps = 1\n[[campaign.conditions]]\n" + (
         'advantage_mode = "grpo"\ntransform_mode = "none"\n'
     )
     path = home / "lanes.toml"
     path.write_text(TOML.format(head=head, model=home / "model", training="", squeeze="true"))
-    monkeypatch.setattr(module, "lane_count", lambda *arguments: 2)
+    monkeypatch.setattr("retrain.campaign.cohorts.lane_count", lambda *arguments: 2)
     go(path, tmp_path / "out")
     cohorts = [["grpo+none_s1", "grpo+none_s2"], ["grpo+none_s3"]]
     manifest = read_json(tmp_path / "out/manifest.json")
     assert (manifest["lanes"], manifest["cohorts"]) == (2, cohorts)
-    monkeypatch.setattr(module, "lane_count", lambda *arguments: 3)  # a machine with more memory
+    monkeypatch.setattr("retrain.campaign.cohorts.lane_count", lambda *arguments: 3)  # a machine with more memory
     path.write_text(path.read_text().replace("max_steps = 1", "max_steps = 2"))
     assert go(path, tmp_path / "out").exit_status == 0
     manifest = read_json(tmp_path / "out/manifest.json")
