@@ -280,9 +280,9 @@ def dot_chart(
 def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float | None]]], *, label: str, unit: str = "",
                limits: tuple[float | None, float | None] | None = None) -> str:  # fmt: skip
     """Conditions side by side, each seed a line through its values: what pairing by seed sees."""
-    height = 260.0
+    bottom = 224.0
     values = [value for _, row in lines for value in row if value is not None]
-    y = Axis.around(values, height - 36, 12, limits=limits)
+    y = Axis.around(values, bottom, 12, limits=limits)
     left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
     columns = [left + (WIDTH - left - 20) * (i + 0.5) / len(names) for i in range(len(names))]
     parts = _ticks(y, unit, left - 6, (left, WIDTH - 14), upright=True)
@@ -295,13 +295,19 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
             for i, value in enumerate(row)
             if value is not None
         ]
-    room = int((WIDTH - left) / len(names) / LETTER)
+    # Names too long to stand side by side take turns at two lines, where each has twice the room.
+    bold = 1.15 * LETTER
+    room = int((WIDTH - left) / len(names) / bold)
+    turns = 2 if max(map(len, names)) > room else 1
     for i, name in enumerate(names):
+        text = shortened(name, max(6, turns * room))
+        half = len(text) * bold / 2
+        at = min(max(columns[i], half), WIDTH - half)
         parts.append(
-            f'<text class="name" x="{columns[i]:.0f}" y="{height - 14:.0f}" text-anchor="middle" '
-            f'style="fill:{colour(i)}">{escape(shortened(name, max(6, room)))}</text>'
+            f'<text class="name" x="{at:.0f}" y="{bottom + 22 + 16 * (i % turns):.0f}" text-anchor="middle" '
+            f'style="fill:{colour(i)}">{escape(text)}</text>'
         )
-    return chart(height, label, parts)
+    return chart(bottom + 20 + 16 * turns, label, parts)
 
 
 def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str, x_title: str, bins: int = 24,
