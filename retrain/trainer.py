@@ -140,18 +140,20 @@ class Cohort:
         return [group for group in found if isinstance(group, Group)]
 
     def _learn_all(self, runs: Sequence[Run], graded: dict[int, list[Group]]) -> dict[int, dict[str, Any]]:
-        """Credit and update of every run, side by side where that is faster (of one run: its micro-batches); what one
-        raises ends that run alone."""
+        """Credit and update of every run, side by side where that is faster (of a run that would be alone, its
+        micro-batches); what one raises ends that run alone."""
         begin, numbers, ends = time.time(), {}, {}
-        alone = self.workers if len(runs) == 1 else Workers()
 
-        def learn(run: Run) -> None:
+        def learn(run: Run, workers: Workers) -> None:
             start = time.time()
             run.spans.append(("cohort", begin, start))
-            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)], alone)}))
+            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)], workers)}))
             ends[id(run)] = time.time()
 
-        (Workers() if len(runs) == 1 else self.workers).map(learn, runs)
+        together = len(runs) - (len(runs) % self.workers.count == 1)
+        self.workers.map(lambda run: learn(run, Workers()), runs[:together])
+        for run in runs[together:]:
+            learn(run, self.workers)
         end = time.time()
         for run in runs:
             run.spans.append(("cohort", ends[id(run)], end))

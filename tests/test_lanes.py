@@ -22,7 +22,9 @@ from retrain.environments.prompts import render
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
+from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
+from retrain.run import Run
 from retrain.types import Problem
 
 
@@ -141,6 +143,24 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
     before = len(told)
     engine.sample(asked, adapters)
     assert len(told) == before  # remembered
+
+
+def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, monkeypatch):
+    """Three of four updates side by side, then the micro-batches of the fourth: bit by bit the same."""
+    free = trained(campaign(tmp_path, model, "free", steps=2), tmp_path / "free")
+    given, update = [], Run.update
+
+    def noted(self, credit, workers):
+        given.append((self.step, workers.count))
+        return update(self, credit, workers)
+
+    monkeypatch.setattr(Run, "update", noted)
+    monkeypatch.setattr("retrain.campaign.assemble.workers_for", lambda base: Workers(3))
+    shared = trained(campaign(tmp_path, model, "shared", steps=2), tmp_path / "shared")
+    assert given == [(step, count) for step in (0, 1) for count in (1, 1, 1, 3)]
+    assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {
+        run: [row["loss"] for row in rows] for run, rows in free.items()
+    }
 
 
 def test_predicted_time_of_a_cohort_is_less_than_of_its_runs():
