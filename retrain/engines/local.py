@@ -29,8 +29,8 @@ from retrain.types import Completion
 MOST_ROWS = {"cpu": 1024, "cuda": 4096}
 """Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
 LEAST_PIECE_ROWS = 32
-"""Sequences that a piece of the decode batch has at least: smaller pieces lose more by what each pays for itself than
-they gain by a core each (``benchmarks/decode.py``, beside ``--least-piece-rows 1``)."""
+"""Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
+prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
 
 
 class LocalEngine:
