@@ -59,30 +59,21 @@ workers = 1
 enabled = false
 """
 SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
-CAMPAIGN = """[campaign]
-seeds = [1, 2]
-max_steps = 6
-lanes = 2
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "rloo"
-transform_mode = "gtpo_sepa"
-"""
+CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_sepa"))
 REWARD = "def score(completion, answer):\n    return len(completion) % 5 / 4\n"
 
 
 def prepare(folder: Path) -> dict[str, Path]:
     """A model, a reward and two files to train; by kind."""
-    from tests.toymodels import qwen3_directory
+    from tests.toymodels import campaign_head, qwen3_directory
 
     qwen3_directory(folder / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
     (folder / "soakreward.py").write_text(REWARD)
     values = {"model": folder / "model", "module": folder / "soakreward.py"}
     files = {"single": folder / "single.toml", "campaign": folder / "campaign.toml"}
+    head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=6, lanes=2)
     files["single"].write_text(TOML.format(head=SINGLE, steps="max_steps = 7\nseed = 3\n", **values))
-    files["campaign"].write_text(TOML.format(head=CAMPAIGN, steps="", **values))
+    files["campaign"].write_text(TOML.format(head=head, steps="", **values))
     return files
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from toymodels import campaign_head
 from typer.testing import CliRunner
 
 from retrain.cli import app
@@ -118,18 +119,9 @@ def test_killed_and_resumed_it_is_the_same_run(folder):
 
 
 def test_a_campaign_compares_conditions_on_a_backend(folder):
-    campaign = """
-    [campaign]
-    seeds = [1, 2]
-    [[campaign.conditions]]
-    advantage_mode = "rloo"
-    transform_mode = "none"
-    [[campaign.conditions]]
-    advantage_mode = "maxrl"
-    transform_mode = "gtpo"
-    """
+    campaign = campaign_head(("rloo", "none"), ("maxrl", "gtpo"), seeds=[1, 2])
     text = TOML.replace('[algorithm]\nadvantage_mode = "rloo"\n', "") + REST.replace("max_steps = 12", "max_steps = 2")
-    (folder / "camp.toml").write_text(text + campaign)
+    (folder / "camp.toml").write_text(f"{text}\n{campaign}")
     result = run("train", "camp.toml", "--out", "camp", "--plain")
     assert result.exit_code == 0, result.output
     assert {entry["state"] for entry in read_json(folder / "camp" / "manifest.json")["runs"]} == {"done"}

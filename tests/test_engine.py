@@ -246,7 +246,7 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
         batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
 
         def buffers():
-            held = [*batch.rows, *batch.memory.keys, *batch.memory.values]
+            held = [*batch.rows, *batch.drawn, *batch.memory.keys, *batch.memory.values]
             return [None if tensor is None else tensor.data_ptr() for tensor in held]
 
         places = buffers()

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from record_cases import find_conversations
-from toymodels import qwen3_directory
+from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.changes import settings_changes
 from retrain.campaign.launch import launch
@@ -71,16 +71,8 @@ def problems(split):
     return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "tags": level}
             for a in numbers for b, level in enumerate(("easy", "medium", "hard"))]
 """
+HEAD = campaign_head(("grpo", "none"), ("maxrl", "gtpo_sepa"), seeds=[1], max_steps=3)
 TOML = """
-[campaign]
-seeds = [1]
-max_steps = 3
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "gtpo_sepa"
 [model]
 model = "{model}"
 lora_rank = 4
@@ -154,7 +146,7 @@ def make_campaign(folder: Path) -> Path:
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
-    (folder / "small.toml").write_text(TOML.format(model=model, module=folder / "evendigits.py"))
+    (folder / "small.toml").write_text(HEAD + TOML.format(model=model, module=folder / "evendigits.py"))
     with watched(folder / "logs"):
         outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
     assert outcome.exit_status == 0

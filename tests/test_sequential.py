@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toymodels import qwen3_directory
+from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.comparison import compare
 from retrain.campaign.launch import launch, resume
@@ -21,27 +21,16 @@ from retrain.files import append_jsonl, read_json
 from retrain.maths.sequential import fewest_pairs
 from retrain.record.observer import NullObserver
 
-HEAD = """
-[campaign]
-seeds = {seeds}
-max_steps = 1
-sequential = "{rule}"
-{more}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "rloo"
-transform_mode = "none"
-{condition}
-"""
 EIGHT = list(range(1, 9))
+GRPO, RLOO, DR_GRPO = ("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none")
 
 
-def configuration(tmp_path: Path, rule="linear", seeds: list[int] = EIGHT, more="", condition="", rest="") -> Path:
+def configuration(
+    tmp_path: Path, conditions=(GRPO, RLOO), rule="linear", seeds: list[int] = EIGHT, rest="", **keys
+) -> Path:
     path = tmp_path / "rule.toml"
     tmp_path.mkdir(exist_ok=True)
-    path.write_text(HEAD.format(rule=rule, seeds=seeds, more=more, condition=condition) + rest)
+    path.write_text(campaign_head(*conditions, seeds=seeds, max_steps=1, sequential=rule, **keys) + rest)
     return path
 
 
@@ -130,12 +119,10 @@ def test_no_difference_runs_to_the_end(tmp_path):
     assert found["sentence"].endswith("Sequential rule: not stopped in 8 looks, 0.031 of 0.05 spent.")
 
 
-@pytest.mark.parametrize("seeds", ["[1]", "[1, 2, 3, 4, 5, 6, 7]"])
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3, 4, 5, 6, 7]])
 def test_a_rule_without_a_second_condition_is_an_error(tmp_path, seeds):
-    path = tmp_path / "one.toml"
-    head = HEAD.partition('[[campaign.conditions]]\nadvantage_mode = "rloo"')[0]
-    path.write_text(head.format(seeds=seeds, rule="linear", more=""))
-    with pytest.raises(ConfigError, match=r'one.toml:5 .*there is one condition.*sequential = "off"'):
+    path = configuration(tmp_path, [GRPO], seeds=seeds)
+    with pytest.raises(ConfigError, match=r'rule.toml:4 .*there is one condition.*sequential = "off"'):
         load(path)
 
 
@@ -166,8 +153,7 @@ def test_failed_runs_are_no_pairs_and_come_in_when_tried_again(tmp_path):
 
 
 def test_three_conditions_share_the_error_and_stop_one_by_one(tmp_path):
-    third = '[[campaign.conditions]]\nadvantage_mode = "dr_grpo"\ntransform_mode = "none"'
-    played = Played(tmp_path, condition=third, seeds=list(range(1, 13)))
+    played = Played(tmp_path, conditions=[GRPO, RLOO, DR_GRPO], seeds=list(range(1, 13)))
     for seed in range(1, 13):
         played.finish(seed)
         played.look()
@@ -186,10 +172,10 @@ def test_the_rule_is_fixed_with_the_first_look(tmp_path):
         {"rule": "pocock"},
         {"rule": "off"},
         {"seeds": list(range(1, 10))},
-        {"more": 'primary_metric = "auc"'},
+        {"primary_metric": "auc"},
     ]
     for settings in changed:
-        rest = "[training]\neval_every = 1" if "more" in settings else ""
+        rest = "[training]\neval_every = 1" if "primary_metric" in settings else ""
         other = plan(load(configuration(tmp_path, **settings, rest=rest)))
         with pytest.raises(UsageError, match="fixed before the first look"):
             look(played.manifest, other, NullObserver())
@@ -198,10 +184,10 @@ def test_the_rule_is_fixed_with_the_first_look(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seeds": [1, 2, 3]}, r"rule.toml:5 .*after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]"),
+        ({"seeds": [1, 2, 3]}, r"rule.toml:4 .*after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]"),
         ({"seeds": [1, 2, 3, 4, 5, 6]}, "takes 7 to 20 to stop early"),
         ({"seeds": list(range(30))}, "to 20"),
-        ({"more": "lanes = 16"}, 'lanes = 16 trains all 16 runs at once.*lanes = "auto"'),
+        ({"lanes": 16}, 'lanes = 16 trains all 16 runs at once.*lanes = "auto"'),
     ],
 )
 def test_impossible_rules_are_configuration_errors(tmp_path, settings, message):
@@ -240,9 +226,8 @@ def test_a_campaign_that_stops_itself_and_a_resumed_one_agree(tmp_path):
     qwen3_directory(tmp_path / "model", ["12+34=? the answer is \\boxed{46}"])
     path = configuration(
         tmp_path,
-        more='primary_metric = "final:completions/mean_length"',
-        condition="[campaign.conditions.training]\nmax_tokens = 3",
-        rest=WORLD.format(folder=tmp_path),
+        primary_metric="final:completions/mean_length",
+        rest="[campaign.conditions.training]\nmax_tokens = 3\n" + WORLD.format(folder=tmp_path),
     )
     outcome = launch(load(path), tmp_path / "out", NullObserver())
     assert outcome.exit_status == 0

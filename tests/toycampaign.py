@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toymodels import qwen3_directory
+from toymodels import campaign_head, qwen3_directory
 
 REWARDS = '''
 def score(completion, answer):
@@ -14,17 +14,8 @@ def score(completion, answer):
 def fragile(completion, answer):
     raise RuntimeError("this grader is broken")
 '''
+CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
 TOML = """
-[campaign]
-seeds = [1, 2]
-max_steps = {steps}
-lanes = {lanes}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "rloo"
-transform_mode = "gtpo_hicra_placebo"
 {condition}
 [model]
 model = "{model}"
@@ -55,9 +46,11 @@ def toy_world(folder: Path) -> Path:
     )
 
 
-def campaign(tmp_path: Path, model: Path, name: str = "toy", **changes) -> Path:
-    """A file of two conditions and two seeds; ``changes`` fill its places."""
-    settings = {"steps": 4, "lanes": '"auto"', "condition": "", "dtype": "float32"} | changes
+def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, lanes: int | str = "auto",
+             condition: str = "", dtype: str = "float32") -> Path:  # fmt: skip
+    """A file of two conditions and two seeds; ``condition`` has further keys of the second."""
+    head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=steps, lanes=lanes)
     path = tmp_path / f"{name}.toml"
-    path.write_text(TOML.format(model=model, module=model.parent / "toyrewards.py", **settings))
+    rest = TOML.format(model=model, module=model.parent / "toyrewards.py", condition=condition, dtype=dtype)
+    path.write_text(head + rest)
     return path

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from retrain.policy.base import BaseModel, load_base
 
-TWO_CONDITIONS = """\
-[campaign]
-seeds = [1, 2]
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "gtpo"
-"""
-"""The head of a campaign file: two conditions, two seeds; what follows at once overrides keys of the second."""
+
+def campaign_head(*conditions: tuple[str, str], **keys: Any) -> str:
+    """[campaign] with these keys, and a condition for each (advantage_mode, transform_mode); what follows at once
+    overrides keys of the last."""
+    lines = ["[campaign]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    for advantage, transform in conditions:
+        lines += ["[[campaign.conditions]]", f'advantage_mode = "{advantage}"', f'transform_mode = "{transform}"']
+    return "\n".join(lines) + "\n"
+
+
+TWO_CONDITIONS = campaign_head(("grpo", "none"), ("maxrl", "gtpo"), seeds=[1, 2])
 TINY_RUN = """\
 [model]
 model = "{model}"

@@ -8,7 +8,7 @@ from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import RunSpec
 
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: what a shared decode batch gains levels off there (``benchmarks/decode.py``)."""
+"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
 
 LOOK_SEEDS = 2
 """Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped."""

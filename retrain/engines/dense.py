@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from retrain.engines.step import (
     ACTIVATIONS,
     Block,
+    Drawn,
     Frame,
     Product,
     Rows,
@@ -222,10 +223,12 @@ class DenseDecoder:
         last = x.view(rows, width, -1)[torch.arange(rows, device=x.device), last_R]
         return product(rms(last, frame.norm, frame.eps), frame.head), states
 
-    def burst(self, blocks: list[Block], rows: Rows, memory: KeyValues, columns: int, ragged: bool, steps: int) -> int:
+    def burst(
+        self, blocks: list[Block], rows: Rows, drawn: Drawn, memory: KeyValues, columns: int, ragged: bool, steps: int
+    ) -> int:
         """See ``engines.step.burst``; on a CPU it runs compiled."""
         run, frame = compiled_burst() if self.device.type == "cpu" else burst, self.turned(memory.capacity)
-        return run(frame, blocks, rows, memory.keys, memory.values, columns, ragged, steps, self.in_any_order)
+        return run(frame, blocks, rows, drawn, memory.keys, memory.values, columns, ragged, steps, self.in_any_order)
 
     @property
     def in_any_order(self) -> bool:

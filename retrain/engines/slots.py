@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from retrain.engines.dense import DenseDecoder, KeyValues
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished, SampleRequest
 from retrain.engines.rows import IDLE_SHARE, Row, completions_of
-from retrain.engines.step import ROWWISE, Block, Rows, note
+from retrain.engines.step import Block, Drawn, Rows, note
 from retrain.policy.base import BaseModel
 from retrain.policy.threads import is_small
 from retrain.rng import uniforms
@@ -75,11 +76,14 @@ class SlotBatch:
         draws = np.zeros((count + 1, longest))
         for i, (request, row) in enumerate(zip(used, self.work, strict=True)):
             draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
-        self.uniforms_NT = torch.from_numpy(draws).to(device)
         real = torch.float64 if self.base.dtype == torch.float64 else torch.float32
-        self.tokens_NT = torch.full((count + 1, longest), self.base.pad_id, dtype=torch.long, device=device)
-        self.logprobs_NT = torch.zeros((count + 1, longest), device=device, dtype=real)
-        self.entropy_NT = torch.zeros((count + 1, longest), device=device, dtype=real)
+        self.drawn = Drawn(
+            ends=torch.tensor(self.base.eos_ids, device=device),
+            uniforms_NT=torch.from_numpy(draws).to(device),
+            tokens_NT=torch.full((count + 1, longest), self.base.pad_id, dtype=torch.long, device=device),
+            logprobs_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
+            entropy_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
+        )
         self.lengths = np.zeros(count + 1, dtype=np.int64)
         self.scratch = count
         self.limits = np.array([*(r.max_tokens for r in used), 1])
@@ -88,7 +92,6 @@ class SlotBatch:
         self.temperatures = np.array([t or 1.0 for t in temperatures])
         self.greedy = np.array([t == 0 for t in temperatures])
         self.plain_temperature, self.any_greedy = bool((self.temperatures == 1).all()), bool(self.greedy.any())
-        self.eos = torch.tensor(self.base.eos_ids, device=device)
 
     def _new_rows(self, rows: int) -> None:
         """All rows idle. The host keeps which sequence a row holds and an upper bound of its cache position."""
@@ -103,7 +106,7 @@ class SlotBatch:
     ) -> Rows:
         """These rows on the device, with room for what belongs to the sequences that they hold."""
         device, rows = self.base.device, len(token_R)
-        real = self.logprobs_NT.dtype
+        real = self.drawn.logprobs_NT.dtype
         made = Rows(
             token_R=token_R,
             position_R=position_R,
@@ -113,11 +116,6 @@ class SlotBatch:
             limit_R=torch.empty(rows, dtype=torch.long, device=device),
             temperature_R1=None if self.plain_temperature else torch.empty(rows, 1, dtype=real, device=device),
             greedy_R1=torch.empty(rows, 1, dtype=torch.bool, device=device) if self.any_greedy else None,
-            eos=self.eos,
-            uniforms_NT=self.uniforms_NT,
-            tokens_NT=self.tokens_NT,
-            logprobs_NT=self.logprobs_NT,
-            entropy_NT=self.entropy_NT,
         )
         self._seat(made)
         return made
@@ -155,7 +153,7 @@ class SlotBatch:
         self.at += held
 
     def _burst(self, columns: int, ragged: bool, steps: int) -> int:
-        return self.decoder.burst(self.blocks, self.rows, self.memory, columns, ragged, steps)
+        return self.decoder.burst(self.blocks, self.rows, self.drawn, self.memory, columns, ragged, steps)
 
     # -- who sits where -----------------------------------------------------------------------------------------
 
@@ -236,11 +234,10 @@ class SlotBatch:
 
     def _first_token(self, logits_SV: torch.Tensor, seats_S: torch.Tensor) -> None:
         """Draw and note the next token of some of the rows."""
-        given = {name: getattr(self.rows, name) for name in ROWWISE}
-        own = self.rows._replace(**{name: None if all_R is None else all_R[seats_S] for name, all_R in given.items()})
-        note(own, logits_SV, self.decoder.in_any_order)
-        for name in ("token_R", "drawn_R", "alive_R"):
-            given[name][seats_S] = getattr(own, name)
+        rows, seated = self.rows, [None if given is None else given[seats_S] for given in self.rows]
+        own = Rows(*cast("Any", seated))
+        note(own, self.drawn, logits_SV, self.decoder.in_any_order)
+        rows.token_R[seats_S], rows.drawn_R[seats_S], rows.alive_R[seats_S] = own.token_R, own.drawn_R, own.alive_R
 
     def _resize(self, alive: np.ndarray) -> None:
         """Cut the batch anew when rows stand idle that nobody waits for, or lanes have run out of work."""
@@ -281,6 +278,7 @@ class SlotBatch:
         own = [i for i, row in enumerate(self.work) if row.request == request]
         index = torch.tensor(own, device=self.base.device)
         tokens, logprobs, entropy = (
-            state[index].cpu().numpy() for state in (self.tokens_NT, self.logprobs_NT, self.entropy_NT)
+            state[index].cpu().numpy()
+            for state in (self.drawn.tokens_NT, self.drawn.logprobs_NT, self.drawn.entropy_NT)
         )
         return completions_of(self.base, tokens, logprobs, entropy, self.lengths[own])

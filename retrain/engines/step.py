@@ -60,7 +60,7 @@ class Frame(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a decode batch on the device, and the outputs by sequence.
+    """The rows of a decode batch on the device.
 
     A row holds the sequence ``sequence_R``; its last token is ``token_R``, which stands at ``position_R`` of the cache
     and is number ``drawn_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, to which
@@ -75,15 +75,16 @@ class Rows(NamedTuple):
     limit_R: torch.Tensor
     temperature_R1: torch.Tensor | None
     greedy_R1: torch.Tensor | None
-    eos: torch.Tensor
+
+
+class Drawn(NamedTuple):
+    """By sequence what is drawn with and what was drawn; ``ends`` are the tokens that end one."""
+
+    ends: torch.Tensor
     uniforms_NT: torch.Tensor
     tokens_NT: torch.Tensor
     logprobs_NT: torch.Tensor
     entropy_NT: torch.Tensor
-
-
-ROWWISE = tuple(name for name in Rows._fields if name.endswith(("_R", "_R1")))
-"""The fields of ``Rows`` that have one entry for each row."""
 
 
 def product(x: torch.Tensor, given: Product) -> torch.Tensor:
@@ -179,27 +180,29 @@ def forward(
     return product(rms(x, frame.norm, frame.eps), frame.head)
 
 
-def note(rows: Rows, logits_RV: torch.Tensor, in_any_order: bool) -> None:
-    """Draw every row's next token and note it, in place; rows that end with it fall idle."""
-    alive = rows.alive_R
+def note(rows: Rows, drawn: Drawn, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
+    """Draw every row's next token and note it, in place; which rows [R] end with it and fall idle."""
     # What an idle row draws goes to the last sequence; its count stands still.
-    scratch, longest = rows.tokens_NT.shape[0] - 1, rows.tokens_NT.shape[1]
-    place = rows.sequence_R.masked_fill(~alive, scratch) * longest + rows.drawn_R
-    uniforms = rows.uniforms_NT.view(-1)[place]
+    scratch, longest = drawn.tokens_NT.shape[0] - 1, drawn.tokens_NT.shape[1]
+    place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.drawn_R
+    uniforms = drawn.uniforms_NT.view(-1)[place]
     token, logprob, entropy = draw(logits_RV, uniforms, rows.temperature_R1, rows.greedy_R1, in_any_order)
-    rows.tokens_NT.view(-1).index_copy_(0, place, token)
-    rows.logprobs_NT.view(-1).index_copy_(0, place, logprob)
-    rows.entropy_NT.view(-1).index_copy_(0, place, entropy)
-    going_on = alive & (rows.drawn_R + 1 < rows.limit_R) & (token.unsqueeze(1) != rows.eos).all(1)
+    drawn.tokens_NT.view(-1).index_copy_(0, place, token)
+    drawn.logprobs_NT.view(-1).index_copy_(0, place, logprob)
+    drawn.entropy_NT.view(-1).index_copy_(0, place, entropy)
+    going_on = rows.alive_R & (rows.drawn_R + 1 < rows.limit_R) & (token.unsqueeze(1) != drawn.ends).all(1)
+    ended = rows.alive_R & ~going_on
     rows.token_R.copy_(token)
     rows.drawn_R.add_(going_on)
-    alive.copy_(going_on)
+    rows.alive_R.copy_(going_on)
+    return ended
 
 
 def burst(
     frame: Frame,
     blocks: list[Block],
     rows: Rows,
+    drawn: Drawn,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     columns: int,
@@ -211,12 +214,11 @@ def burst(
 
     With more than one step the device's answer is looked at after each: the first row that ends also ends the burst.
     """
-    begun = rows.alive_R.sum() if steps > 1 else rows.alive_R
     for done in range(steps):
         logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns + done, ragged)
         rows.position_R.add_(rows.alive_R)
-        note(rows, logits_RV, in_any_order)
-        if steps > 1 and bool(rows.alive_R.sum() < begun):
+        ended_R = note(rows, drawn, logits_RV, in_any_order)
+        if steps > 1 and bool(ended_R.any()):
             return done + 1
     return steps
 
