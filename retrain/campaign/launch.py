@@ -25,7 +25,7 @@ from retrain.campaign.manifest import (
 from retrain.campaign.plan import RunSpec, plan
 from retrain.campaign.references import check_references
 from retrain.campaign.sequential import look, still_wanted
-from retrain.campaign.stopping import REASONS, STATUSES, StopRequest
+from retrain.campaign.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import refuse_links, remove_leftovers, write_json
@@ -142,12 +142,12 @@ def _carry_out(
             _squeeze_once(manifest, specs, folder, observer)
             look(manifest, specs, observer)
     if interrupted:
-        first = stop.signal or SIGINT
+        came = ENDINGS[stop.signal or SIGINT]
         for spec in todo:
             if manifest.run(spec.run_id)["state"] == "running":
-                manifest.update(spec.run_id, state="interrupted", reason=REASONS[first])
+                manifest.update(spec.run_id, state="interrupted", reason=came.reason)
                 observer.run_finished(spec, "interrupted", "")
-        return Outcome(STATUSES[first], directory, summary(manifest), saved)
+        return Outcome(came.status, directory, summary(manifest), saved)
     _squeeze_once(manifest, specs, folder, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
         from retrain.campaign.comparison import compare

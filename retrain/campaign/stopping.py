@@ -9,21 +9,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from retrain.record.observer import Observer
 
 ABANDON_SECONDS = 8.0
 """After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
-STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGHUP: 129}
-"""Signals that ask for an end → the exit status after it."""
-REASONS = {
-    signal.SIGINT: "stopped by the user",
-    signal.SIGTERM: "stopped by SIGTERM",
-    signal.SIGHUP: "stopped by SIGHUP, as when a terminal closes",
+
+
+class Ending(NamedTuple):
+    """What a signal that asks for an end comes to: the exit status, what the manifest says of the runs, and whether a
+    second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
+
+    status: int
+    reason: str
+    urgent: bool
+
+
+ENDINGS = {
+    signal.SIGINT: Ending(130, "stopped by the user", urgent=True),
+    signal.SIGTERM: Ending(130, "stopped by SIGTERM", urgent=True),
+    signal.SIGHUP: Ending(129, "stopped by SIGHUP, as when a terminal closes", urgent=False),
 }
-"""What the manifest says of the runs."""
-URGENT = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which a second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
 
 
 class StopRequest:
@@ -50,14 +57,15 @@ class StopRequest:
 
         def handle(number: int, frame: object) -> None:
             nonlocal urged
-            if urged and number in URGENT:
+            came = signal.Signals(number)
+            if urged and ENDINGS[came].urgent:
                 raise KeyboardInterrupt
-            urged = urged or number in URGENT
+            urged = urged or ENDINGS[came].urgent
             if self.signal is None:
-                self.signal = signal.Signals(number)
+                self.signal = came
                 observer.message("finishing the step and saving; once more to stop without saving", "warning")
 
-        heeded = [number for number in STATUSES if signal.getsignal(number) is not signal.SIG_IGN]
+        heeded = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in heeded}
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -82,9 +90,9 @@ class StopRequest:
             received = descriptor.recv(64)
             if not received:
                 return
-            heard += sum(byte in URGENT for byte in received)
+            heard += sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
         if not ended.wait(ABANDON_SECONDS):
             where = f" Type: retrain resume {self.directory}" if self.directory else ""
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
-            os._exit(STATUSES[signal.SIGINT])
+            os._exit(ENDINGS[signal.SIGINT].status)

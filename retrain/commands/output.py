@@ -69,6 +69,9 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         Console().print(tables.squeeze_table(report))
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
+    enough = (report.get("verified") or {}).get("enough")
+    if enough is not None and enough != report["recommended_rank"]:
+        print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
 
 
 def plural(number: int, word: str) -> str:

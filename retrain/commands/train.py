@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.stopping import STATUSES
+    from retrain.campaign.stopping import ENDINGS
     from retrain.record.console import PlainConsole, make_console
 
     with lasting_streams():  # a closed terminal ends no training
@@ -44,7 +44,7 @@ def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
         finally:
             observer.close()
         print_tables_of(outcome.summary, plain)
-        if outcome.exit_status in STATUSES.values():
+        if outcome.exit_status in {ending.status for ending in ENDINGS.values()}:
             kept = "everything up to the last finished step is saved"
             kept = kept if outcome.saved else "stopped at the last checkpoint"
             print(f"interrupted; {kept}. Type: retrain resume {outcome.directory}")
