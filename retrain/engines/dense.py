@@ -49,11 +49,11 @@ MERGE_SHARE = 0.25
 class Projection:
     """Linear layers that read the same input, as one matrix product: weight [Σ out, in], cut into ``sizes``."""
 
-    def __init__(self, layers: Sequence[nn.Module]):
+    def __init__(self, base: BaseModel, layers: Sequence[nn.Module]):
         linears = [layer.base if isinstance(layer, LaneLinear) else layer for layer in layers]
         self.names = tuple(layer.name if isinstance(layer, LaneLinear) else None for layer in layers)
         self.sizes = [int(linear.weight.shape[0]) for linear in linears]  # pyright: ignore[reportArgumentType, reportIndexIssue]
-        self.weight = _fused([linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
+        self.weight = _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
         biases = [linear.bias for linear in linears]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -91,12 +91,12 @@ class Projection:
 class Layer:
     """One decoder block, read off its module."""
 
-    def __init__(self, module: Any, heads: int, kv_heads: int):
+    def __init__(self, base: BaseModel, module: Any, heads: int, kv_heads: int):
         attention, mlp = module.self_attn, module.mlp
-        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = Projection([attention.o_proj])
-        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
-        self.down = Projection([mlp.down_proj])
+        self.qkv = Projection(base, [attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = Projection(base, [attention.o_proj])
+        self.gate_up = Projection(base, [mlp.gate_proj, mlp.up_proj])
+        self.down = Projection(base, [mlp.down_proj])
         self.norm_in, self.norm_mlp = module.input_layernorm.weight, module.post_attention_layernorm.weight
         self.head_norms: torch.Tensor | None = None
         if hasattr(attention, "q_norm"):
@@ -138,12 +138,12 @@ class DenseDecoder:
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
-        self.layers = [Layer(module, heads, kv_heads) for module in body.layers]
+        self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
             embedding=body.embed_tokens.weight,
             norm=body.norm.weight,
-            head=Projection([model.lm_head]).of([]),
+            head=Projection(base, [model.lm_head]).of([]),
             cos=none,
             sin=none,
             heads=heads,
@@ -236,8 +236,8 @@ class DenseDecoder:
         return self.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
-def _fused(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weights below each other as one matrix; the originals become views of it."""
+def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weights below each other as one matrix; until the base is released the originals are views of it."""
     if len(weights) == 1:
         return weights[0].detach()
     whole = torch.cat([weight.detach() for weight in weights])
@@ -245,6 +245,12 @@ def _fused(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     for weight in weights:
         weight.data = whole[begin : begin + weight.shape[0]]
         begin += weight.shape[0]
+
+    def part() -> None:
+        for weight in weights:
+            weight.data = weight.data.clone()
+
+    base.on_release(part)
     return whole
 
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ class BaseModel:
     eos_ids: tuple[int, ...]
     pad_id: int
     fingerprint: str
+    backbone: Any = field(default=None, repr=False)
+    """How the update runs the model, once that is known (``policy.backbone``)."""
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def on_release(self, undo: Callable[[], None]) -> None:
+        """Remember how to take off something that was put on the model: lanes, attention, fused layers."""
+        self._undo.append(undo)
+
+    def release(self) -> None:
+        """Take everything off the model that sampling and training have put on it, the last first."""
+        while self._undo:
+            self._undo.pop()()
+        self.backbone = None
 
     @property
     def vocab_size(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from retrain.policy.base import BaseModel
 from retrain.policy.packing import Layout
-from retrain.policy.trunk import trunk_of, whole_logits
+from retrain.policy.backbone import backbone_of, whole_logits
 
 
 @dataclass
@@ -97,7 +97,7 @@ def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool 
         masks[0, i, :t], masks[1, i, :t] = True, s.loss_mask_T
     device = base.device
     return MicroBatch(
-        layout=trunk_of(base).layout(sequences, base, share),
+        layout=backbone_of(base).layout(sequences, base, share),
         targets_BT=torch.from_numpy(targets).to(device),
         completion_BT=torch.from_numpy(masks[0]).to(device),
         loss_mask_BT=torch.from_numpy(masks[1]).to(device),
@@ -114,10 +114,10 @@ def token_logprobs(
     The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
     fp32 (fp64 for fp64 bases). Padding columns hold 0.
     """
-    trunk, layout = trunk_of(base), batch.layout
+    backbone, layout = backbone_of(base), batch.layout
     targets_M = batch.targets_BT[batch.completion_BT]
-    if trunk.head is not None:
-        chosen_M, entropy_M = trunk.head.logprobs(trunk.hidden(layout), targets_M, temperature, entropy=entropy)
+    if backbone.head is not None:
+        chosen_M, entropy_M = backbone.head.logprobs(backbone.hidden(layout), targets_M, temperature, entropy=entropy)
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
         logprobs_MV = torch.log_softmax(whole_logits(base, layout).to(real) / temperature, dim=-1)

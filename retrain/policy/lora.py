@@ -184,13 +184,16 @@ class Lanes:
         for name, module in chosen:
             parent_name, _, leaf = name.rpartition(".")
             setattr(base.model.get_submodule(parent_name), leaf, LaneLinear(module, self, name))
+        base.on_release(self.detach)
 
     def detach(self) -> None:
-        """Put the base's own layers back."""
+        """Put the base's own layers back; a second call does nothing."""
         for shape in self.shapes:
             parent_name, _, leaf = shape.name.rpartition(".")
             parent = self.base.model.get_submodule(parent_name)
-            setattr(parent, leaf, getattr(parent, leaf).base)
+            layer = getattr(parent, leaf)
+            if isinstance(layer, LaneLinear) and layer.lanes is self:
+                setattr(parent, leaf, layer.base)
 
     def new_adapter(self, rank: int, alpha: float) -> Adapter:
         """An adapter of zeros for these layers (call ``initialise`` or ``load`` on it)."""

@@ -43,7 +43,7 @@ from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory, kept_bytes
 from retrain.policy.packing import Layout
 from retrain.policy.threads import Workers
-from retrain.policy.trunk import as_in_forward, checkpointed, trunk_of
+from retrain.policy.backbone import as_in_forward, checkpointed, backbone_of
 from retrain.rng import torch_seed
 
 
@@ -171,7 +171,7 @@ class _Work:
     ) -> tuple[float, Sums, _Clock]:
         """Fill ``adapter.flat.grad``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
-        budget.tell(*trunk_of(self.base).notes)
+        budget.tell(*backbone_of(self.base).notes)
         while True:
             batches = self._micro_batches(sequences, budget.tokens)
             reason = self._attempt(batches, budget, workers)
@@ -197,7 +197,7 @@ class _Work:
         signal = [always or bool(s.advantages_T[s.loss_mask_T].any()) for s in sequences]
         for wanted in (True, False):
             chosen = [s for s, has in zip(sequences, signal, strict=True) if has == wanted]
-            for indices in split_microbatches(chosen, tokens, packed=trunk_of(self.base).packs):
+            for indices in split_microbatches(chosen, tokens, packed=backbone_of(self.base).packs):
                 batches.append(([chosen[i] for i in indices], wanted))
         return batches
 

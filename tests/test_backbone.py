@@ -18,7 +18,7 @@ from retrain.policy.head import Head
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
-from retrain.policy.trunk import trunk_of
+from retrain.policy.backbone import backbone_of
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
 
@@ -126,10 +126,10 @@ def test_every_family_equals_whole_logits_of_single_sequences(name, temperature)
         expected.append((chosen.detach(), entropy.detach()))
     gradient = adapter.flat.grad.clone()
     adapter.flat.grad.zero_()
-    trunk = trunk_of(base)
-    assert (trunk.packs, trunk.head is not None) == FAMILIES[name][2:]
-    assert len(trunk.notes) == (not trunk.packs) + (trunk.head is None)
-    for indices in split_microbatches(sequences, 30, packed=trunk.packs):
+    backbone = backbone_of(base)
+    assert (backbone.packs, backbone.head is not None) == FAMILIES[name][2:]
+    assert len(backbone.notes) == (not backbone.packs) + (backbone.head is None)
+    for indices in split_microbatches(sequences, 30, packed=backbone.packs):
         batch = collate([sequences[i] for i in indices], base)
         with lanes.single(adapter):
             chosen_BT, entropy_BT = token_logprobs(base, batch, temperature, entropy=True)
@@ -157,9 +157,9 @@ def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
         return out
 
     base.model.forward = shifted
-    trunk = trunk_of(base)
-    assert trunk.head is None
-    assert "cannot be split off" in trunk.notes[0]
+    backbone = backbone_of(base)
+    assert backbone.head is None
+    assert "cannot be split off" in backbone.notes[0]
     batch = collate(sequences, base)
     with torch.no_grad():
         chosen_BT, entropy_BT = token_logprobs(base, batch, 0.7, entropy=True)

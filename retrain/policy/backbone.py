@@ -2,7 +2,8 @@
 
 What a model allows is found out once, by small forward passes: whether its output layer can be split off (else all
 logits are made at once) and whether tokens can be packed (else sequences are padded). Both are exact where they
-are used; a model that does not allow one of them says so in ``notes``.
+are used; a model that does not allow one of them says so in ``notes``. What is changed on the model for it (attention,
+forward passes of norms, MLPs and layers) is taken off again by ``BaseModel.release``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ class _Probe:
 
 
 @dataclass
-class Trunk:
+class Backbone:
     """A base model as the update sees it. ``window``: packed sequences may be at most so long."""
 
     decoder: Any
@@ -94,18 +95,15 @@ def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
     return logits.flatten(0, 1).index_select(0, layout.rows_M)
 
 
-_trunks: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
-
-
-def trunk_of(base: BaseModel) -> Trunk:
+def backbone_of(base: BaseModel) -> Backbone:
     """What this base allows; found out at the first call."""
     with _lock:
-        if base.model not in _trunks:
-            _trunks[base.model] = _examine(base)
-        return _trunks[base.model]
+        if base.backbone is None:
+            base.backbone = _examine(base)
+        return base.backbone
 
 
-def _examine(base: BaseModel) -> Trunk:
+def _examine(base: BaseModel) -> Backbone:
     notes = []
     parts = split_head(base.model)
     if parts is None:
@@ -123,10 +121,10 @@ def _examine(base: BaseModel) -> Trunk:
         )
     window = getattr(config, "sliding_window", None) or 1 << 30
     if decoder is not None:
-        _offer_checkpointing(decoder)
+        _offer_checkpointing(base, decoder)
     _offer_fused_norms(base)
     _offer_fused_mlps(base)
-    return Trunk(decoder, head, packs, int(window), tuple(notes))
+    return Backbone(decoder, head, packs, int(window), tuple(notes))
 
 
 def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
@@ -147,12 +145,13 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
         _Probe([i % top for i in prompt], [i % top for i in completion])
         for prompt, completion in (((3, 1, 4), (1, 5)), ((3, 1, 4), (9, 2, 6)), ((5, 3), (5, 8, 9, 7)))
     ]
-    trunk = Trunk(decoder, None, True, 1 << 30, ())
+    backbone = Backbone(decoder, None, True, 1 << 30, ())
     with torch.no_grad():
-        packed = trunk.hidden(packed_layout(sequences, base.device))
-        padded = trunk.hidden(padded_layout(sequences, base.device, base.pad_id))
+        packed = backbone.hidden(packed_layout(sequences, base.device))
+        padded = backbone.hidden(padded_layout(sequences, base.device, base.pad_id))
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(base.dtype, 5e-2)
     if float((packed - padded).norm()) <= tolerance * float(padded.norm()):
+        base.on_release(partial(base.model.set_attn_implementation, before))
         return True
     base.model.set_attn_implementation(before)
     return False
@@ -184,7 +183,21 @@ def _offer_fused_norms(base: BaseModel) -> None:
         with torch.no_grad():
             fits = torch.allclose(module(x), rms_norm(x, weight, eps), rtol=1e-5, atol=1e-6)
         if fits:
-            module.forward = _fused_forward(module.forward, weight, eps)
+            _replace_forward(base, module, _fused_forward(module.forward, weight, eps))
+
+
+def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
+    """Give ``module`` another forward pass until the base is released."""
+    before = module.__dict__.get("forward")
+
+    def restore() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = before
+
+    module.forward = forward
+    base.on_release(restore)
 
 
 def _fused_forward(forward: Any, weight: nn.Parameter, eps: float) -> Any:
@@ -203,7 +216,7 @@ def _offer_fused_mlps(base: BaseModel) -> None:
         x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
         with torch.no_grad():
             if torch.equal(module(x), _gated(module, x)):
-                module.forward = _fused_mlp(module.forward, module)
+                _replace_forward(base, module, _fused_mlp(module.forward, module))
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -230,12 +243,12 @@ def checkpointed(recompute_context: Any) -> Iterator[None]:
         _mode.checkpointed = before
 
 
-def _offer_checkpointing(decoder: Any) -> None:
+def _offer_checkpointing(base: BaseModel, decoder: Any) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.forward = _checkpointed_forward(module.forward)
+            _replace_forward(base, module, _checkpointed_forward(module.forward))
 
 
 def _checkpointed_forward(forward: Any) -> Any:
