@@ -12,13 +12,13 @@ import torch
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
+from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear, rms_norm, swiglu
 from retrain.policy.head import Head
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
-from retrain.policy.backbone import backbone_of
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from retrain.policy.backbone import backbone_of, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.packing import Layout
-from retrain.policy.backbone import backbone_of, whole_logits
 
 
 @dataclass

@@ -36,6 +36,7 @@ from retrain.maths.losses import (
     token_weights,
 )
 from retrain.models.sizes import cpu_token_budget
+from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
@@ -43,7 +44,6 @@ from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory, kept_bytes
 from retrain.policy.packing import Layout
 from retrain.policy.threads import Workers
-from retrain.policy.backbone import as_in_forward, checkpointed, backbone_of
 from retrain.rng import torch_seed
 
 
