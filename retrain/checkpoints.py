@@ -8,146 +8,83 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from retrain.errors import CheckpointError, ModelError
-from retrain.files import dumps, publish_directory, read_json, sha256, write_bytes, write_json
-from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
-from retrain.policy.lora import Adapter
+from retrain.errors import CheckpointError, UsageError
+from retrain.files import publish_directory, read_json, sha256, write_bytes, write_json, writing
+from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.record.recorder import ROW_FILES
 from retrain.record.status import last_row
 
-MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
-OWN = "backend"
-"""Directory inside a checkpoint with the files of a backend of the user's, in place of adapter and optimizer."""
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 2
 T = TypeVar("T")
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's moments and step count; empty before the first update."""
-    state = optimizer.state_dict()["state"].get(0, {})
-    return {key: torch.as_tensor(value).detach().cpu().clone() for key, value in state.items()}
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the moments back (nothing to do for a checkpoint from before the first update)."""
-    state = optimizer.state_dict()
-    state["state"] = {0: dict(tensors)} if tensors else {}
-    optimizer.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's state as it was at ``step``, in host memory: nothing that goes on afterwards changes it."""
+    """A run's state as it was at ``step``: its policy, and all else as strict JSON. Nothing that goes on afterwards
+    changes it."""
 
     step: int
-    adapter: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    peft: dict[str, Any]
-    optimizer: dict[str, torch.Tensor]
+    policy: PolicySnapshot
     state: str
-
-
-def snapshot(
-    adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
-    dropout: float = 0.0,
-) -> Snapshot:  # fmt: skip
-    """Copy adapter, optimizer and ``state`` (strict JSON with ``step``) to host memory."""
-    flat = adapter.flat.detach().to("cpu", copy=True)
-    start = adapter.flat.storage_offset()
-
-    def copied(view: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(view.shape, view.stride(), view.storage_offset() - start)
-
-    tensors = {name: (copied(a), copied(b)) for name, (a, b) in adapter.tensors().items()}
-    peft = peft_config(adapter, base_name, revision, dropout)
-    return Snapshot(int(state["step"]), tensors, peft, optimizer_tensors(optimizer), dumps(state, indent=2) + "\n")
 
 
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses; what had been written aside is removed.
+    Raises StorageError when the file system refuses, CheckpointError when the policy wrote a link; what had been
+    written aside is removed.
     """
-    from safetensors.torch import save
-
     aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        write_peft(aside, saved.adapter, saved.peft)
-        write_bytes(aside / OPTIMIZER, save(saved.optimizer))
+        with writing(aside):
+            aside.mkdir(parents=True)
+        saved.policy.write(aside)
         write_bytes(aside / STATE, saved.state.encode())
-        hashes = {path.name: sha256(path) for path in sorted(aside.iterdir())}
-        write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
-        publish_directory(aside, directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def write_own_checkpoint(directory: Path, files: Path, state: str) -> None:
-    """Publish a checkpoint with the files that a backend of the user's saved into ``files``, which are moved.
-
-    Raises StorageError when the file system refuses, CheckpointError when a file is a link.
-    """
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        files.rename(aside / OWN)
-        write_bytes(aside / STATE, state.encode())
         found = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
         if links := [path for path in found if path.is_symlink()]:
             raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
         hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in found}
-        write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
+        write_json(aside / MANIFEST, {"format": FORMAT, "sha256": hashes})
         publish_directory(aside, directory)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def save_checkpoint(
-    directory: Path, adapter: Adapter, base_name: str, revision: str | None, optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any], dropout: float = 0.0,
-) -> None:  # fmt: skip
-    """Snapshot and write at once."""
-    write_checkpoint(directory, snapshot(adapter, base_name, revision, optimizer, state, dropout))
 
 
 def verify_checkpoint(directory: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link."""
     try:
-        hashes = read_json(directory / MANIFEST)["sha256"].items()
+        manifest = read_json(directory / MANIFEST)
+        hashes, written = manifest["sha256"].items(), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory} has no readable {MANIFEST}") from error
-    names = {name for name, _ in hashes}
-    own = {name for name in names if Path(name).parts[:1] == (OWN,) and ".." not in Path(name).parts[1:]}
-    if missing := sorted(({STATE} if own else {STATE, OPTIMIZER}) - names):
-        raise CheckpointError(f"{directory / MANIFEST} does not name {missing[0]}")
+    if written != FORMAT:
+        raise UsageError(
+            f"{directory} is a checkpoint of layout {written}, this version of retrain reads layout {FORMAT}: continue "
+            "it with the version that wrote it, or begin anew with another --out"
+        )
+    if STATE not in {name for name, _ in hashes}:
+        raise CheckpointError(f"{directory / MANIFEST} does not name {STATE}")
     for name, digest in hashes:
         path = directory / name
-        if (Path(name).name != name and name not in own) or path.is_symlink():
+        if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
             raise CheckpointError(f"{path} is no file of this checkpoint")
         if not path.is_file() or sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
-def load_checkpoint(directory: Path, adapter: Adapter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Verify, then restore adapter and optimizer in place; returns the JSON state."""
-    from safetensors.torch import load_file
-
+def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
+    """Verify, then restore the policy in place; returns the JSON state."""
     verify_checkpoint(directory)
-    try:
-        adapter.load(read_adapter(directory).tensors, lowered=True)
-    except ModelError as error:
-        raise CheckpointError(f"{directory} does not fit this run: {error}") from error
-    load_optimizer(optimizer, load_file(directory / OPTIMIZER))
+    policy.load(directory)
     return read_json(directory / STATE)
 
 

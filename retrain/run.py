@@ -1,15 +1,18 @@
-"""One run: its configuration, data cursor, controllers, adapter, optimizer and records. All its state is here."""
+"""One run: its policy, algorithm, data cursor and records. All its state is declared here and changed only here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from retrain.algorithms.protocol import Algorithm, Credit, Need
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
@@ -17,28 +20,32 @@ from retrain.checkpoints import (
     forget_after,
     load_checkpoint,
     newest_whole,
-    optimizer_tensors,
     prune,
-    snapshot,
     write_checkpoint,
 )
-from retrain.credit import CreditResult, Modes, needs_entropy
-from retrain.engines.protocol import SampleRequest
-from retrain.environments.prompts import render
-from retrain.errors import CheckpointError, RetrainError, UsageError
-from retrain.files import copy_files, publish_directory, read_jsonl
-from retrain.maths.planning import Detector
-from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
-from retrain.policy.adapter_io import read_adapter, write_peft
-from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
-from retrain.policy.threads import Workers
-from retrain.policy.update import LossSettings, default_token_budget, new_optimizer, train_step
-from retrain.pressure import Pressure
+from retrain.config import Config
+from retrain.engines.protocol import PolicyRef
+from retrain.environments.prompts import Renderer
+from retrain.environments.protocol import Environment
+from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
+from retrain.files import copy_files, dumps, publish_directory, read_jsonl
+from retrain.maths.losses import RATIO_METRICS
+from retrain.maths.schedules import learning_rate
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, samples_of
 from retrain.record.environment import without_keys
+from retrain.record.observer import SpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
-from retrain.types import Problem, Prompt
+from retrain.rollouts.collect import RolloutRequest, Sampling
+from retrain.types import Group, Problem, StepRecord
+
+UNGRADED_STEPS = 3
+"""A run fails after so many steps in a row in which no rollout at all could be graded."""
+LOGGED_ERRORS = 20
+"""Different grading errors that go into a run's log."""
+WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
+"""What an algorithm needs that the policy has to say."""
 
 
 class DataCursor:
@@ -69,101 +76,54 @@ class DataCursor:
 
 
 @dataclass(frozen=True)
-class Mark:
+class RollbackPoint:
     """What a step moves before its update: enough to take a failed step back."""
 
     step: int
     position: int
-    sepa_state: dict[str, Any]
-    weights_version: int
+    algorithm: dict[str, Any]
+    policy_version: int
     ungraded_steps: int
     skipped_updates: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """All state of one training run. ``step`` is the number of updates done, i.e. the next step to run."""
+    """All state of one training run. ``step`` is the number of updates done, i.e. the next step to run.
 
-    spec: Any
+    ``environments`` holds what it trains in as ``train`` and what it is evaluated in by the held-out set's name.
+    ``base_id`` identifies the frozen weights under its policy.
+    """
+
+    spec: SpecLike
+    config: Config
+    is_campaign: bool
     directory: Path
-    base: BaseModel
-    lanes: Any
-    """``Lanes`` of the base; None where a backend of the user's holds the weights."""
+    base_id: str
+    policy: Policy
+    algorithm: Algorithm
+    objective: Objective
+    environments: Mapping[str, Environment]
+    renderer: Renderer
     recorder: RunRecorder
     cursor: DataCursor
-    modes: Modes
-    detector: Detector
+    any_base: bool = False
+    """Whether a checkpoint of other base weights may be continued (the user accepted that)."""
     step: int = 0
     error: str | None = None
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
-    last_end: float | None = None
     ungraded_steps: int = 0
-    """Steps in a row, up to now, in which no completion could be graded."""
+    """Steps in a row, up to now, in which no rollout could be graded."""
     skipped_updates: int = 0
     """Updates in a row, up to now, that were left out because loss or gradient was not finite."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
-    any_base: bool = False
-    """Whether a checkpoint of other base weights may be continued (the user accepted that)."""
-    told: set[str] = field(default_factory=set)
-    """Grading errors that this process has written to the run's log."""
-    starts_as_base: ClassVar[bool] = True
-    """Whether an untrained run is the base model itself, so that one evaluation serves all."""
-    pressure: Pressure | None = None
     saved_pressure: dict[str, Any] | None = None
-    """The cohort's back-pressure controller, shared; every run's checkpoint keeps its observations."""
-
-    def __post_init__(self) -> None:
-        config = self.spec.config
-        self.config = config
-        self._make_policy()
-        sepa = config.sepa
-        self.sepa = SepaSchedule(
-            schedule=sepa.schedule,
-            steps=sepa.steps,
-            delay_steps=sepa.delay_steps,
-            correct_rate_gate=sepa.correct_rate_gate,
-            ema_decay=sepa.ema_decay,
-            var_threshold=sepa.threshold,
-            warmup_steps=sepa.warmup_steps,
-        )
-        self.sepa_state = sepa_start(self.sepa)
-
-    def _make_policy(self) -> None:
-        """The adapter, its optimizer, and what the loss needs to know."""
-        config = self.config
-        self.adapter = self.lanes.new_adapter(config.model.lora_rank, config.lora.alpha)
-        self.adapter.initialise(*self.stream)
-        optimizer = config.optimizer
-        self.optimizer = new_optimizer(
-            self.adapter,
-            config.training.lr,
-            (optimizer.beta1, optimizer.beta2),
-            optimizer.eps,
-            config.training.weight_decay,
-        )
-        budget = config.training.micro_batch_tokens
-        training = config.training
-        self.loss_settings = LossSettings(
-            loss=self.modes.loss,
-            normalizer=config.algorithm.loss_normalizer,
-            clip_low=training.clip_range[0],
-            clip_high=training.clip_range[1],
-            ratio_cap=config.algorithm.cispo_cap,
-            temperature=training.temperature,
-            max_tokens=training.max_tokens,
-            micro_batch_tokens=(default_token_budget(self.base) if budget == "auto" else budget),
-            grad_clip_norm=optimizer.grad_clip_norm,
-            dropout=config.lora.dropout,
-            log_kl=config.logging.log_kl,
-            dual_clip=config.algorithm.dual_clip,
-            tis_cap=config.algorithm.tis_cap,
-            icepop_band=tuple(config.algorithm.icepop_band) if config.algorithm.icepop_band else None,
-            kl_coef=config.algorithm.kl_coef,
-            entropy_coef=config.algorithm.entropy_coef,
-        )
-        self.budget = Budget(self.loss_settings.micro_batch_tokens)
+    """What the checkpoint knows of the cohort's back-pressure controller, which all its runs share."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
+    last_end: float | None = None
+    logged_errors: set[str] = field(default_factory=set)
+    """Grading errors that this process has written to the run's log."""
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -173,14 +133,19 @@ class Run:
         return self.spec.run_id
 
     @property
-    def seed(self) -> int:
-        """The run seed: the replicate that conditions are paired by."""
-        return self.config.training.seed
-
-    @property
     def stream(self) -> tuple[int | str, ...]:
         """Prefix of all random streams of this run: campaign seed and run seed, never the condition."""
-        return (self.config.campaign.seed, self.seed)
+        return (self.config.campaign.seed, self.config.training.seed)
+
+    @property
+    def evaluation_stream(self) -> tuple[int | str, ...]:
+        """Prefix of the random streams of an evaluation now: an untrained run answers as every other one does."""
+        return (self.config.campaign.seed, "base") if self.step == 0 else self.stream
+
+    @property
+    def policy_ref(self) -> PolicyRef:
+        """The name under which engines know its weights as they are now."""
+        return PolicyRef(self.run_id, self.policy.version)
 
     @property
     def export(self) -> Path | None:
@@ -188,7 +153,7 @@ class Run:
         path = self.config.backend.adapter_path
         if path is None:
             return None
-        return Path(path) / self.run_id if self.spec.is_campaign else Path(path)
+        return Path(path) / self.run_id if self.is_campaign else Path(path)
 
     @property
     def finished(self) -> bool:
@@ -200,38 +165,51 @@ class Run:
         """Whether the run takes part in the next step."""
         return self.error is None and not self.finished
 
-    # -- what the next step needs -------------------------------------------------------------------------------
+    @property
+    def equals_base(self) -> bool:
+        """Whether it is still the base model itself, so that one evaluation serves all such runs."""
+        return self.step == 0 and self.policy.starts_as_base and not self.config.resume.from_
 
-    def anneal(self) -> None:
-        """Lower the adapter's rank where the next step begins a stage of ``[lora] anneal``.
+    # -- a step, in order ---------------------------------------------------------------------------------------
 
-        The optimizer begins anew: its moments belong to rows that are no more. A checkpoint of this step holds the
-        adapter as it was before, and resuming lowers it again, to the same numbers.
-        """
-        for step, rank in self.config.lora.anneal:
-            if step == self.step and self.adapter.live_rank > rank:
-                self.recorder.log(f"step {step}: the adapter goes on with rank {rank} of {self.adapter.live_rank}")
-                self.adapter.lower(rank)
-                self.optimizer.state.clear()
+    def begin(self, now: float) -> None:
+        """Training begins at this time, in seconds since the epoch."""
+        self.last_end = now
 
-    def next_prompts(self) -> list[Prompt]:
-        """Take and render the prompts of the next batch."""
-        problems = self.cursor.take(self.config.training.batch_size)
-        return [render(problem, self.base.tokenizer, self.config.data) for problem in problems]
+    def begin_step(self) -> None:
+        """What is due before the next step."""
+        for line in self.policy.begin_step(self.step):
+            self.recorder.log(line)
 
-    def requests(self, prompts: Sequence[Prompt], lane: int) -> list[SampleRequest]:
-        """What to sample for these prompts in this step."""
+    def rollback_point(self) -> RollbackPoint:
+        """Where the run stands before a step."""
+        position, counters = self.cursor.position, (self.ungraded_steps, self.skipped_updates)
+        return RollbackPoint(self.step, position, self.algorithm.state(), self.policy.version, *counters)
+
+    def roll_back(self, point: RollbackPoint) -> bool:
+        """Take back what a step that failed has moved. False, with nothing changed, when its weights have moved."""
+        if self.step != point.step or self.policy.version != point.policy_version:
+            return False
+        self.cursor.position = point.position
+        self.algorithm.restore(point.algorithm)
+        self.ungraded_steps, self.skipped_updates = point.ungraded_steps, point.skipped_updates
+        return True
+
+    def rollout_requests(self) -> list[RolloutRequest]:
+        """What to draw for the next step; moves the data cursor."""
         training = self.config.training
+        sampling = Sampling(training.max_tokens, training.temperature)
         return [
-            SampleRequest(
-                lane,
-                prompt.token_ids,
+            RolloutRequest(
+                self.environments["train"],
+                self.renderer,
+                problem,
+                self.policy_ref,
                 training.group_size,
-                training.max_tokens,
-                training.temperature,
+                sampling,
                 (*self.stream, "sample", self.step, i),
             )
-            for i, prompt in enumerate(prompts)
+            for i, problem in enumerate(self.cursor.take(training.batch_size))
         ]
 
     def lr(self) -> float:
@@ -239,101 +217,145 @@ class Run:
         optimizer, training = self.config.optimizer, self.config.training
         return learning_rate(optimizer.schedule, self.step, training.max_steps, optimizer.warmup_steps, training.lr)
 
-    def sepa_values(self) -> tuple[float, bool]:
-        """λ and whether the gate is open, for the next step."""
-        return sepa_lambda(self.sepa, self.sepa_state, self.step), sepa_gate_open(self.sepa_state, self.step)
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Have the algorithm credit the step's rollouts."""
+        want = frozenset(WANTS[need] for need in self.algorithm.needs if need in WANTS)
+        scores: Scores | None = self.policy.score(samples_of(groups, every=True), want) if want else None
+        return self.algorithm.credit(groups, scores, self.step)
+
+    def update(self, groups: Sequence[Group], credit: Credit) -> dict[str, Any]:
+        """The optimizer step, which ends the step; left out and recorded as such when loss or gradient is not finite,
+        up to a limit. Returns its numbers. Raises RunFailed when nothing can be graded or nothing is finite any more.
+        """
+        self._check_grading(groups)
+        samples, lr = samples_of(groups), self.lr()
+        batch = TrainBatch(samples, credit.denominators, self.step, self.stream)
+        try:
+            numbers = {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
+        except NonFinite as error:
+            self.skipped_updates += 1
+            limit = self.config.training.nonfinite_limit
+            if self.skipped_updates >= limit:
+                steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
+                raise RunFailed(f"step {self.step}: {error}{steps}") from error
+            self.recorder.log(f"step {self.step}: {error}", "warning")
+            left_out = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
+            numbers = {**left_out, "optim/lr": lr, "num_datums": len(samples), "optim/skipped": True}
+        else:
+            if samples:
+                self.skipped_updates = 0
+        finally:
+            for note in self.policy.notes():
+                self.recorder.log(f"step {self.step}: {note}", "warning")
+        self.step += 1
+        return numbers
+
+    def _check_grading(self, groups: Sequence[Group]) -> None:
+        """Log gradings that failed, each reason once; RunFailed when nothing at all can be graded any more."""
+        errors = [error for group in groups for rollout in group.rollouts if (error := rollout.reward.error)]
+        for error in dict.fromkeys(errors):
+            if error not in self.logged_errors and len(self.logged_errors) < LOGGED_ERRORS:
+                self.logged_errors.add(error)
+                count = errors.count(error)
+                self.recorder.log(f"step {self.step}: {count} completion(s) not graded: {error}", "warning")
+        self.ungraded_steps = self.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
+        limit = min(UNGRADED_STEPS, self.config.training.max_steps)
+        if self.ungraded_steps >= limit:
+            reasons = "; ".join(list(dict.fromkeys(errors))[:3])
+            steps = "the only step" if limit == 1 else f"{limit} steps in a row"
+            raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
+
+    def note_span(self, name: str, begin: float, end: float) -> None:
+        """Wall-clock time of a part of the step, in seconds since the epoch."""
+        self.spans.append((name, begin, end))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note the time of what is done inside."""
+        begin = time.time()
+        try:
+            yield
+        finally:
+            self.note_span(name, begin, time.time())
+
+    def record_step(
+        self, groups: Sequence[Group], update: Mapping[str, Any], state: Mapping[str, Any], now: float
+    ) -> dict[str, Any]:
+        """Record the step that has just ended and return its row. ``update`` are the policy's numbers, ``state`` those
+        of the algorithm and of what the runs of a cohort share."""
+        config = self.config
+        record = StepRecord(
+            step=self.step - 1,
+            groups=list(groups),
+            update={**update, **self.policy.capabilities},
+            state={
+                **state,
+                "uncertainty_kind": config.algorithm.uncertainty_kind,
+                "batch_size": config.training.batch_size,
+                "group_size": config.training.group_size,
+            },
+            spans=self.spans,
+            step_start=self.last_end or now,
+            step_end=now,
+        )
+        self.spans, self.last_end = [], now
+        return self.recorder.record_step(record)
 
     def evaluation_due(self) -> bool:
         """Whether held-out evaluation belongs to the number of updates done now."""
-        training, evaluation = self.config.training, self.config.evaluation
-        if evaluation.problems == 0:
+        training = self.config.training
+        if self.config.evaluation.problems == 0:
             return False
         return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
 
-    def evaluations_so_far(self) -> list[dict[str, Any]]:
-        """Rows of the held-out evaluations made before this process took over."""
-        return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
+    def first_evaluations(self) -> list[dict[str, Any]]:
+        """Of each held-out set, the row of its first evaluation, if that was made before this process took over."""
+        first: dict[str, dict[str, Any]] = {}
+        for row in read_jsonl(self.directory / "evals.jsonl"):
+            first.setdefault(row["name"], row)
+        return [first[name] for name in ("heldout",) if name in first]
 
-    @property
-    def capabilities(self) -> dict[str, bool]:
-        """What rows say of the backend."""
-        return {
-            "loss_is_placeholder": False,
-            "backend_reports_sync_loss": True,
-            "backend_preserves_token_advantages": True,
-        }
+    def fail(self, error: BaseException) -> None:
+        """Mark the run failed; its traceback goes to its own log."""
+        text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+        self.error = without_keys(text)
+        self.recorder.log_error(error)
 
-    @property
-    def weights_version(self) -> int:
-        """Changes whenever the trained weights do."""
-        return self.adapter.flat._version
-
-    def update(self, credit: CreditResult, workers: Workers) -> dict[str, Any]:
-        """One optimizer step on the sequences of ``credit``; its numbers under the catalogue's keys."""
-        return train_step(
-            self.base,
-            self.lanes,
-            self.adapter,
-            self.optimizer,
-            credit.sequences,
-            self.loss_settings,
-            credit.denominators,
-            self.lr(),
-            (*self.stream, "dropout", self.step),
-            self.budget,
-            workers,
-        )
-
-    def mark(self) -> Mark:
-        """Where the run stands before a step."""
-        counters = (self.ungraded_steps, self.skipped_updates)
-        return Mark(self.step, self.cursor.position, self.sepa_state, self.weights_version, *counters)
-
-    def rewind(self, mark: Mark) -> bool:
-        """Take back what a step that failed has moved. False, with nothing changed, when its weights have moved."""
-        if self.step != mark.step or self.weights_version != mark.weights_version:
-            return False
-        self.cursor.position, self.sepa_state = mark.position, mark.sepa_state
-        self.ungraded_steps, self.skipped_updates = mark.ungraded_steps, mark.skipped_updates
-        return True
+    # -- state out and in ---------------------------------------------------------------------------------------
 
     def save_due(self) -> bool:
         """Whether a checkpoint belongs after the number of updates done now (after the last one always)."""
         every = self.config.training.save_every
         return every > 0 and self.step % every == 0
 
-    # -- state out and in ---------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
+    def state(self, pressure: dict[str, Any] | None = None) -> dict[str, Any]:
         """Everything but tensors, strict JSON. Random streams have no state: they are functions of the counters."""
         return {
             "step": self.step,
             "cursor": self.cursor.position,
-            "sepa": self.sepa_state,
+            "algorithm": self.algorithm.state(),
+            "policy": self.policy.state(),
             "ungraded_steps": self.ungraded_steps,
             "skipped_updates": self.skipped_updates,
             "recorder": self.recorder.state(),
-            "base": self.base.fingerprint,
+            "base": self.base_id,
             "run_id": self.run_id,
-            "pressure": self.pressure.state() if self.pressure else None,
-            "budget": self.budget.state(),
+            "pressure": pressure,
         }
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, pressure: dict[str, Any] | None = None) -> Snapshot:
         """A copy of the current step's state in host memory, for ``write`` and ``publish``."""
-        config = self.config
-        return snapshot(
-            self.adapter, self.base.name, config.model.revision, self.optimizer, self.state(), config.lora.dropout
-        )
+        state = dumps(self.state(pressure), indent=2) + "\n"
+        return Snapshot(self.step, self.policy.snapshot(resumable=True), state)
 
     def write(self, saved: Snapshot) -> None:
         """Write the checkpoint, unless it is the very one that the run was restored from."""
-        if saved.step != self.restored_step:
-            self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
-            self._write_files(checkpoint_directory(self.directory, saved.step), saved)
-
-    def _write_files(self, directory: Path, saved: Snapshot) -> None:
-        write_checkpoint(directory, saved)
+        try:
+            if saved.step != self.restored_step:
+                self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
+                write_checkpoint(checkpoint_directory(self.directory, saved.step), saved)
+        finally:
+            saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
         """What follows when the checkpoints of the whole cohort are there: ``final/``, the lines, and making room."""
@@ -342,26 +364,22 @@ class Run:
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, epoch)
         if final:
             target = self.directory / "final"
-            self._publish_adapter(target, saved)
+            aside = target.with_name(f".{target.name}.tmp")
+            saved.policy.export(aside, directory)
+            publish_directory(aside, target)
             if self.export is not None:
                 copy_files(target, self.export)
             self._record_save("final", saved.step, directory, target, epoch)
             self.recorder.flush()  # the pages as well, before the run counts as done
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 
-    def _publish_adapter(self, directory: Path, saved: Snapshot) -> None:
-        aside = directory.with_name(f".{directory.name}.tmp")
-        write_peft(aside, saved.adapter, saved.peft)
-        publish_directory(aside, directory)
-
     def _epoch(self, position: int) -> int:
         return position // max(1, len(self.cursor.problems))
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, epoch: int) -> None:
         """The line for a save that is complete; saving the same step again does not repeat it."""
-        if any(
-            row["name"] == name and row["batch"] == step for row in read_jsonl(self.directory / "checkpoints.jsonl")
-        ):
+        rows = read_jsonl(self.directory / "checkpoints.jsonl")
+        if any(row["name"] == name and row["batch"] == step for row in rows):
             return
         self.recorder.record_checkpoint(
             {
@@ -374,13 +392,13 @@ class Run:
             }
         )
 
-    def restore(self, step: int | None = None, told: Sequence[str] = ()) -> list[str]:
+    def restore(self, step: int | None = None, passed_over: Sequence[str] = ()) -> list[str]:
         """Continue from the checkpoint of ``step`` (0 is the start; None the newest whole one) and cut records to it.
 
-        ``told`` is what was found wrong with later ones. Returns what there is to tell the user. Raises
+        ``passed_over`` is what was wrong with later ones. Returns what there is to tell the user. Raises
         CheckpointError when the checkpoint belongs to another base.
         """
-        lines = list(told)
+        lines = list(passed_over)
         if step is None:
             directory = newest_whole(self.directory, lines)
         else:
@@ -404,18 +422,11 @@ class Run:
 
         Raises UsageError when nothing is left to train or the adapter is scaled differently.
         """
-        told: list[str] = []
-        checkpoint = directory if (directory / "state.json").is_file() else newest_whole(directory, told)
+        lines: list[str] = []
+        checkpoint = directory if (directory / "state.json").is_file() else newest_whole(directory, lines)
         if checkpoint is None:
-            stored = read_adapter(directory)
-            wrong = [scale for scale in stored.scales.values() if abs(scale - self.adapter.scale) > 1e-9]
-            if wrong:
-                raise UsageError(
-                    f"{directory} has LoRA scale {wrong[0]:g}, this run {self.adapter.scale:g}: "
-                    "set [model] lora_rank and [lora] alpha to the adapter's"
-                )
-            self.adapter.load(stored.tensors)
-            return [*told, f"starts at step 0 with the weights of {directory}"]
+            self.policy.begin_with(directory)
+            return [*lines, f"starts at step 0 with the weights of {directory}"]
         self._load(checkpoint)
         self.recorder.begin_trackers_anew()
         if self.finished:
@@ -423,37 +434,15 @@ class Run:
                 f"{checkpoint} is at step {self.step} of max_steps = {self.config.training.max_steps}: "
                 f"set [training] max_steps above {self.step}"
             )
-        return [*told, f"continues {checkpoint} at step {self.step}"]
+        return [*lines, f"continues {checkpoint} at step {self.step}"]
 
     def _load(self, checkpoint: Path) -> None:
-        state = self._load_weights(checkpoint)
-        if state["base"] != self.base.fingerprint and not self.any_base:
-            raise CheckpointError(f"{checkpoint} was trained on other base weights than {self.base.name} holds now")
+        state = load_checkpoint(checkpoint, self.policy)
+        if state["base"] != self.base_id and not self.any_base:
+            raise CheckpointError(f"{checkpoint} was trained on other base weights than there are now")
         self.step, self.cursor.position = state["step"], state["cursor"]
-        self.sepa_state, self.ungraded_steps = state["sepa"], state["ungraded_steps"]
-        self.skipped_updates = state.get("skipped_updates", 0)
+        self.algorithm.restore(state["algorithm"])
+        self.policy.restore(state["policy"])
+        self.ungraded_steps, self.skipped_updates = state["ungraded_steps"], state["skipped_updates"]
         self.recorder.restore(state["recorder"])
-        self.saved_pressure = state.get("pressure")
-        self.budget.restore(state.get("budget"))
-
-    def _load_weights(self, checkpoint: Path) -> dict[str, Any]:
-        """Verify the checkpoint and restore adapter and optimizer from it; returns the rest of its state."""
-        return load_checkpoint(checkpoint, self.adapter, self.optimizer)
-
-    def fail(self, error: BaseException) -> None:
-        """Mark the run failed; its traceback goes to its own log."""
-        text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
-        self.error = without_keys(text)
-        self.recorder.log_error(error)
-
-    def check_engine(self, gives_entropy: bool) -> None:
-        """Raise UsageError when the configuration asks for entropies and the engine has none."""
-        if needs_entropy(self.config) and not gives_entropy:
-            raise UsageError(
-                f"{self.run_id} needs full-vocabulary entropies, which this engine does not return: "
-                'use [inference] engine = "local"'
-            )
-
-    def trained(self) -> bool:
-        """Whether any update has reached the weights (AdamW has moments)."""
-        return bool(optimizer_tensors(self.optimizer))
+        self.saved_pressure = state["pressure"]

@@ -1,4 +1,4 @@
-"""The loop: sample → score → credit → update → record → save, for a cohort of runs over one frozen base.
+"""The loop: sample → credit → update → record → save, for a cohort of runs over one frozen base.
 
 The runs of a cohort take each step together: one decode batch holds the prompts of all of them, each row with its
 own run's adapter. Everything else belongs to one run alone; a run that fails leaves the cohort, the others go on.
@@ -8,386 +8,219 @@ A cohort of one is the single run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
-
-from retrain.checkpoints import SaveQueue, Snapshot
-from retrain.credit import assign_credit, fill_advantages, mark_planning
-from retrain.engines.protocol import Engine, SampleRequest
-from retrain.environments.prompts import render
-from retrain.errors import Interrupted, LeaseLost, NonFinite, RunFailed, StorageError
-from retrain.maths.losses import RATIO_METRICS
-from retrain.maths.schedules import sepa_observe
-from retrain.policy.base import BaseModel
-from retrain.policy.lora import Lanes
+from retrain.config.evaluation import HeldOut
+from retrain.engines.protocol import Engine
+from retrain.errors import Interrupted, LeaseLost, StorageError
+from retrain.evaluation import Evaluator, Subject
+from retrain.policy.memory import peak_memory_gib
 from retrain.policy.threads import Workers
-from retrain.pressure import Pressure, decode_work
+from retrain.pressure import Pressure
 from retrain.record.observer import Observer
-from retrain.record.yardstick import Yardstick
-from retrain.rewards import Grader
-from retrain.run import Mark, Run
-from retrain.scoring import Scoring
-from retrain.types import EvalRecord, Group, Problem, Prompt, StepRecord
-
-UNGRADED_STEPS = 3
-"""A run fails after so many steps in a row in which no completion at all could be graded."""
-TOLD_ERRORS = 20
-"""Different grading errors that go into a run's log."""
+from retrain.rollouts.queue import RolloutQueue
+from retrain.run import RollbackPoint, Run
+from retrain.saving import Saver, raise_error
+from retrain.types import EvalRecord, Group
 
 
 class Cohort:
-    """Runs that share one base model and step together.
+    """Runs that share an engine and step together.
 
-    ``graders[i]`` scores run i, ``heldout`` are the evaluation problems that all runs share, ``stop`` is asked
-    between steps whether the user wants an end. ``yardstick`` has what earlier cohorts measured of the untrained model.
+    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether the user wants
+    an end; ``workers`` do what the runs do for themselves side by side; ``pressure`` controls the shared decode batch.
     """
 
     def __init__(
         self,
-        base: BaseModel,
-        lanes: Lanes | None,
         engine: Engine,
         runs: Sequence[Run],
-        graders: Sequence[Grader],
-        heldout: Sequence[Problem],
+        evaluator: Evaluator,
         observer: Observer,
         stop: Callable[[], bool] = lambda: False,
         workers: Workers | None = None,
-        yardstick: Yardstick | None = None,
+        pressure: Pressure | None = None,
     ):
-        self.base, self.lanes, self.engine = base, lanes, engine
-        self.runs, self.graders, self.heldout = list(runs), list(graders), list(heldout)
-        self.observer, self.stop, self.workers = observer, stop, workers or Workers()
-        self.yardstick = yardstick
-        self.pressure = self._new_pressure()
-        self.saves: SaveQueue[Run] = SaveQueue()
+        self.engine, self.runs, self.evaluator, self.observer = engine, list(runs), evaluator, observer
+        self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
+        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
+        self.saver = Saver(self.guarded, lambda: pressure.state() if pressure else None)
 
     def train(self) -> None:
         """Step until every run has finished or failed. Raises Interrupted, with all saved, when asked to stop."""
         for run in self.runs:
-            run.last_end = time.time()
+            run.begin(time.time())
         try:
             self._start()
-            while active := self._active():
+            while active := [run for run in self.runs if run.active]:
                 if self.stop():
-                    self._save([run for run, _ in active])
-                    self._settle()
+                    self.saver.save(active)
+                    self.saver.settle()
                     raise Interrupted("stopped after a finished step; everything is saved")
                 self.step(active)
-            self._settle()
+            self.saver.settle()
         except KeyboardInterrupt:
-            self.saves.close(abandon=True)
+            self.saver.close(abandon=True)
             raise
         finally:
-            self.saves.close()
+            self.saver.close()
 
-    def step(self, active: Sequence[tuple[Run, Grader]]) -> None:
+    def step(self, active: Sequence[Run]) -> None:
         """One optimizer step of every active run."""
-        before = {}
-        for run, _ in active:
-            run.last_end = run.last_end or time.time()
-            self._guarded_and_told(run, run.anneal)
-            before[id(run)] = run.mark()
-        prompts = [run.next_prompts() for run, _ in active]
-        graded = self._sample(active, prompts)
-        numbers = self._learn_all([run for run, _ in active if run.error is None], graded)
-        due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
-        self._evaluate(due)
-        for run, _ in active:
+        before: dict[Run, RollbackPoint] = {}
+        for run in active:
+            self.guarded(run, run.begin_step)
+            before[run] = run.rollback_point()
+        groups = self._sample([run for run in active if run.error is None])
+        numbers = self._learn([run for run in active if run.error is None], groups)
+        for run in numbers:
+            self._publish(run)
+        self._evaluate_due([run for run in numbers if run.error is None])
+        for run, (update, state) in numbers.items():
             if run.error is None:
-                self._guarded_and_told(
-                    run, lambda run=run: self._record(run, len(active), graded[id(run)], numbers[id(run)])
-                )
-        self._save_due([run for run, _ in active], before)
+                shared = {"cohort_size": len(active), **(self.pressure.metrics() if self.pressure else {})}
+                self.guarded(run, partial(self._record, run, groups[run], update, {**state, **shared}))
+        self._save_due(active, before)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
 
-    def _sample(
-        self, active: Sequence[tuple[Run, Grader]], prompts: Sequence[Sequence[Prompt]]
-    ) -> dict[int, list[Group]]:
-        """Graded groups of every prompt of every run, from one decode batch; a run whose grader raises fails."""
-        requests = [r for lane, (run, _) in enumerate(active) for r in run.requests(prompts[lane], lane)]
-        jobs = [(grader, prompt) for (_, grader), batch in zip(active, prompts, strict=True) for prompt in batch]
-        if self.pressure is not None:
-            self.engine.max_rows = self.pressure.max_rows
-        runs = [run for run, _ in active]
-        with Scoring(jobs) as scoring:
-            begin = time.time()
-            with _span(runs, "rollout"):
-                sampled = self.engine.sample(requests, [run.adapter for run in runs], scoring.add)
-            if self.pressure is not None:
-                tokens, rows = sum(len(c) for group in sampled for c in group), sum(r.samples for r in requests)
-                context = sum(r.samples * len(r.prompt_ids) for r in requests) / rows + tokens / (2 * rows)
-                self.pressure.observe(tokens, time.time() - begin, context)
-                self.engine.max_rows = None
-            with _span(runs, "score"):
-                found = scoring.groups()
-        graded, groups = {}, iter(found)
-        for (run, _), batch in zip(active, prompts, strict=True):
-            graded[id(run)] = self._graded(run, [next(groups) for _ in batch])
+    def _sample(self, runs: Sequence[Run]) -> dict[Run, list[Group]]:
+        """Graded groups of every run, from one decode batch; a run whose prompts or graders fail leaves."""
+        wanted = {}
+        for run in runs:
+            self.guarded(run, lambda run=run: wanted.update({run: run.rollout_requests()}))
+        taken = self.queue.take(wanted)
+        graded = {}
+        for run, found in taken.groups.items():
+            for name, begin, end in taken.spans:
+                run.note_span(name, begin, end)
+            if error := next((group for group in found if isinstance(group, Exception)), None):
+                self.guarded(run, partial(raise_error, error))
+            graded[run] = [group for group in found if isinstance(group, Group)]
         return graded
 
-    def _graded(self, run: Run, found: Sequence[Group | Exception]) -> list[Group]:
-        """The groups of one run; what its grader raised ends it."""
-        errors = [group for group in found if isinstance(group, Exception)]
-        if errors:
-            run.fail(errors[0])
-            self.observer.run_finished(run.spec, "failed", run.error or "")
-        return [group for group in found if isinstance(group, Group)]
-
-    def _learn_all(self, runs: Sequence[Run], graded: dict[int, list[Group]]) -> dict[int, dict[str, Any]]:
+    def _learn(
+        self, runs: Sequence[Run], groups: dict[Run, list[Group]]
+    ) -> dict[Run, tuple[dict[str, Any], dict[str, Any]]]:
         """Credit and update of every run, side by side where that is faster (of a run that would be alone, its
-        micro-batches); what one raises ends that run alone."""
+        micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
         begin, numbers, ends = time.time(), {}, {}
 
-        def learn(run: Run, workers: Workers) -> None:
+        def learn(run: Run) -> None:
             start = time.time()
-            run.spans.append(("cohort", begin, start))
-            self._guarded(run, lambda: numbers.update({id(run): self._learn(run, graded[id(run)], workers)}))
-            ends[id(run)] = time.time()
+            run.note_span("cohort", begin, start)
+            try:
+                with run.span("credit"):
+                    credit = run.credit(groups[run])
+                with run.span("update"):
+                    numbers[run] = run.update(groups[run], credit), dict(credit.metrics)
+            finally:
+                ends[run] = time.time()
 
         together = len(runs) - (len(runs) % self.workers.count == 1)
-        self.workers.map(lambda run: learn(run, Workers()), runs[:together])
+        self.workers.map(lambda run: self.guarded(run, partial(learn, run), quietly=True), runs[:together])
         for run in runs[together:]:
-            learn(run, self.workers)
+            self.guarded(run, partial(learn, run), quietly=True)
         end = time.time()
         for run in runs:
-            run.spans.append(("cohort", ends[id(run)], end))
+            run.note_span("cohort", ends[run], end)
             if run.error is not None:
                 self.observer.run_finished(run.spec, "failed", run.error)
-        return numbers
+        return {run: numbers[run] for run in runs if run in numbers}
 
-    def _learn(self, run: Run, groups: list[Group], workers: Workers) -> dict[str, Any]:
-        """What one run does with its graded completions; returns the numbers of its policy and controllers."""
-        with _span([run], "credit"):
-            fill_advantages(groups, run.modes.advantage, run.config.reward.type)
-            mark_planning(groups, run.detector, self.base)
-            sepa_lambda, gate_open = run.sepa_values()
-            credit = assign_credit(groups, run.config, sepa_lambda, (*run.stream, "placebo", run.step), run.modes)
-            state: dict[str, Any] = dict(credit.stats)
-            if run.config.algorithm.transform_mode == "gtpo_sepa":
-                state |= {"sepa_lambda": sepa_lambda, "sepa_gate_open": gate_open}
-                correct_rate = _correct_rate(groups)
-                run.sepa_state = sepa_observe(run.sepa, run.sepa_state, run.step, correct_rate, credit.exec_variance)
-        self._check_grading(run, groups)
-        with _span([run], "update"):
-            update = self._update(run, credit, workers)
-        run.step += 1
-        return {"update": update, "state": state}
+    def _publish(self, run: Run) -> None:
+        """Make the run's weights as they are now those that it samples with."""
+        self.engine.publish(run.policy_ref, run.policy.snapshot())
 
-    def _update(self, run: Run, credit: Any, workers: Workers) -> dict[str, Any]:
-        """The optimizer step; left out and recorded as such when loss or gradient is not finite, up to a limit."""
-        try:
-            update = run.update(credit, workers)
-        except NonFinite as error:
-            run.skipped_updates += 1
-            limit = run.config.training.nonfinite_limit
-            if run.skipped_updates >= limit:
-                steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
-                raise RunFailed(f"step {run.step}: {error}{steps}") from error
-            run.recorder.log(f"step {run.step}: {error}", "warning")
-            left_out = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
-            return {**left_out, "optim/lr": run.lr(), "num_datums": len(credit.sequences), "optim/skipped": True}
-        finally:
-            for note in run.budget.take_notes():
-                run.recorder.log(f"step {run.step}: {note}", "warning")
-        if credit.sequences:
-            run.skipped_updates = 0
-        return {**update, "optim/skipped": False}
-
-    def _check_grading(self, run: Run, groups: Sequence[Group]) -> None:
-        """Tell of gradings that failed, each reason once; RunFailed when nothing at all can be graded any more."""
-        errors = [reward.error for group in groups for reward in group.rewards if reward.error]
-        for error in dict.fromkeys(errors):
-            if error not in run.told and len(run.told) < TOLD_ERRORS:
-                run.told.add(error)
-                run.recorder.log(f"step {run.step}: {errors.count(error)} completion(s) not graded: {error}", "warning")
-        run.ungraded_steps = run.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
-        limit = min(UNGRADED_STEPS, run.config.training.max_steps)
-        if run.ungraded_steps >= limit:
-            reasons = "; ".join(list(dict.fromkeys(errors))[:3])
-            steps = "the only step" if limit == 1 else f"{limit} steps in a row"
-            raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
-
-    def _record(self, run: Run, cohort_size: int, groups: list[Group], numbers: dict[str, Any]) -> None:
-        config, begin, end = run.config, run.last_end, time.time()
-        state = numbers["state"] | {
-            "uncertainty_kind": config.algorithm.uncertainty_kind,
-            "batch_size": config.training.batch_size,
-            "group_size": config.training.group_size,
-            "cohort_size": cohort_size,
-            "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
-            **(run.pressure.metrics() if run.pressure else {}),
-        }
-        record = StepRecord(
-            step=run.step - 1,
-            groups=groups,
-            update=numbers["update"] | run.capabilities,
-            state=state,
-            spans=run.spans,
-            step_start=begin or end,
-            step_end=end,
-        )
-        run.spans, run.last_end = [], end
-        with _span([run], "record"):
-            row = run.recorder.record_step(record)
+    def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
+        now = time.time()
+        with run.span("record"):
+            row = run.record_step(groups, update, {**state, "perf/peak_memory_gib": peak_memory_gib()}, now)
         self.observer.step(run.spec, row)
 
-    # -- saving -------------------------------------------------------------------------------------------------
-
-    def _save_due(self, runs: Sequence[Run], before: Mapping[int, Mark] | None = None) -> None:
-        """Save the cohort at one common step when one of its runs is due, ends, or has just failed.
-
-        What a batch is composed of shows in the last bits of what is sampled, so on resume every run begins where all
-        of them can. A run that failed is saved as it was ``before`` that step, if its weights still are.
-        """
-        alive = [run for run in runs if run.error is None]
-        done = [run for run in alive if run.finished]
-        left = len(alive) < len(runs) and any(run.config.training.save_every for run in runs)
-        if done or left or any(run.save_due() for run in alive):
-            failed = [run for run in runs if run.error is not None and before and run.rewind(before[id(run)])]
-            self._save([*alive, *failed])
-        if done:
-            self._settle()
-        for run in done:
-            if run.error is None:
-                self.observer.run_finished(run.spec, "done")
-
-    def _save(self, runs: Sequence[Run]) -> None:
-        """Copy the state of these runs and queue the copies for writing, once the saves before are complete.
-
-        All are written before the first is published, and so before anything older is deleted.
-        """
-        self._settle()
-        saved, written = [], set[int]()
-        for run in runs:
-            with _span([run], "checkpoint"):
-                self._guarded_and_told(run, lambda run=run: saved.append((run, run.snapshot())))
-
-        def write(run: Run, state: Snapshot) -> None:
-            run.write(state)
-            written.add(id(run))
-
-        def publish(run: Run, state: Snapshot) -> None:
-            if len(written) == len(saved):
-                run.publish(state, final=state.step >= run.config.training.max_steps)
-
-        for work in (write, publish):
-            for run, state in saved:
-                self.saves.submit(run, lambda work=work, run=run, state=state: work(run, state))
-
-    def _settle(self) -> None:
-        """Wait for the saves on their way; one that failed ends its run."""
-        for run, error in self.saves.wait():
-            self._guarded_and_told(run, lambda error=error: raised(error))
+    def _save_due(self, runs: Sequence[Run], before: dict[Run, RollbackPoint] | None = None) -> None:
+        for run in self.saver.save_if_due(runs, before):
+            self.observer.run_finished(run.spec, "done")
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Announce the runs and score the untrained ones: they all equal the base, so each setting is sampled once."""
+        """Announce the runs and score the untrained ones."""
         waiting = []
-        for run, grader in zip(self.runs, self.graders, strict=True):
+        for run in self.runs:
             if run.error is not None:
                 continue
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
-            for row in run.evaluations_so_far()[:1]:
-                self.observer.evaluated(run.spec, "heldout", row)
+            self._publish(run)
+            for row in run.first_evaluations():
+                self.observer.evaluated(run.spec, row["name"], row)
             if run.finished:  # killed between its last checkpoint and the word that it was done
                 self._save_due([run])
-            evaluation = run.config.evaluation
-            if run.step == 0 and evaluation.problems and evaluation.at_start:
-                waiting.append((run, grader))
-        # Whose weights are the base's:
-        untouched = [each for each in waiting if each[0].starts_as_base and not each[0].config.resume.from_]
-        self._evaluate([pair for pair in waiting if pair not in untouched])
-        settings: dict[str, list[tuple[Run, Grader]]] = {}
-        for run, grader in untouched:
-            settings.setdefault(_evaluation_setting(run), []).append((run, grader))
-        for setting, pairs in list(settings.items()):
-            known = self.yardstick.get(setting, self._heldout_prompts(pairs[0][0])) if self.yardstick else None
+            if run.step == 0 and run.config.evaluation.at_start:
+                waiting.append(run)
+        for held_out in self.evaluator.sets:
+            others = [run for run in waiting if not run.equals_base and run.error is None]
+            self._evaluate(held_out, [[run] for run in others])
+            self._evaluate_base(held_out, [run for run in waiting if run.equals_base and run.error is None])
+
+    def _evaluate_due(self, runs: Sequence[Run]) -> None:
+        due = [run for run in runs if run.evaluation_due()]
+        for held_out in self.evaluator.sets:
+            self._evaluate(held_out, [[run] for run in due if run.error is None])
+
+    def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
+        """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
+        not at all where an earlier cohort has."""
+        alike: dict[str, list[Run]] = {}
+        for run in runs:
+            setting = repr((run.config.reward.grading, run.config.campaign.seed))
+            alike.setdefault(setting, []).append(run)
+        for setting, same in list(alike.items()):
+            known = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)
             if known is not None:
-                del settings[setting]
-                self._tell_evaluation([run for run, _ in pairs], known)
-        records = self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
-        for (setting, pairs), record in zip(settings.items(), records, strict=True):
-            if (kept := self.yardstick) and len(record.groups) == len(self.heldout):
-                self.saves.submit(pairs[0][0], partial(kept.put, setting, record))
+                del alike[setting]
+                self._record_evaluation(same, known)
+        records = self._evaluate(held_out, list(alike.values()))
+        for (setting, same), record in zip(alike.items(), records, strict=True):
+            environment = same[0].environments[held_out.name]
+            self.saver.queue.submit(
+                same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record)
+            )
 
-    def _evaluate(
-        self, due: Sequence[tuple[Run, Grader]], shared: Sequence[Sequence[tuple[Run, Grader]]] | None = None
-    ) -> list[EvalRecord]:
-        """Held-out evaluation of the given runs in one decode batch; one record for each.
-
-        ``shared[i]`` lists the runs that the result of ``due[i]`` counts for (itself by default).
-        """
-        if not due:
+    def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
+        """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
+        returned, counts for all of them."""
+        if not alike:
             return []
-        begin = time.time()
-        requests, prompts = [], []
-        for lane, (run, _) in enumerate(due):
-            temperature, samples, max_tokens = run.config.evaluation_sampling
-            batch = self._heldout_prompts(run)
-            prompts.append(batch)
-            stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
-            requests += [
-                SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (*stream, "eval", run.step, i))
-                for i, prompt in enumerate(batch)
-            ]
-        counted = list(shared) if shared is not None else [[pair] for pair in due]
-        jobs = [(grader, prompt) for (_, grader), batch in zip(due, prompts, strict=True) for prompt in batch]
-        everyone = [run for pairs in counted for run, _ in pairs]
-        records = []
-        with _span(everyone, "eval"):
-            with Scoring(jobs) as scoring:
-                self.engine.sample(requests, [run.adapter for run, _ in due], scoring.add)
-                found = iter(scoring.groups())
-            for (run, _), batch, pairs in zip(due, prompts, counted, strict=True):
-                part = [next(found) for _ in batch]
-                groups = [group for group in part if isinstance(group, Group)]
-                for other, _ in pairs:
-                    self._graded(other, part)
-                temperature, samples, max_tokens = run.config.evaluation_sampling
-                seconds = time.time() - begin
-                records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
-                self._tell_evaluation([other for other, _ in pairs if other.error is None], records[-1])
-        return records
+        subjects = [Subject(run.policy_ref, run.environments, run.evaluation_stream, run.step) for run, *_ in alike]
+        with ExitStack() as spans:
+            for same in alike:
+                for run in same:
+                    spans.enter_context(run.span("eval"))
+            found = self.evaluator.evaluate(held_out, subjects)
+            for same, evaluated in zip(alike, found, strict=True):
+                for run in same:
+                    if evaluated.error is not None:
+                        self.guarded(run, partial(raise_error, evaluated.error))
+                self._record_evaluation([run for run in same if run.error is None], evaluated.record)
+        return [evaluated.record for evaluated in found]
 
-    def _heldout_prompts(self, run: Run) -> list[Prompt]:
-        return [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
-
-    def _tell_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
+    def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
         for run in runs:
-            self._guarded_and_told(run, lambda run=run: self._record_eval(run, record))
+            self.guarded(
+                run,
+                lambda run=run: self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record)),
+            )
 
-    def _record_eval(self, run: Run, record: EvalRecord) -> None:
-        self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record))
+    # -- one run's fault ----------------------------------------------------------------------------------------
 
-    def _new_pressure(self) -> Pressure | None:
-        """The controller of the shared decode batch, when a run of the cohort asks for one."""
-        asking = [run for run in self.runs if run.config.backpressure.enabled]
-        if not asking:
-            return None
-        prompts = sum(run.config.training.batch_size for run in self.runs)
-        samples = max(run.config.training.group_size for run in self.runs)
-        pressure = Pressure(asking[0].config.backpressure, prompts, samples, decode_work(self.base))
-        for run in asking:
-            run.pressure = pressure
-            if run.saved_pressure:
-                pressure.restore(run.saved_pressure)
-        return pressure
-
-    # -- housekeeping -------------------------------------------------------------------------------------------
-
-    def _active(self) -> list[tuple[Run, Grader]]:
-        return [(run, grader) for run, grader in zip(self.runs, self.graders, strict=True) if run.active]
-
-    def _guarded(self, run: Run, work: Callable[[], None]) -> None:
-        """Do one run's part; what it raises ends that run only, with the traceback in its log."""
+    def guarded(self, run: Run, work: Callable[[], object], quietly: bool = False) -> None:
+        """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: whoever
+        calls tells the observer."""
         try:
             work()
         except LeaseLost:
@@ -398,46 +231,5 @@ class Cohort:
             run.fail(error)
         except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
-
-    def _guarded_and_told(self, run: Run, work: Callable[[], None]) -> None:
-        self._guarded(run, work)
-        if run.error is not None:
+        if run.error is not None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)
-
-
-def raised(error: Exception) -> None:
-    """Raise ``error`` here."""
-    raise error
-
-
-@contextmanager
-def _span(runs: Sequence[Run], name: str) -> Iterator[None]:
-    """Note the wall-clock time of a part for every run that takes part in it."""
-    begin = time.time()
-    try:
-        yield
-    finally:
-        end = time.time()
-        for run in runs:
-            run.spans.append((name, begin, end))
-
-
-def _correct_rate(groups: Sequence[Group]) -> float:
-    """Share of correct completions among all that were sampled."""
-    flags = [reward.is_correct for group in groups for reward in group.rewards]
-    return sum(flags) / len(flags)
-
-
-def _evaluation_setting(run: Run) -> str:
-    """Runs with the same text here score an untrained base alike."""
-    config = run.config
-    return repr((config.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
-
-
-def _peak_memory_gib(device: torch.device) -> float:
-    """Highest memory use so far: of the GPU's allocator, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

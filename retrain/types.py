@@ -1,11 +1,26 @@
-"""What flows through the house: Problem → Prompt → Completion → Group → StepRecord.
+"""What flows through the house: Problem → Rollout (Turn, Turn, …) → Group → Sample → StepRecord.
 
-Array suffixes: ``_T`` completion tokens, ``_N`` completions of one group. Arrays are numpy on the host; tensors
-live only inside ``policy``, ``engines`` and ``maths``.
+Shape suffixes, one spelling everywhere (``advantages_BT`` is [rows of a batch, tokens]):
+
+======  =====================================================================================================
+``_N``  rollouts: of one group, or of a whole step in sampling order
+``_G``  groups of a step
+``_T``  tokens that the policy drew: of one action, or of a rollout's actions one after the other
+``_L``  all tokens of a sequence, what it read and what it drew
+``_B``  rows of a (micro-)batch
+``_S``  sequences of a packed row
+``_M``  tokens that train, of a whole micro-batch, flattened
+``_R``  rows of a decode batch, with ``_K`` columns of its cache
+``_V``  vocabulary
+``_H``  hidden size
+======  =====================================================================================================
+
+Arrays here are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and ``maths``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,12 +56,12 @@ class Prompt:
 
 
 @dataclass
-class Completion:
-    """One sampled answer.
+class Action:
+    """What the policy drew in one turn.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
     of the very distribution that was sampled from (temperature applied, full vocabulary); ``entropy_T`` is None
-    for engines that cannot give it.
+    for engines that cannot give it. ``policy_version`` names the weights that drew it.
     """
 
     token_ids: list[int]
@@ -54,14 +69,24 @@ class Completion:
     logprobs_T: np.ndarray
     entropy_T: np.ndarray | None
     stop_reason: StopReason
+    policy_version: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 @dataclass
+class Turn:
+    """One exchange: ``observation_ids`` are the tokens that the policy read since its last action (in the first turn
+    the whole prompt), ``action`` what it drew then. ``messages`` are the observation in words."""
+
+    observation_ids: tuple[int, ...]
+    action: Action
+    messages: tuple[Message, ...] = ()
+
+@dataclass
 class RewardResult:
-    """What a reward says of one completion.
+    """What a reward says of one rollout.
 
     ``total_reward`` is None when grading failed (the reason stands in ``error``). ``components`` holds each
     weighted part by name before weighting, ``sample_metrics`` any further numbers a reward wants recorded.
@@ -84,32 +109,178 @@ class RewardResult:
         return self.total_reward is not None and self.total_reward > 0.5
 
 
-@dataclass
+@dataclass(eq=False)
+class Rollout:
+    """One trajectory: its turns, what they were worth and, once credited, what each of its tokens trains with.
+
+    A completion of a one-turn problem is a rollout with one turn; there is no other kind. Arrays over ``_T`` run
+    over the tokens of all actions, one after the other.
+    """
+
+    prompt: Prompt
+    turns: list[Turn]
+    reward: RewardResult
+    advantage: float = math.nan
+    """NaN where there is no reward, and before credit assignment."""
+    planning_T: np.ndarray | None = None
+    """Which tokens are planning tokens."""
+    token_advantages_T: np.ndarray | None = None
+    """None without a reward."""
+    loss_mask_T: np.ndarray | None = None
+    """Which tokens train; None is all of them."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that the policy drew."""
+        return [token for turn in self.turns for token in turn.action.token_ids]
+
+    @property
+    def logprobs_T(self) -> np.ndarray:
+        """The sampler's log-probability of each."""
+        return _joined([turn.action.logprobs_T for turn in self.turns])
+
+    @property
+    def entropy_T(self) -> np.ndarray | None:
+        """The entropy of the distribution that each was drawn from; None where the engine gives none."""
+        parts = [turn.action.entropy_T for turn in self.turns]
+        known = [part for part in parts if part is not None]
+        return _joined(known) if len(known) == len(parts) else None
+
+    @property
+    def text(self) -> str:
+        """What the policy said: its actions, one after the other."""
+        return "\n".join(turn.action.text for turn in self.turns)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """How the last action ended."""
+        return self.turns[-1].action.stop_reason
+
+    @property
+    def observation_tokens(self) -> int:
+        """Tokens that the policy read, the prompt included."""
+        return sum(len(turn.observation_ids) for turn in self.turns)
+
+    def __len__(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(len(turn.action) for turn in self.turns)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@dataclass(eq=False)
 class Group:
-    """The N completions of one prompt, graded; ``advantages_N`` is NaN where no reward exists.
+    """The rollouts of one prompt, which are compared with each other.
 
     ``discarded`` is None for a group that trains, else the reason: ``zero_advantage`` or ``no_reward``.
     """
 
     prompt: Prompt
-    completions: list[Completion]
-    rewards: list[RewardResult]
-    advantages_N: np.ndarray
+    rollouts: list[Rollout]
     discarded: str | None = None
-    planning: list[np.ndarray] | None = None
-    """Per completion a bool array [T]: which tokens are planning tokens."""
-    token_advantages: list[np.ndarray | None] | None = None
-    """Per completion the advantage of each token [T] after credit assignment; None without a reward."""
 
     @property
     def rewards_N(self) -> np.ndarray:
         """Total rewards, float64 [N], NaN where grading failed."""
-        return np.array([np.nan if r.total_reward is None else r.total_reward for r in self.rewards], dtype=np.float64)
+        totals = (rollout.reward.total_reward for rollout in self.rollouts)
+        return np.array([math.nan if total is None else total for total in totals], dtype=np.float64)
+
+    @property
+    def advantages_N(self) -> np.ndarray:
+        """Advantages, float64 [N], NaN where there is none."""
+        return np.array([rollout.advantage for rollout in self.rollouts], dtype=np.float64)
+
+
+@dataclass
+class Sample:
+    """A rollout laid flat for training, one entry per token of the sequence [L].
+
+    ``action_mask`` marks the tokens that the policy drew; what it read has mask 0 and, in the float arrays, 0.
+    ``loss_mask`` marks those of them that train. ``versions`` name the weights that drew a token (−1: none did).
+    """
+
+    token_ids: np.ndarray
+    action_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    loss_mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the first action: what a group's samples have in common."""
+        return int(self.action_mask.argmax())
+
+    @classmethod
+    def single_turn(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs_T: np.ndarray,
+        advantages_T: np.ndarray,
+        loss_mask_T: np.ndarray | None = None,
+    ) -> Sample:
+        """One action after one prompt, with what the sampler and credit say of each of its tokens."""
+        read, drawn = len(prompt_ids), len(token_ids)
+        mask = np.ones(drawn, dtype=bool) if loss_mask_T is None else loss_mask_T
+        return cls(
+            token_ids=np.array([*prompt_ids, *token_ids], dtype=np.int64),
+            action_mask=np.repeat([False, True], [read, drawn]),
+            logprobs=np.concatenate([np.zeros(read), logprobs_T]),
+            versions=np.repeat([-1, 0], [read, drawn]),
+            advantages=np.concatenate([np.zeros(read), advantages_T]),
+            loss_mask=np.concatenate([np.zeros(read, dtype=bool), mask]),
+        )
+
+
+def sample_of(rollout: Rollout) -> Sample:
+    """The rollout as the policy saw it, token for token; nothing is tokenised again.
+
+    Tokens without an advantage (no reward, or before credit assignment) have 0 and do not train.
+    """
+    length = rollout.observation_tokens + len(rollout)
+    sample = Sample(
+        token_ids=np.zeros(length, dtype=np.int64),
+        action_mask=np.zeros(length, dtype=bool),
+        logprobs=np.zeros(length),
+        versions=np.full(length, -1, dtype=np.int64),
+        advantages=np.zeros(length),
+        loss_mask=np.zeros(length, dtype=bool),
+    )
+    at = done = 0
+    for turn in rollout.turns:
+        begin, count = at + len(turn.observation_ids), len(turn.action)
+        at, own = begin + count, slice(begin, begin + count)
+        sample.token_ids[begin - len(turn.observation_ids) : begin] = turn.observation_ids
+        sample.token_ids[own] = turn.action.token_ids
+        sample.action_mask[own] = True
+        sample.logprobs[own] = turn.action.logprobs_T
+        sample.versions[own] = turn.action.policy_version
+        if rollout.token_advantages_T is not None:
+            sample.advantages[own] = rollout.token_advantages_T[done : done + count]
+            sample.loss_mask[own] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[done : done + count]
+        done += count
+    return sample
+
+
+def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[RewardResult]) -> Group:
+    """The group of these answers to one prompt."""
+    turns = [Turn(prompt.token_ids, action, prompt.messages) for action in actions]
+    return Group(prompt, [Rollout(prompt, [turn], reward) for turn, reward in zip(turns, rewards, strict=True)])
+
+
+Completion = Action
+"""The name under which backends of users know an action."""
 
 
 @dataclass
 class EvalRecord:
-    """One held-out evaluation: every group with its samples (``advantages_N`` all NaN).
+    """One held-out evaluation: every group with its rollouts, none of which has an advantage.
 
     ``step`` counts the updates done; ``temperature``, ``samples`` per problem and ``max_tokens`` are how it sampled.
     """
@@ -139,8 +310,3 @@ class StepRecord:
     spans: list[tuple[str, float, float]]
     step_start: float
     step_end: float
-
-
-def flatten(groups: Sequence[Group]) -> list[tuple[Group, int]]:
-    """Every completion of the groups in order, as (group, index within it)."""
-    return [(group, i) for group in groups for i in range(len(group.completions))]

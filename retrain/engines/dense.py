@@ -39,7 +39,7 @@ from retrain.engines.step import (
 )
 from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.base import BaseModel
-from retrain.policy.lora import Adapter, LaneLinear, Lanes
+from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
 from retrain.policy.memory import available_memory
 
 MERGE_SHARE = 0.25
@@ -64,7 +64,7 @@ class Projection:
                 ]
             )
 
-    def of(self, adapters: Sequence[Adapter], merge: bool = False) -> Product:
+    def of(self, adapters: Sequence[LoraWeights], merge: bool = False) -> Product:
         """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
         base's own."""
         used = [name for name in self.names if name is not None]
@@ -107,7 +107,7 @@ class Layer:
         """In the order in which a block uses them."""
         return self.qkv, self.out, self.gate_up, self.down
 
-    def of(self, adapters: Sequence[Adapter], merge: bool = False) -> Block:
+    def of(self, adapters: Sequence[LoraWeights], merge: bool = False) -> Block:
         """The block with what these adapters add."""
         qkv, out, gate_up, down = (projection.of(adapters, merge) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
@@ -154,7 +154,7 @@ class DenseDecoder:
             activation=config.hidden_act,
         )
 
-    def blocks(self, adapters: Sequence[Adapter]) -> list[Block]:
+    def blocks(self, adapters: Sequence[LoraWeights]) -> list[Block]:
         """The blocks with what these adapters add, prepared once for many decode steps."""
         merge = self._merges(len(adapters))
         with torch.no_grad():

@@ -15,18 +15,17 @@ import torch
 
 from retrain.engines.cache import DecodeCache
 from retrain.engines.draw import draw
-from retrain.engines.protocol import SampleRequest
-from retrain.engines.rows import IDLE_SHARE, Row, completions_of
+from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
 from retrain.rng import uniforms
-from retrain.types import Completion
+from retrain.types import Action
 
 
 class Grid:
     """The state of one decode batch; rows are ordered lane by lane, each lane with equally many slots."""
 
-    def __init__(self, base: BaseModel, requests: Sequence[SampleRequest], rows: list[Row], lanes_used: list[int]):
+    def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], rows: list[Row], lanes_used: list[int]):
         self.base, self.requests = base, requests
         device = base.device
         by_lane = [[row for row in rows if requests[row.request].lane == lane] for lane in lanes_used]
@@ -143,7 +142,7 @@ class Grid:
         )
         return out.logits[:, -1]
 
-    def completions(self) -> list[tuple[Row, Completion]]:
+    def actions(self) -> list[tuple[Row, Action]]:
         """Everything that was sampled, on the host."""
         tokens, lengths, logprobs, entropy = (
             state.cpu().numpy() for state in (self.tokens_BT, self.lengths_B, self.logprobs_BT, self.entropy_BT)
@@ -152,5 +151,5 @@ class Grid:
         for i, row in enumerate(self.rows):
             first.setdefault(row, i)  # an idle copy stands behind the row that it copies
         index = list(first.values())
-        found = completions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index])
+        found = actions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index])
         return list(zip(first, found, strict=True))

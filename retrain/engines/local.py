@@ -14,62 +14,73 @@ import torch
 from retrain.engines.dense import dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
-from retrain.engines.protocol import Finished, SampleRequest
-from retrain.engines.rows import Row
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import Block
-from retrain.errors import ModelError
+from retrain.errors import ModelError, RunFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import is_out_of_memory
-from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import available_memory, cache_bytes
+from retrain.policy.protocol import PolicySnapshot
 from retrain.policy.threads import Workers
-from retrain.types import Completion
+from retrain.types import Action
 
 MOST_ROWS = {"cpu": 1024, "cuda": 4096}
-"""Rows of a decode batch beyond which more bring nothing: the products are bound by arithmetic long before."""
+"""Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
 prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
 
 
 class LocalEngine:
-    """Samples with the base model and lanes that also train.
+    """Samples with the base model and lanes that also train; of every run the newest published weights are kept.
 
-    ``max_rows`` bounds how many sequences decode at once (None: as many as memory allows, see ``MOST_ROWS``); it
-    changes speed and memory, not what is sampled beyond rounding. ``fast`` tells whether the model decodes through
-    ``engines.dense``; ``dense=False`` forces the slow path. A batch that runs out of memory goes on with half the rows;
-    ``fitting`` remembers how many did fit, and ``tell`` hears of it.
+    ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
+    that runs out of memory goes on with half the rows; ``fitting`` remembers how many did fit, and ``tell`` hears of it.
     """
 
     gives_entropy = True
+    exact = True
 
     def __init__(
         self,
         base: BaseModel,
         lanes: Lanes,
-        max_rows: int | None = None,
         workers: Workers | None = None,
         dense: bool = True,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
-        self.tell = tell
+        self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.fitting: int | None = None
         self.graphs = StepGraphs(base.device.type == "cuda", tell)
         self.decoder = dense_decoder(base) if dense else None
+        self._published: dict[str, tuple[int, LoraWeights]] = {}
 
     @property
     def fast(self) -> bool:
         """Whether the model decodes as plain matrix products."""
         return self.decoder is not None
 
-    def sample(
-        self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
-    ) -> list[list[Completion]]:
-        """Completions of every request (see ``Engine.sample``).
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        """See ``Engine.publish``; the run's earlier weights are forgotten."""
+        if not isinstance(weights, LocalSnapshot):
+            raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
+        self._published[ref.run_id] = (ref.version, weights.weights)
 
-        Raises ModelError when a prompt and its completion exceed the model's context.
+    def forget(self) -> None:
+        """Drop all published weights."""
+        self._published.clear()
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        """See ``Engine.sample``; the lanes of the batch are the policies in the order of their first requests.
+
+        Raises ModelError when a prompt and its completion exceed the model's context, RunFailed for weights that were
+        not published.
         """
         longest = max((len(r.prompt_ids) + r.max_tokens for r in requests), default=0)
         if longest > self.base.context_length:
@@ -77,52 +88,62 @@ class LocalEngine:
                 f"prompt + max_tokens = {longest} tokens, {self.base.name} holds {self.base.context_length}: "
                 "lower [training] max_tokens"
             )
-        done: list[list[Completion]] = [[] for _ in requests]
+        lanes = {ref: lane for lane, ref in enumerate(dict.fromkeys(request.policy for request in requests))}
+        weights = [self._weights(ref) for ref in lanes]
+        asked = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]
+        done: list[list[Action]] = [[] for _ in asked]
 
-        def keep(request: int, completions: list[Completion]) -> None:
-            done[request] = completions
+        def keep(request: int, actions: list[Action]) -> None:
+            for action in actions:
+                action.policy_version = asked[request].policy.version
+            done[request] = actions
             if finished is not None:
-                finished(request, completions)
+                finished(request, actions)
 
         work = [
             Row(index, sample)
-            for lane in sorted({request.lane for request in requests})
-            for index, request in enumerate(requests)
+            for lane in range(len(lanes))
+            for index, request in enumerate(asked)
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        rows = min(self.max_rows or self._affordable_rows(longest), self.fitting or MOST_ROWS["cuda"])
+        rows = min(max_rows or self._affordable_rows(longest), self.fitting or MOST_ROWS["cuda"])
         while True:
             try:
-                self._decode(requests, work, adapters, rows, keep)
+                self._decode(asked, work, weights, rows, keep)
                 return done
             except RuntimeError as error:
-                least = len({request.lane for request in requests})
-                if not is_out_of_memory(error) or rows <= least:
+                if not is_out_of_memory(error) or rows <= len(lanes):
                     raise
-                rows = self.fitting = max(least, min(rows, len(work)) // 2)
+                rows = self.fitting = max(len(lanes), min(rows, len(work)) // 2)
                 self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
             work = [row for row in work if not done[row.request]]
 
+    def _weights(self, ref: PolicyRef) -> LoraWeights:
+        version, weights = self._published.get(ref.run_id, (None, None))
+        if weights is None or version != ref.version:
+            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there is {version}")
+        return weights
+
     def _decode(
-        self, requests: Sequence[SampleRequest], work: list[Row], adapters: Sequence[Adapter], rows: int, keep: Finished
+        self, requests: Sequence[LaneRequest], work: list[Row], weights: Sequence[LoraWeights], rows: int, keep: Finished
     ) -> None:
         """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
         pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
             with torch.no_grad():
-                blocks = self.decoder.blocks([adapters[lane] for lane in lanes])
+                blocks = self.decoder.blocks([weights[lane] for lane in lanes])
             self.workers.map(
                 lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
             )
         else:
             waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
-            self.workers.map(lambda wave: self._plain(requests, wave, adapters, keep), waves)
+            self.workers.map(lambda wave: self._plain(requests, wave, weights, keep), waves)
 
     def _dense(
         self,
-        requests: Sequence[SampleRequest],
+        requests: Sequence[LaneRequest],
         work: list[Row],
         lanes: list[int],
         blocks: list[Block],
@@ -136,10 +157,10 @@ class LocalEngine:
             SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs).run()
 
     def _plain(
-        self, requests: Sequence[SampleRequest], wave: list[Row], adapters: Sequence[Adapter], keep: Finished
+        self, requests: Sequence[LaneRequest], wave: list[Row], weights: Sequence[LoraWeights], keep: Finished
     ) -> None:
         used = sorted({requests[row.request].lane for row in wave})
-        with torch.no_grad(), self.lanes.stacked([adapters[lane] for lane in used]):
+        with torch.no_grad(), self.lanes.stacked([weights[lane] for lane in used]):
             grid = Grid(self.base, requests, wave, used)
             logits = grid.prefill()
             for step in range(grid.max_tokens):
@@ -147,11 +168,11 @@ class LocalEngine:
                 if grid.compact_or_finished(step):
                     break
                 logits = grid.forward(step)
-            completions = grid.completions()
+            actions = grid.actions()
         for request in dict.fromkeys(row.request for row in wave):
-            keep(request, [completion for row, completion in completions if row.request == request])
+            keep(request, [action for row, action in actions if row.request == request])
 
-    def _pieces(self, requests: Sequence[SampleRequest], work: list[Row], most: int) -> list[list[Row]]:
+    def _pieces(self, requests: Sequence[LaneRequest], work: list[Row], most: int) -> list[list[Row]]:
         """The work cut into one piece per worker, ``most`` at most, of whole requests: each lane's are dealt out
         evenly, because every lane has as many rows of a batch as the one with most."""
         of_lane: dict[int, dict[int, list[Row]]] = {}
@@ -177,7 +198,7 @@ class LocalEngine:
         return max(1, min(MOST_ROWS.get(kind, 1024), fitting))
 
 
-def _waves(requests: Sequence[SampleRequest], work: list[Row], rows: int) -> list[list[Row]]:
+def _waves(requests: Sequence[LaneRequest], work: list[Row], rows: int) -> list[list[Row]]:
     """Whole requests in batches of about ``rows`` rows, as many from each lane as it has."""
     by_lane: dict[int, list[int]] = {}
     for request in dict.fromkeys(row.request for row in work):

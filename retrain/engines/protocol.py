@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine: completions with the log-probabilities of the distribution sampled from."""
+"""What the loop asks of an engine: actions, with the log-probabilities of the distribution sampled from."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from retrain.policy.lora import Adapter
-from retrain.types import Completion
+from retrain.policy.protocol import PolicySnapshot
+from retrain.types import Action
+
+
+@dataclass(frozen=True)
+class PolicyRef:
+    """Weights by name: which run's, and after how many changes of them."""
+
+    run_id: str
+    version: int
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Draw ``samples`` completions of one prompt with the adapter of one lane.
+    """Draw ``samples`` actions after one prompt with the weights that ``policy`` names.
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
     ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch.
     """
 
-    lane: int
+    policy: PolicyRef
     prompt_ids: tuple[int, ...]
     samples: int
     max_tokens: int
@@ -26,22 +34,27 @@ class SampleRequest:
     stream: tuple[int | str, ...]
 
 
-Finished = Callable[[int, list[Completion]], None]
+Finished = Callable[[int, list[Action]], None]
 
 
 class Engine(Protocol):
-    """A sampler. ``gives_entropy``: whether completions carry full-vocabulary entropies. ``max_rows``: most sequences
-    to decode at once, None for as many as fit; it changes speed and memory only."""
+    """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: the same weights, requests and
+    seeds give the same bits again."""
 
     gives_entropy: bool
-    max_rows: int | None
+    exact: bool
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        """Make these weights available to requests under ``ref``; older ones of the same run may be forgotten."""
+        ...
 
     def sample(
-        self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
-    ) -> list[list[Completion]]:
-        """One list of completions per request, in order; ``request.lane`` indexes ``adapters``.
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        """One list of actions per request, in order.
 
-        ``finished(index, completions)`` is called once per request, from any thread, as soon as its completions are
-        all there, while others are still being drawn.
+        ``max_rows``: most sequences to decode at once, None for as many as fit; it changes speed and memory only.
+        ``finished(index, actions)`` is called once per request, from any thread, as soon as its actions are all
+        there, while others are still being drawn.
         """
         ...

@@ -1,4 +1,4 @@
-"""Sequences of a decode batch: which they are, and the completions that came of them."""
+"""Sequences of a decode batch: which they are, and the actions that came of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.engines.protocol import SampleRequest
 from retrain.policy.base import BaseModel
-from retrain.types import Completion
+from retrain.types import Action
 
 IDLE_SHARE = 0.25
 """The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)."""
+
+
+@dataclass(frozen=True)
+class LaneRequest(SampleRequest):
+    """A request whose weights are lane ``lane`` of the decode batch."""
+
+    lane: int = 0
 
 
 @dataclass(frozen=True)
@@ -21,20 +29,20 @@ class Row:
     sample: int
 
 
-def completions_of(
+def actions_of(
     base: BaseModel, tokens_NT: np.ndarray, logprobs_NT: np.ndarray, entropy_NT: np.ndarray, lengths_N: np.ndarray
-) -> list[Completion]:
+) -> list[Action]:
     """What was drawn in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
-    completions = []
+    actions = []
     for i, length in enumerate(lengths_N):
         ids = tokens_NT[i, :length].tolist()
-        completions.append(
-            Completion(
+        actions.append(
+            Action(
                 token_ids=ids,
-                text=base.decode(ids),
+                text=base.text.decode(ids),
                 logprobs_T=logprobs_NT[i, :length].copy(),
                 entropy_T=entropy_NT[i, :length].copy(),
                 stop_reason="stop" if ids[-1] in base.eos_ids else "length",
             )
         )
-    return completions
+    return actions

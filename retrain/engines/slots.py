@@ -16,13 +16,13 @@ import torch
 
 from retrain.engines.dense import DenseDecoder, KeyValues
 from retrain.engines.graphs import StepGraphs
-from retrain.engines.protocol import Finished, SampleRequest
-from retrain.engines.rows import IDLE_SHARE, Row, completions_of
+from retrain.engines.protocol import Finished
+from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Block, Drawn, Rows, note
 from retrain.policy.base import BaseModel
 from retrain.policy.threads import is_small
 from retrain.rng import uniforms
-from retrain.types import Completion
+from retrain.types import Action
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
@@ -46,7 +46,7 @@ class SlotBatch:
         self,
         base: BaseModel,
         decoder: DenseDecoder,
-        requests: Sequence[SampleRequest],
+        requests: Sequence[LaneRequest],
         work: Sequence[Row],
         lanes_used: Sequence[int],
         blocks: list[Block],
@@ -70,7 +70,7 @@ class SlotBatch:
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
         self._new_rows(len(self.lanes) * self.slots)
 
-    def _new_outputs(self, used: Sequence[SampleRequest]) -> None:
+    def _new_outputs(self, used: Sequence[LaneRequest]) -> None:
         """Per sequence what is drawn with and what is drawn; one more row takes what idle rows write."""
         device, count, longest = self.base.device, len(used), max(r.max_tokens for r in used)
         draws = np.zeros((count + 1, longest))
@@ -184,7 +184,7 @@ class SlotBatch:
         self.sequence[rows], self.at[rows] = self.scratch, 0
         self.rows.sequence_R[index], self.rows.position_R[index], self.rows.drawn_R[index] = self.scratch, 0, 0
         for request in complete:
-            self.finished(request, self._completions(request))
+            self.finished(request, self._actions(request))
 
     def _fill(self) -> bool:
         """Seat waiting sequences in idle rows when it is worth a prefill; True when some were seated."""
@@ -273,7 +273,7 @@ class SlotBatch:
         """Row numbers of the lane at this place."""
         return np.arange(place * self.slots, (place + 1) * self.slots)
 
-    def _completions(self, request: int) -> list[Completion]:
+    def _actions(self, request: int) -> list[Action]:
         """What was sampled for a request, by sample."""
         own = [i for i, row in enumerate(self.work) if row.request == request]
         index = torch.tensor(own, device=self.base.device)
@@ -281,4 +281,4 @@ class SlotBatch:
             state[index].cpu().numpy()
             for state in (self.drawn.tokens_NT, self.drawn.logprobs_NT, self.drawn.entropy_NT)
         )
-        return completions_of(self.base, tokens, logprobs, entropy, self.lengths[own])
+        return actions_of(self.base, tokens, logprobs, entropy, self.lengths[own])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +25,13 @@ from retrain.policy.fused import rms_norm, swiglu
 from retrain.policy.head import Head, split_head
 from retrain.policy.packing import (
     NAME,
-    HasTokens,
     Layout,
     laid_out,
     packed_layout,
     padded_layout,
     register_attention,
 )
+from retrain.types import Sample
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -44,12 +45,6 @@ _mode = _Mode()
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class _Probe:
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-
-
 @dataclass
 class Backbone:
     """A base model as the update sees it. ``window``: packed sequences may be at most so long."""
@@ -60,15 +55,14 @@ class Backbone:
     window: int
     notes: tuple[str, ...]
 
-    def layout(self, sequences: Sequence[HasTokens], base: BaseModel, share: bool = True) -> Layout:
-        """The layout that this model and these lengths allow. ``share``: one prompt for all that begin with it."""
-        longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences)
-        if self.packs and longest <= self.window:
-            return packed_layout(sequences, base.device, share)
-        return padded_layout(sequences, base.device, base.pad_id)
+    def layout(self, samples: Sequence[Sample], base: BaseModel, share: bool = True) -> Layout:
+        """The layout that this model and these lengths allow. ``share``: one prefix for all that begin with it."""
+        if self.packs and max(map(len, samples)) <= self.window:
+            return packed_layout(samples, base.device, share)
+        return padded_layout(samples, base.device, base.pad_id)
 
     def hidden(self, layout: Layout) -> torch.Tensor:
-        """Hidden states [M, H] of the places that predict a completion token."""
+        """Hidden states [M, H] of the places that predict an action token."""
         with as_in_forward(layout):
             states: torch.Tensor = _run(self.decoder, layout).last_hidden_state
         return states.flatten(0, 1).index_select(0, layout.rows_M)
@@ -89,7 +83,7 @@ def _run(module: Any, layout: Layout, **options: Any) -> Any:
 
 
 def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
-    """Logits [M, V] of the places that predict a completion token, for models that do not come apart."""
+    """Logits [M, V] of the places that predict an action token, for models that do not come apart."""
     with as_in_forward(layout):
         logits: torch.Tensor = _run(base.model, layout).logits
     return logits.flatten(0, 1).index_select(0, layout.rows_M)
@@ -141,14 +135,14 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     if base.model.config._attn_implementation != NAME:
         return False
     top = base.vocab_size
-    sequences = [
-        _Probe([i % top for i in prompt], [i % top for i in completion])
-        for prompt, completion in (((3, 1, 4), (1, 5)), ((3, 1, 4), (9, 2, 6)), ((5, 3), (5, 8, 9, 7)))
+    samples = [
+        Sample.single_turn([i % top for i in prompt], [i % top for i in action], zeros := np.zeros(len(action)), zeros)
+        for prompt, action in (((3, 1, 4), (1, 5)), ((3, 1, 4), (9, 2, 6)), ((5, 3), (5, 8, 9, 7)))
     ]
     backbone = Backbone(decoder, None, True, 1 << 30, ())
     with torch.no_grad():
-        packed = backbone.hidden(packed_layout(sequences, base.device))
-        padded = backbone.hidden(padded_layout(sequences, base.device, base.pad_id))
+        packed = backbone.hidden(packed_layout(samples, base.device))
+        padded = backbone.hidden(padded_layout(samples, base.device, base.pad_id))
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(base.dtype, 5e-2)
     if float((packed - padded).norm()) <= tolerance * float(padded.norm()):
         base.on_release(partial(base.model.set_attn_implementation, before))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 
 from retrain.errors import ModelError, UsageError
 from retrain.models import bundled_model_path
+from retrain.tokenizer import Tokenizer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -66,40 +66,9 @@ class BaseModel:
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
     @cached_property
-    def token_bytes(self) -> list[bytes] | None:
-        """UTF-8 bytes of every token id (special tokens: none), for tokenizers that work on bytes; else None."""
-        return byte_table(self.tokenizer)
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of one completion, special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def byte_table(tokenizer: Any) -> list[bytes] | None:
-    """What each token of a byte-level tokenizer stands for; None for tokenizers of another kind.
-
-    Byte-level BPE writes each byte as one printable character (GPT-2's table); this is that table backwards.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or '"type":"ByteLevel"' not in json.dumps(
-        json.loads(backend.to_str()).get("decoder"), separators=(",", ":")
-    ):
-        return None
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    special = set(tokenizer.all_special_ids)
-    added = tokenizer.added_tokens_decoder
-    table = []
-    for token_id in range(len(tokenizer)):
-        token = backend.id_to_token(token_id) or ""
-        if token_id in special or (token_id in added and added[token_id].special):
-            table.append(b"")
-        elif token_id in added:
-            table.append(token.encode())
-        else:
-            table.append(bytes(byte_of[char] for char in token if char in byte_of))
-    return table
+    def text(self) -> Tokenizer:
+        """The tokenizer as everything but the model sees it."""
+        return Tokenizer(self.tokenizer)
 
 
 def resolve_device(devices: str) -> torch.device:
@@ -149,17 +118,6 @@ def _sum_of_bits(flat: torch.Tensor) -> int:
     """The sum, modulo 2**64, of the tensor's memory read as the widest integers that it divides into."""
     start, size = flat.storage_offset() * flat.element_size(), flat.numel() * flat.element_size()
     return int(flat.view(INTEGERS[math.gcd(start, size, 8)]).sum(dtype=torch.int64))
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of what turns a problem into tokens: chat template, vocabulary and, where it tells them, its rules."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
-    else:
-        rules = getattr(tokenizer, "get_vocab", dict)()
-    parts = [rules, getattr(tokenizer, "chat_template", None)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_base(

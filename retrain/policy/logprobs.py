@@ -1,4 +1,5 @@
-"""Trainer log-probabilities: one fresh forward pass over prompt + completion, nothing of the vocabulary for prompts."""
+"""Trainer log-probabilities: one fresh forward pass over what was read and drawn, nothing of the vocabulary for what was
+read."""
 
 from __future__ import annotations
 
@@ -10,30 +11,17 @@ import torch
 
 from retrain.policy.backbone import backbone_of, whole_logits
 from retrain.policy.base import BaseModel
-from retrain.policy.packing import Layout
-
-
-@dataclass
-class TrainSequence:
-    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say."""
-
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    sampler_logprobs_T: np.ndarray
-    advantages_T: np.ndarray
-    loss_mask_T: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+from retrain.policy.packing import Layout, prefix_key
+from retrain.types import Sample
 
 
 @dataclass
 class MicroBatch:
-    """Some sequences: the layout that the model reads, and per completion token [B, T] what the loss reads."""
+    """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads."""
 
     layout: Layout
     targets_BT: torch.Tensor
-    completion_BT: torch.Tensor
+    action_BT: torch.Tensor
     loss_mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
@@ -44,62 +32,58 @@ def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
     return (attention_BL.long().cumsum(-1) - 1).clamp_min(0)
 
 
-def split_microbatches(
-    sequences: Sequence[TrainSequence], token_budget: int, *, packed: bool = False
-) -> list[list[int]]:
-    """Indices in micro-batches whose size stays within ``token_budget`` (one sequence always fits).
+def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: bool = False) -> list[list[int]]:
+    """Indices in micro-batches whose size stays within ``token_budget`` (one sample always fits).
 
-    Padded: tokens including padding, sequences sorted by length so that there is little of it. ``packed``: a prompt
+    Padded: tokens including padding, samples sorted by length so that there is little of it. ``packed``: a prefix
     counts once for neighbours that share it, groups stay together as far as they fit. The order is a function of the
-    prompts and lengths alone.
+    prefixes and lengths alone.
     """
+    keys, lengths = [prefix_key(sample) for sample in samples], [len(sample) for sample in samples]
     if packed:
-        members: dict[tuple[int, ...], list[int]] = {}
-        for i, sequence in enumerate(sequences):
-            members.setdefault(tuple(sequence.prompt_ids), []).append(i)
-        groups = sorted(members.values(), key=lambda group: max(len(sequences[i]) for i in group))
-        order = [i for group in groups for i in sorted(group, key=lambda i: len(sequences[i]))]
+        members: dict[bytes, list[int]] = {}
+        for i, key in enumerate(keys):
+            members.setdefault(key, []).append(i)
+        groups = sorted(members.values(), key=lambda group: max(lengths[i] for i in group))
+        order = [i for group in groups for i in sorted(group, key=lambda i: lengths[i])]
     else:
-        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
+        order = sorted(range(len(samples)), key=lambda i: (lengths[i], i))
     batches: list[list[int]] = []
-    prompt = completion = used = 0
+    prefix = rest = used = 0
     for i in order:
-        prompt_ids, width, length = (
-            sequences[i].prompt_ids,
-            len(sequences[i].prompt_ids),
-            len(sequences[i].completion_ids),
-        )
-        shared = packed and batches and tuple(prompt_ids) == tuple(sequences[batches[-1][-1]].prompt_ids)
+        width = samples[i].prefix
+        length = lengths[i] - width
+        shared = packed and batches and keys[i] == keys[batches[-1][-1]]
         grown = used + length + (0 if shared else width)
         if not packed and batches:
-            grown = (len(batches[-1]) + 1) * (max(prompt, width) + max(completion, length))
+            grown = (len(batches[-1]) + 1) * (max(prefix, width) + max(rest, length))
         if batches and grown <= token_budget:
             batches[-1].append(i)
-            prompt, completion, used = max(prompt, width), max(completion, length), grown
+            prefix, rest, used = max(prefix, width), max(rest, length), grown
         else:
             batches.append([i])
-            prompt, completion, used = width, length, width + length
+            prefix, rest, used = width, length, width + length
     return batches
 
 
-def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool = True) -> MicroBatch:
-    """The tensors of these sequences on the base's device. ``share``: prompts that repeat are computed once."""
-    length = max(len(s.completion_ids) for s in sequences)
-    rows = len(sequences)
+def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -> MicroBatch:
+    """The tensors of these samples on the base's device. ``share``: prefixes that repeat are computed once."""
+    counts = [int(sample.action_mask.sum()) for sample in samples]
+    shape = (len(samples), max(counts))
     real = np.float64 if base.dtype == torch.float64 else np.float32
-    targets = np.full((rows, length), base.pad_id, dtype=np.int64)
-    floats = np.zeros((2, rows, length), dtype=real)
-    masks = np.zeros((2, rows, length), dtype=bool)
-    for i, s in enumerate(sequences):
-        t = len(s.completion_ids)
-        targets[i, :t] = s.completion_ids
-        floats[0, i, :t], floats[1, i, :t] = s.advantages_T, s.sampler_logprobs_T
-        masks[0, i, :t], masks[1, i, :t] = True, s.loss_mask_T
+    targets = np.full(shape, base.pad_id, dtype=np.int64)
+    floats = np.zeros((2, *shape), dtype=real)
+    masks = np.zeros((2, *shape), dtype=bool)
+    for i, (sample, count) in enumerate(zip(samples, counts, strict=True)):
+        own = sample.action_mask
+        targets[i, :count] = sample.token_ids[own]
+        floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
+        masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
     device = base.device
     return MicroBatch(
-        layout=backbone_of(base).layout(sequences, base, share),
+        layout=backbone_of(base).layout(samples, base, share),
         targets_BT=torch.from_numpy(targets).to(device),
-        completion_BT=torch.from_numpy(masks[0]).to(device),
+        action_BT=torch.from_numpy(masks[0]).to(device),
         loss_mask_BT=torch.from_numpy(masks[1]).to(device),
         advantages_BT=torch.from_numpy(floats[0]).to(device),
         sampler_logprobs_BT=torch.from_numpy(floats[1]).to(device),
@@ -109,13 +93,13 @@ def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool 
 def token_logprobs(
     base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability [B, T] of each completion token at this temperature, and the full-vocabulary entropy [B, T].
+    """Log-probability [B, T] of each action token at this temperature, and the full-vocabulary entropy [B, T].
 
     The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
     fp32 (fp64 for fp64 bases). Padding columns hold 0.
     """
     backbone, layout = backbone_of(base), batch.layout
-    targets_M = batch.targets_BT[batch.completion_BT]
+    targets_M = batch.targets_BT[batch.action_BT]
     if backbone.head is not None:
         chosen_M, entropy_M = backbone.head.logprobs(backbone.hidden(layout), targets_M, temperature, entropy=entropy)
     else:
@@ -127,6 +111,6 @@ def token_logprobs(
 
 
 def _table(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Values of the completion tokens at their places [B, T], 0 elsewhere."""
-    zeros_BT = values_M.new_zeros(batch.completion_BT.shape)
-    return zeros_BT.masked_scatter(batch.completion_BT, values_M)
+    """Values of the action tokens at their places [B, T], 0 elsewhere."""
+    zeros_BT = values_M.new_zeros(batch.action_BT.shape)
+    return zeros_BT.masked_scatter(batch.action_BT, values_M)

@@ -39,8 +39,34 @@ class LayerShape:
     out_features: int
 
 
+def _views(flat: torch.Tensor, shapes: Sequence[LayerShape], rank: int) -> Iterator[tuple[str, slice, tuple[int, int]]]:
+    """Where A [r, in] and B [out, r] of every layer lie in the flat buffer: name with half, place, shape."""
+    offset = 0
+    for shape in shapes:
+        for half, rows, columns in (("A", rank, shape.in_features), ("B", shape.out_features, rank)):
+            yield f"{half}{shape.name}", slice(offset, offset + rows * columns), (rows, columns)
+            offset += rows * columns
+
+
+class LoraWeights:
+    """The LoRA weights of one policy at one moment: A [r, in] and B [out, r] by layer, views of one fp32 buffer that
+    nothing changes any more. ``scale`` is alpha/r; ``live_rank`` rows are in use."""
+
+    def __init__(self, shapes: Sequence[LayerShape], rank: int, scale: float, live_rank: int, flat: torch.Tensor):
+        self.shapes, self.rank, self.scale, self.live_rank, self.flat = tuple(shapes), rank, scale, live_rank, flat
+        self.A: dict[str, torch.Tensor] = {}
+        self.B: dict[str, torch.Tensor] = {}
+        for name, place, shape in _views(flat, shapes, rank):
+            (self.A if name[0] == "A" else self.B)[name[1:]] = flat[place].view(shape)
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """(A, B) of every layer, of the live rank."""
+        live = self.live_rank
+        return {shape.name: (self.A[shape.name][:live], self.B[shape.name][:, :live]) for shape in self.shapes}
+
+
 class Adapter:
-    """One run's LoRA weights: fp32 masters in one flat buffer, with A [r, in] and B [out, r] as views of it.
+    """One run's LoRA weights as they are trained: fp32 masters in one flat buffer, with A [r, in] and B [out, r] as views of it.
 
     One buffer makes clipping, AdamW and checkpoints single-tensor work. ``flat.grad`` is one buffer too; the
     views' ``.grad`` point into it, so backward accumulates there.
@@ -55,14 +81,10 @@ class Adapter:
         self.flat.grad = torch.zeros_like(self.flat)
         self.A: dict[str, nn.Parameter] = {}
         self.B: dict[str, nn.Parameter] = {}
-        offset = 0
-        for shape in shapes:
-            for store, rows, columns in ((self.A, rank, shape.in_features), (self.B, shape.out_features, rank)):
-                end = offset + rows * columns
-                view = nn.Parameter(self.flat.data[offset:end].view(rows, columns))
-                view.grad = self.flat.grad[offset:end].view(rows, columns)
-                store[shape.name] = view
-                offset = end
+        for name, place, shape in _views(self.flat, shapes, rank):
+            view = nn.Parameter(self.flat.data[place].view(shape))
+            view.grad = self.flat.grad[place].view(shape)
+            (self.A if name[0] == "A" else self.B)[name[1:]] = view
 
     def initialise(self, *seed: int | str) -> Adapter:
         """A ~ U(±1/√in) from the named random stream of each layer, B = 0. The same on every device."""
@@ -118,6 +140,12 @@ class Adapter:
         """Detached (A, B) of every layer, of the live rank."""
         live = self.live_rank
         return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
+
+    def frozen(self, device: torch.device | str | None = None) -> LoraWeights:
+        """A copy of the weights as they are now, on ``device`` (where they are by default)."""
+        flat = self.flat.detach()
+        copy = flat.clone() if device is None else flat.to(device, copy=True)
+        return LoraWeights(self.shapes, self.rank, self.scale, self.live_rank, copy)
 
 
 class Mode(threading.local):
@@ -208,7 +236,7 @@ class Lanes:
         finally:
             self.mode.adapter, self.mode.dropout = None, 0.0
 
-    def stack(self, adapters: Sequence[Adapter]) -> Stacks:
+    def stack(self, adapters: Sequence[Adapter | LoraWeights]) -> Stacks:
         """The adapters side by side for ``stacked``, in the base's dtype. Ranks may differ (zero-padded)."""
         rank, dtype, stacks = max(adapter.rank for adapter in adapters), self.base.dtype, {}
         with torch.no_grad():
@@ -219,7 +247,7 @@ class Lanes:
         return stacks
 
     @contextmanager
-    def stacked(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+    def stacked(self, adapters: Sequence[Adapter | LoraWeights]) -> Iterator[None]:
         """Rows belong to the adapters in equal consecutive shares; no gradients."""
         self.mode.stacks = self.stack(adapters)
         try:

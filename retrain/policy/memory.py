@@ -37,3 +37,12 @@ def kept_bytes(base: BaseModel) -> int:
     config = base.model.config.get_text_config()
     width = base.dtype.itemsize
     return kept_numbers(width) * width * config.hidden_size * config.num_hidden_layers
+
+
+def peak_memory_gib() -> float:
+    """Highest memory use so far: of the GPU's allocator where one is in use, else of the process."""
+    if torch.cuda.is_initialized():
+        return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,7 +1,7 @@
 """Where the tokens of a micro-batch lie: prompts once per group, no padding, and attention that knows about it.
 
 Everything in a transformer but attention treats tokens one by one, so the tokens of a micro-batch can stand in one
-row: of each group its prompt, once, then the completions one after another. Attention alone needs the sequences
+row: of each group its prompt, once, then what follows in each of its samples. Attention alone needs the sequences
 back: queries, keys and values are spread to [sequences, longest] (prompts repeated), go through causal attention,
 and the answers are gathered again. Hidden states of a prompt do not depend on what follows it, so the forward pass
 is that of separate sequences; their gradients add up, as they would there.
@@ -16,30 +16,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-
-class HasTokens(Protocol):
-    """What a layout reads of a sequence."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """Token ids of the prompt, at least one."""
-        ...
-
-    @property
-    def completion_ids(self) -> Sequence[int]:
-        """Token ids of the completion, at least one."""
-        ...
+from retrain.types import Sample
 
 
 @dataclass(frozen=True)
-class Group:
-    """Consecutive sequences with one prompt: sequences [first, last), the prompt's tokens at [start, start + width)."""
+class SharedPrefix:
+    """Consecutive sequences [first, last) with one prefix, whose tokens stand at [start, start + width)."""
 
     first: int
     last: int
@@ -51,7 +39,7 @@ class Group:
 class Layout:
     """Token ids [rows, columns] with their positions, and where everything is found in them, flattened.
 
-    ``rows_M``: for each completion token, sequence after sequence, the place whose hidden state predicts it. Packed
+    ``rows_M``: for each action token, sequence after sequence, the place whose hidden state predicts it. Packed
     layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place), and
     ``home_N``, for every place one slot of ``spread_SL`` that reads it.
     """
@@ -61,34 +49,42 @@ class Layout:
     rows_M: torch.Tensor
     spread_SL: torch.Tensor | None = None
     home_N: torch.Tensor | None = None
-    groups: tuple[Group, ...] = ()
+    groups: tuple[SharedPrefix, ...] = ()
 
 
-def packed_layout(sequences: Sequence[HasTokens], device: torch.device, share: bool = True) -> Layout:
-    """One row for all; neighbours with the same prompt share it. The last token of a completion predicts nothing
-    that is trained and is left out."""
-    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences) - 1
-    spread = np.zeros((len(sequences), longest), dtype=np.int64)
-    ids: list[int] = []
-    positions, rows, home, groups = [], [], [], []
-    for i, s in enumerate(sequences):
-        width, length = len(s.prompt_ids), len(s.completion_ids)
-        if not (share and i and tuple(sequences[i - 1].prompt_ids) == tuple(s.prompt_ids)):
-            groups.append(Group(i, i + 1, len(ids), width))
-            ids += s.prompt_ids
+def prefix_key(sample: Sample) -> bytes:
+    """Equal for samples whose tokens before the first action are."""
+    return sample.token_ids[: sample.prefix].tobytes()
+
+
+def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> Layout:
+    """One row for all; neighbours with the same prefix share it. The last token of a sample predicts nothing that is
+    trained and is left out."""
+    longest = max(map(len, samples)) - 1
+    spread = np.zeros((len(samples), longest), dtype=np.int64)
+    ids, positions, rows, home = [], [], [], []
+    groups: list[SharedPrefix] = []
+    before, placed = None, 0
+    for i, sample in enumerate(samples):
+        width, end, key = sample.prefix, len(sample) - 1, prefix_key(sample)
+        if not (share and key == before):
+            groups.append(SharedPrefix(i, i + 1, placed, width))
+            ids.append(sample.token_ids[:width])
             positions.append(np.arange(width))
             home.append(i * longest + np.arange(width))
+            placed += width
         else:
-            groups[-1] = Group(groups[-1].first, i + 1, groups[-1].start, width)
-        start = len(ids)
-        ids += s.completion_ids[:-1]
-        positions.append(np.arange(width, width + length - 1))
+            groups[-1] = SharedPrefix(groups[-1].first, i + 1, groups[-1].start, width)
+        before = key
+        ids.append(sample.token_ids[width:end])
+        positions.append(np.arange(width, end))
         home.append(i * longest + positions[-1])
         spread[i, :width] = groups[-1].start + np.arange(width)
-        spread[i, width : width + length - 1] = np.arange(start, len(ids))
-        rows += [np.array([groups[-1].start + width - 1]), np.arange(start, len(ids))]
+        spread[i, width:end] = placed + np.arange(end - width)
+        placed += end - width
+        rows.append(spread[i, np.flatnonzero(sample.action_mask) - 1])
     return Layout(
-        ids_BL=torch.tensor([ids], device=device),
+        ids_BL=torch.from_numpy(np.concatenate(ids)).to(device)[None],
         positions_BL=torch.from_numpy(np.concatenate(positions)).to(device)[None],
         rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
         spread_SL=torch.from_numpy(spread).to(device),
@@ -97,18 +93,17 @@ def packed_layout(sequences: Sequence[HasTokens], device: torch.device, share: b
     )
 
 
-def padded_layout(sequences: Sequence[HasTokens], device: torch.device, pad_id: int) -> Layout:
-    """One row for each sequence, without the last token, padded on the right."""
-    longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences) - 1
-    ids = np.full((len(sequences), longest), pad_id, dtype=np.int64)
+def padded_layout(samples: Sequence[Sample], device: torch.device, pad_id: int) -> Layout:
+    """One row for each sample, without its last token, padded on the right."""
+    longest = max(map(len, samples)) - 1
+    ids = np.full((len(samples), longest), pad_id, dtype=np.int64)
     rows = []
-    for i, s in enumerate(sequences):
-        width, length = len(s.prompt_ids), len(s.completion_ids)
-        ids[i, : width + length - 1] = [*s.prompt_ids, *s.completion_ids[:-1]]
-        rows.append(i * longest + np.arange(width - 1, width + length - 1))
+    for i, sample in enumerate(samples):
+        ids[i, : len(sample) - 1] = sample.token_ids[:-1]
+        rows.append(i * longest + np.flatnonzero(sample.action_mask) - 1)
     return Layout(
         ids_BL=torch.from_numpy(ids).to(device),
-        positions_BL=torch.arange(longest, device=device).expand(len(sequences), -1),
+        positions_BL=torch.arange(longest, device=device).expand(len(samples), -1),
         rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
     )
 

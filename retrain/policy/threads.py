@@ -8,6 +8,7 @@ their weights, keep torch's own split. Which pieces there are never depends on t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -22,15 +23,28 @@ R = TypeVar("R")
 
 
 class Workers:
-    """Does independent pieces of work side by side; with ``count`` 1 simply one after the other."""
+    """Does independent pieces of work side by side; with ``count`` 1 simply one after the other.
+
+    A piece that is itself done by one of the workers has no others to share its own pieces with.
+    """
 
     def __init__(self, count: int = 1, threads_after: int | None = None):
-        self.count, self._threads_after = count, threads_after
-        self._pool = ThreadPoolExecutor(count, initializer=_one_thread) if count > 1 else None
+        self._count, self._threads_after = count, threads_after
+        self._inside = threading.local()
+        self._pool = ThreadPoolExecutor(count, initializer=self._begin) if count > 1 else None
+
+    @property
+    def count(self) -> int:
+        """Workers that this thread may use."""
+        return 1 if getattr(self._inside, "a_worker", False) else self._count
+
+    def _begin(self) -> None:
+        self._inside.a_worker = True
+        torch.set_num_threads(1)
 
     def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """``[work(item) for item in items]``; the first exception is raised after all pieces have ended."""
-        if self._pool is None:
+        if self._pool is None or self.count == 1:
             return [work(item) for item in items]
         futures = [self._pool.submit(work, item) for item in items]
         return [future.result() for future in futures]
@@ -41,10 +55,6 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
         if self._threads_after is not None:
             torch.set_num_threads(self._threads_after)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def is_small(base: BaseModel) -> bool:

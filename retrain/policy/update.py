@@ -1,10 +1,8 @@
 """One optimizer step of one lane: policy gradient over micro-batches, global denominators, clipping, AdamW.
 
 Loss normalisers count every token and sequence of the optimizer step, also those of groups without signal, which
-cost no backward pass; so neither micro-batching nor skipping changes the update.
-
-Beside the policy loss, with the same weights per token: the KL divergence to the base (k2, whose gradient is the
-reverse KL's; the base is the model with no adapter active) and a bonus on the entropy of the whole distribution.
+cost no backward pass; so neither micro-batching nor skipping changes the update. What is minimised is an
+``policy.objective.Objective``.
 """
 
 from __future__ import annotations
@@ -19,66 +17,20 @@ from typing import Any
 import torch
 
 from retrain.errors import NonFinite
-from retrain.maths.losses import (
-    RATIO_METRICS,
-    Loss,
-    NotFiniteError,
-    Sums,
-    add_sums,
-    entropy_loss,
-    importance_ratio,
-    kl_terms,
-    log_ratio,
-    loss_metrics,
-    mismatch_weights,
-    policy_loss,
-    ratio_sums,
-    token_weights,
-)
+from retrain.maths.losses import RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
 from retrain.models.sizes import cpu_token_budget
 from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
-from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
+from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory, kept_bytes
+from retrain.policy.objective import Objective, TokenScores
 from retrain.policy.packing import Layout
+from retrain.policy.protocol import Denominators, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """What the update needs to know of the configuration."""
-
-    loss: Loss = "ppo"
-    normalizer: str = "tokens"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    ratio_cap: float = 5.0
-    temperature: float = 1.0
-    max_tokens: int = 256
-    micro_batch_tokens: int = 16384
-    grad_clip_norm: float = 1.0
-    dropout: float = 0.0
-    log_kl: bool = False
-    dual_clip: float | None = None
-    tis_cap: float | None = None
-    icepop_band: tuple[float, float] | None = None
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Counts over *all* completions of the optimizer step, trained on or not.
-
-    ``all_tokens``: sequence lengths count every completion token, not only those of the loss mask.
-    """
-
-    tokens: int
-    sequences: int
-    all_tokens: bool = False
+from retrain.types import Sample
 
 
 def new_optimizer(
@@ -101,39 +53,41 @@ def train_step(
     lanes: Lanes,
     adapter: Adapter,
     optimizer: torch.optim.Optimizer,
-    sequences: Sequence[TrainSequence],
-    settings: LossSettings,
-    denominators: Denominators,
+    batch: TrainBatch,
+    objective: Objective,
     lr: float,
-    dropout_stream: tuple[int | str, ...] = (),
-    budget: Budget | None = None,
+    *,
+    budget: Budget,
+    grad_clip_norm: float = 1.0,
+    dropout: float = 0.0,
     workers: Workers | None = None,
 ) -> dict[str, Any]:
-    """Accumulate gradients over all sequences and take one optimizer step.
+    """Accumulate gradients over all samples and take one optimizer step.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
-    side by side, which changes no bit of the result. Returns the catalogue's update metrics. With no sequences (no
-    group had signal) nothing changes and the loss is 0. Raises NonFinite when the loss or the gradient is not finite
-    and RunFailed when one sequence does not fit in memory; the weights are then untouched.
+    side by side, which changes no bit of the result; ``dropout`` is drawn from a stream of ``batch.stream``. Returns the
+    catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0. Raises
+    NonFinite when the loss or the gradient is not finite and RunFailed when one sample does not fit in memory; the
+    weights are then untouched.
     """
-    metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(sequences)}
-    trained = [s for s in sequences if s.loss_mask_T.any()]
+    samples = batch.samples
+    metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(samples)}
+    trained = [sample for sample in samples if sample.loss_mask.any()]
     if not trained:
         return metrics | {"loss": 0.0, "reported_loss": 0.0} | dict.fromkeys(RATIO_METRICS)
     assert adapter.flat.grad is not None
-    work = _Work(base, lanes, adapter, settings, denominators, dropout_stream)
+    stream = (*batch.stream, "dropout", batch.step)
+    work = _Work(base, lanes, adapter, objective, batch.denominators, dropout, stream)
     try:
-        loss_total, sums, clock = work.gradient(
-            trained, budget or Budget(settings.micro_batch_tokens), workers or Workers()
-        )
+        loss_total, sums, clock = work.gradient(trained, budget, workers or Workers())
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
-    clipped = settings.grad_clip_norm > 0 and norm > settings.grad_clip_norm
+    clipped = grad_clip_norm > 0 and norm > grad_clip_norm
     if clipped:
-        adapter.flat.grad.mul_(settings.grad_clip_norm / (norm + 1e-6))
+        adapter.flat.grad.mul_(grad_clip_norm / (norm + 1e-6))
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -141,7 +95,7 @@ def train_step(
     metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})
     if "kl" in sums and sums["tokens"] > 0:
         metrics["kl"] = float(sums["kl"] / sums["tokens"])
-        metrics["objective/non_score_reward"] = 0.0 - settings.kl_coef * float(sums["kl"]) / len(sequences)
+        metrics["objective/non_score_reward"] = 0.0 - objective.kl_coef * float(sums["kl"]) / len(samples)
     return metrics | loss_metrics(sums) | clock.metrics()
 
 
@@ -162,47 +116,45 @@ class _Work:
     base: BaseModel
     lanes: Lanes
     adapter: Adapter
-    settings: LossSettings
+    objective: Objective
     denominators: Denominators
+    dropout: float
     dropout_stream: tuple[int | str, ...]
 
-    def gradient(
-        self, sequences: Sequence[TrainSequence], budget: Budget, workers: Workers
-    ) -> tuple[float, Sums, _Clock]:
+    def gradient(self, samples: Sequence[Sample], budget: Budget, workers: Workers) -> tuple[float, Sums, _Clock]:
         """Fill ``adapter.flat.grad``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
         budget.tell(*backbone_of(self.base).notes)
         while True:
-            batches = self._micro_batches(sequences, budget.tokens)
+            batches = self._micro_batches(samples, budget.tokens)
             reason = self._attempt(batches, budget, workers)
             if not isinstance(reason, str):
                 break
             if self.base.device.type == "cuda":
                 torch.cuda.empty_cache()
-            budget.shrink([len(part) for part, _ in batches], [len(s) for s in sequences], reason)
+            budget.shrink([len(part) for part, _ in batches], [len(sample) for sample in samples], reason)
         sums, clock = None, _Clock(self.base.device)
         for part in reason:
             sums = add_sums(sums, part.sums)
             clock.add(part.clock, 1 / min(workers.count, len(reason)))
         return float(torch.stack([part.loss for part in reason]).sum()), sums or {}, clock
 
-    def _micro_batches(self, sequences: Sequence[TrainSequence], tokens: int) -> list[tuple[list[TrainSequence], bool]]:
-        """The sequences in micro-batches, each with whether it has a gradient.
+    def _micro_batches(self, samples: Sequence[Sample], tokens: int) -> list[tuple[list[Sample], bool]]:
+        """The samples in micro-batches, each with whether it has a gradient.
 
-        A completion whose advantages are all 0 has none unless the loss has other terms (one of the user's own may
-        do anything); it still counts in the statistics, which a forward pass gives.
+        A sample whose advantages are all 0 has none unless some term of the loss wants every sequence; it still counts
+        in the statistics, which a forward pass gives.
         """
-        settings, batches = self.settings, []
-        always = settings.kl_coef > 0 or settings.entropy_coef > 0 or not isinstance(settings.loss, str)
-        signal = [always or bool(s.advantages_T[s.loss_mask_T].any()) for s in sequences]
+        batches, always = [], self.objective.every_sequence
+        signal = [always or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
         for wanted in (True, False):
-            chosen = [s for s, has in zip(sequences, signal, strict=True) if has == wanted]
+            chosen = [sample for sample, has in zip(samples, signal, strict=True) if has == wanted]
             for indices in split_microbatches(chosen, tokens, packed=backbone_of(self.base).packs):
                 batches.append(([chosen[i] for i in indices], wanted))
         return batches
 
     def _attempt(
-        self, batches: Sequence[tuple[list[TrainSequence], bool]], budget: Budget, workers: Workers
+        self, batches: Sequence[tuple[list[Sample], bool]], budget: Budget, workers: Workers
     ) -> list[_Part] | str:
         """All micro-batches; the words of the error when memory ran out. The error itself, which keeps every tensor
         of the failed pass alive, is gone then."""
@@ -222,24 +174,26 @@ class _Work:
                 flat_grad += part.gradient
         return parts
 
-    def _micro_batch(
-        self, number: int, sequences: list[TrainSequence], wanted: bool, twice: bool, apart: bool
-    ) -> _Part:
+    def _micro_batch(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
         """One forward pass and, if ``wanted``, one backward pass, into ``adapter.flat.grad`` or a tensor ``apart``."""
-        base, settings, clock = self.base, self.settings, _Clock(self.base.device)
-        batch = collate(sequences, base, share=settings.dropout == 0)
+        base, objective, clock = self.base, self.objective, _Clock(self.base.device)
+        batch = collate(samples, base, share=self.dropout == 0)
         clock.lap("prepare_tensors")
-        if settings.dropout > 0:
+        if self.dropout > 0:
             torch.manual_seed(torch_seed(*self.dropout_stream, number))
-        reference_BT = _reference_logprobs(base, batch, settings)
+        reference_BT = None
+        if Want.REFERENCE in objective.needs:  # no lane is active yet: the frozen base itself
+            with torch.no_grad():
+                reference_BT, _ = token_logprobs(base, batch, objective.temperature)
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
         gradient = None
-        with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, settings.dropout), layers:
+        with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, self.dropout), layers:
             logprobs_BT, entropy_BT = token_logprobs(
-                base, batch, settings.temperature, entropy=settings.entropy_coef > 0
+                base, batch, objective.temperature, entropy=Want.ENTROPY in objective.needs
             )
             clock.lap("forward")
-            loss, sums = microbatch_loss(batch, logprobs_BT, settings, self.denominators, reference_BT, entropy_BT)
+            scores = TokenScores(logprobs_BT, entropy_BT, reference_BT)
+            loss, sums = objective.loss(batch, scores, self.denominators)
             clock.lap("loss_computation")
             if wanted and apart:
                 gradient = self.adapter.gradient_of(loss)
@@ -251,7 +205,7 @@ class _Work:
     @contextmanager
     def _again(self, layout: Layout) -> Iterator[None]:
         """What a layer finds when it is computed a second time, maybe in a thread of autograd's."""
-        with self.lanes.single(self.adapter, self.settings.dropout), as_in_forward(layout):
+        with self.lanes.single(self.adapter, self.dropout), as_in_forward(layout):
             yield
 
 
@@ -283,74 +237,3 @@ class _Clock:
         return found | {
             f"timing_{part}_microbatch_mean": found[f"timing_{part}_total"] / n for part, n in self.laps.items()
         }
-
-
-def _reference_logprobs(base: BaseModel, batch: MicroBatch, settings: LossSettings) -> torch.Tensor | None:
-    """Log-probabilities [B, T] of the frozen base where they are needed; call with no lane active."""
-    if not (settings.log_kl or settings.kl_coef > 0):
-        return None
-    with torch.no_grad():
-        return token_logprobs(base, batch, settings.temperature)[0]
-
-
-def microbatch_loss(
-    batch: MicroBatch,
-    logprobs_BT: torch.Tensor,
-    settings: LossSettings,
-    denominators: Denominators,
-    reference_BT: torch.Tensor | None = None,
-    entropy_BT: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Sums]:
-    """This micro-batch's share of the step's loss (0-dim), and its statistics.
-
-    ``reference_BT`` (log-probabilities of the base) is needed for ``kl_coef`` and adds the sum ``kl`` (k3);
-    ``entropy_BT``, with its gradient, for ``entropy_coef``.
-    """
-    mask_BT = batch.loss_mask_BT
-    per_token_BT, sums = _policy_part(batch, logprobs_BT, settings)
-    if reference_BT is not None:
-        sums["kl"] = kl_terms("k3", logprobs_BT.detach(), reference_BT, mask_BT).double().sum()
-        if settings.kl_coef > 0:
-            per_token_BT = per_token_BT + settings.kl_coef * kl_terms("k2", logprobs_BT, reference_BT, mask_BT)
-    if entropy_BT is not None and settings.entropy_coef > 0:
-        per_token_BT = per_token_BT + entropy_loss(entropy_BT, mask_BT, settings.entropy_coef)
-    weights_BT = token_weights(
-        settings.normalizer,
-        mask_BT,
-        total_tokens=denominators.tokens,
-        total_sequences=denominators.sequences,
-        max_tokens=settings.max_tokens,
-        denominator_mask_B_T=batch.completion_BT if denominators.all_tokens else None,
-    )
-    return (per_token_BT * weights_BT).sum(), sums
-
-
-def _policy_part(batch: MicroBatch, logprobs_BT: torch.Tensor, settings: LossSettings) -> tuple[torch.Tensor, Sums]:
-    """Policy loss [B, T] and ratio statistics, with the mismatch of sampler and trainer corrected if asked.
-
-    A correction splits π/π_sampler into the policy's own ratio π/π_old, which the loss clips, and the weight
-    π_old/π_sampler. A batch has one update, so π_old is π itself and the own ratio is 1; the statistics stay those
-    against the sampler, and what they count as clipped is what the cap or the band cuts.
-    """
-    mask_BT, sampler_BT = batch.loss_mask_BT, batch.sampler_logprobs_BT
-    cap, band = settings.tis_cap, settings.icepop_band
-    corrected = cap is not None or band is not None
-    old_BT = logprobs_BT.detach() if corrected else sampler_BT
-    weights_BT = mismatch_weights(old_BT, sampler_BT, mask_BT, cap=cap, band=band) if corrected else None
-    per_token_BT, sums = policy_loss(
-        settings.loss,
-        logprobs_BT,
-        old_BT,
-        batch.advantages_BT,
-        mask_BT,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-        ratio_cap=settings.ratio_cap,
-        weights_B_T=weights_BT,
-    )
-    if corrected:
-        low, high = band or (0.0, cap or math.inf)
-        ratio_BT = importance_ratio(old_BT, sampler_BT, mask_BT)
-        sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, ratio_BT < low, ratio_BT > high)
-    return per_token_BT, sums

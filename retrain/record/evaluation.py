@@ -20,7 +20,7 @@ from retrain.record.context import RunContext, setting
 from retrain.record.samples import Samples, collect, mean
 from retrain.rewards.extract import normalise
 from retrain.rewards.rules import answer_text
-from retrain.types import Completion, EvalRecord, Group
+from retrain.types import EvalRecord, Group, Rollout
 
 Row = dict[str, Any]
 
@@ -54,7 +54,7 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
         "max_token_hit_rate": float((~samples.stopped_N).mean()) if len(samples) else None,
     }
     row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
-    n = min((len(group.completions) for group in record.groups), default=record.samples)
+    n = min((len(group.rollouts) for group in record.groups), default=record.samples)
     row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if told else [], n).items()}
     for tag in sorted({*tags, *(tag for found in samples.tags for tag in found)}):
         tagged_N = np.array([tag in found for found in samples.tags], dtype=bool)
@@ -88,9 +88,9 @@ def tag_keys(samples: int) -> list[str]:
     return [f"{kind}@{samples}" for kind, least in (("pass", 2), ("maj", 3)) if samples >= least]
 
 
-def answer_of(completion: Completion, group: Group) -> str | None:
-    """The answer that a completion gives, in one spelling; None when it gives none, which is no vote."""
-    found = answer_text(completion.text, group.prompt.problem.answer)
+def answer_of(rollout: Rollout) -> str | None:
+    """The answer that a rollout gives, in one spelling; None when it gives none, which is no vote."""
+    found = answer_text(rollout.text, rollout.prompt.problem.answer)
     return normalise(found[:VOTED]) or None if found is not None else None
 
 
@@ -100,7 +100,7 @@ def _accuracy(samples: Samples) -> Interval:
 
 def _at_k(groups: Sequence[Group], n: int) -> Row:
     """pass@k, avg@n and maj@k over problems with n samples each; every value None without groups."""
-    right = [[reward.is_correct for reward in group.rewards] for group in groups]
+    right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
     row: Row = {}
 
     def put(key: str, scores: list[float], with_interval: bool) -> None:
@@ -113,7 +113,7 @@ def _at_k(groups: Sequence[Group], n: int) -> Row:
         put(f"pass@{k}", [pass_at_k(len(marks), sum(marks), k) for marks in right], k > 1)
     put(f"avg@{n}", [sum(marks) / len(marks) for marks in right], False)
     for k in majority_ks(n):
-        votes = [[answer_of(completion, group) for completion in group.completions] for group in groups]
+        votes = [[answer_of(rollout) for rollout in group.rollouts] for group in groups]
         put(f"maj@{k}", [majority(v, marks, k) for v, marks in zip(votes, right, strict=True)], True)
     return row
 

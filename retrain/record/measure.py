@@ -126,7 +126,7 @@ def env_metrics(samples: Samples) -> Row:
 
 
 def _general(record: StepRecord, context: RunContext, samples: Samples, totals: Totals) -> Row:
-    sizes = [len(group.completions) for group in record.groups]
+    sizes = [len(group.rollouts) for group in record.groups]
     return {
         "step": record.step,
         "condition": context.condition,
@@ -168,13 +168,13 @@ def _advantages(samples: Samples) -> Row:
 
 def _policy(record: StepRecord, samples: Samples) -> Row:
     """Entropy of the trained tokens from what the sampler reported; ages are 0 unless the update says otherwise."""
-    completions = [completion for group in record.groups for completion in group.completions]
-    trained = [completions[i] for i in np.flatnonzero(samples.trained_N)]
-    entropies = [c.entropy_T for c in trained if c.entropy_T is not None]
+    rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+    trained = [rollouts[i] for i in np.flatnonzero(samples.trained_N)]
+    entropies = [entropy_T for rollout in trained if (entropy_T := rollout.entropy_T) is not None]
     known = len(entropies) == len(trained)
     row: Row = {
         "entropy": _mean_of(entropies) if known else None,
-        "entropy_sampled": _minus(_mean_of([c.logprobs_T for c in trained])),
+        "entropy_sampled": _minus(_mean_of([rollout.logprobs_T for rollout in trained])),
         "off_policy_steps_mean": 0.0,
         "off_policy_steps_max": 0,
     }
@@ -195,8 +195,9 @@ def _credit(record: StepRecord, context: RunContext) -> Row:
             value = state.get(f"{part}_surprisal_{stat}")
             if kind != "shannon_entropy" and value is not None:
                 row[f"{part}_entropy_{stat}"] = value
-    masks = [mask for group in record.groups for mask in group.planning or ()]
-    if masks and all(group.planning is not None for group in record.groups):
+    found = [rollout.planning_T for group in record.groups for rollout in group.rollouts]
+    masks = [mask for mask in found if mask is not None]
+    if masks and len(masks) == len(found):
         tokens = sum(len(mask) for mask in masks)
         row["planning_fraction"] = float(sum(int(mask.sum()) for mask in masks) / tokens) if tokens else None
     return row

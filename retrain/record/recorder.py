@@ -27,7 +27,7 @@ from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
-from retrain.types import EvalRecord, Group, StepRecord
+from retrain.types import EvalRecord, Group, Prompt, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
@@ -278,7 +278,7 @@ class RunRecorder:
 
 def emergence_step(record: StepRecord, row: Row) -> Row:
     """One line of ``emergence/steps.jsonl``."""
-    rewards = [reward for group in record.groups for reward in group.rewards]
+    rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
     return {
         "step": record.step,
         "mean_reward": row["mean_reward"],
@@ -293,52 +293,51 @@ def emergence_step(record: StepRecord, row: Row) -> Row:
 def generations(record: StepRecord) -> list[Row]:
     """Every completion of the step, for ``emergence/generations.jsonl``."""
     return [
-        completion_facts(record.step, group, sample)
-        | {"group": index, "sample": sample, "advantage": float(group.advantages_N[sample])}
+        rollout_facts(record.step, rollout) | {"group": index, "sample": sample, "advantage": rollout.advantage}
         for index, group in enumerate(record.groups)
-        for sample in range(len(group.completions))
+        for sample, rollout in enumerate(group.rollouts)
     ]
 
 
 def evaluated(record: EvalRecord) -> list[Row]:
     """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
     return [
-        completion_facts(record.step, group, sample)
+        rollout_facts(record.step, rollout)
         | {
-            "completion": shortened(group.completions[sample].text),
+            "completion": shortened(rollout.text),
             "name": record.name,
             "sample": sample,
-            "tags": list(group.prompt.problem.tags),
-            "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "answer": answer_of(group.completions[sample], group),
+            "tags": list(rollout.prompt.problem.tags),
+            "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
+            "answer": answer_of(rollout),
         }
         for group in record.groups
-        for sample in range(len(group.completions))
+        for sample, rollout in enumerate(group.rollouts)
     ]
 
 
-def completion_facts(step: int, group: Group, sample: int) -> Row:
-    """What there is to tell of one completion, its text shortened."""
-    completion, reward = group.completions[sample], group.rewards[sample]
+def rollout_facts(step: int, rollout: Rollout) -> Row:
+    """What there is to tell of one rollout, its text shortened."""
+    reward = rollout.reward
     return {
         "step": step,
-        "prompt": prompt_text(group)[:PROMPT_CHARACTERS],
-        "completion": completion.text[:COMPLETION_CHARACTERS],
+        "prompt": prompt_text(rollout.prompt)[:PROMPT_CHARACTERS],
+        "completion": rollout.text[:COMPLETION_CHARACTERS],
         "reward": reward.total_reward,
-        "num_tokens": len(completion),
-        "stop_reason": completion.stop_reason,
+        "num_tokens": len(rollout),
+        "stop_reason": rollout.stop_reason,
         "correct": reward.is_correct,
-        "problem_id": group.prompt.problem.id,
+        "problem_id": rollout.prompt.problem.id,
         **({"error": without_keys(reward.error)} if reward.error else {}),
     }
 
 
-def prompt_text(group: Group) -> str:
+def prompt_text(prompt: Prompt) -> str:
     """The problem as a person put it: without the chat template, the last turn of a conversation."""
-    prompt = group.prompt.problem.prompt
-    if isinstance(prompt, str):
-        return prompt
-    return str(prompt[-1].get("content", "")) if prompt else group.prompt.text
+    asked = prompt.problem.prompt
+    if isinstance(asked, str):
+        return asked
+    return str(asked[-1].get("content", "")) if asked else prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:

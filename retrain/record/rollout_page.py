@@ -23,9 +23,8 @@ from retrain.record.rollouts import (
     conversation_of,
     fair_share,
     metrics_of,
-    trajectories,
 )
-from retrain.types import Completion, Group, RewardResult
+from retrain.types import Group, Rollout
 
 SAMPLE_CHARACTERS = 20_000
 """Longest text of one sample on a page."""
@@ -49,7 +48,7 @@ def rollout_page(batch: Batch, shown: int) -> str:
     """The page; the first ``shown`` groups appear with their texts, every group in the overview and the table."""
     groups = batch.groups
     chosen = groups[:shown]
-    samples = sum(min(len(group.completions), SAMPLES_SHOWN) for group in chosen)
+    samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
     limit = fair_share(PAGE_CHARACTERS, SAMPLE_CHARACTERS, samples)
     cards = [_group_card(batch, index, group, limit) for index, group in enumerate(chosen)]
     hidden = len(groups) - len(chosen)
@@ -72,11 +71,12 @@ def rollout_page(batch: Batch, shown: int) -> str:
 def _facts(groups: Sequence[Group]) -> str:
     rewards = np.array([value for group in groups for value in group.rewards_N.tolist()], dtype=np.float64)
     known = rewards[np.isfinite(rewards)]
-    lengths = [len(completion) for group in groups for completion in group.completions]
-    correct = [reward.is_correct for group in groups for reward in group.rewards]
-    cut_off = [completion.stop_reason == "length" for group in groups for completion in group.completions]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout) for rollout in rollouts]
+    correct = [rollout.reward.is_correct for rollout in rollouts]
+    cut_off = [rollout.stop_reason == "length" for rollout in rollouts]
     mixed = [np.ptp(r[np.isfinite(r)]) > 0 for r in (group.rewards_N for group in groups) if np.isfinite(r).any()]
-    several = any(len(group.completions) > 1 for group in groups)
+    several = any(len(group.rollouts) > 1 for group in groups)
     facts = [
         ("prompts", str(len(groups)), ""),
         ("samples", str(len(lengths)), ""),
@@ -104,17 +104,17 @@ def _overview(groups: Sequence[Group], linked: int) -> str:
     rows = []
     for index, group in enumerate(groups[:MAP_GROUPS]):
         squares = "".join(
-            '<i class="none" title="not graded"></i>' if reward.total_reward is None else
-            f'<i class="v{round(9 * min(1.0, max(0.0, (reward.total_reward - low) / scale)))}" '
-            f'title="sample {sample}: {reward.total_reward:g}"></i>'
-            for sample, _, reward in trajectories(group)
+            '<i class="none" title="not graded"></i>' if rollout.reward.total_reward is None else
+            f'<i class="v{round(9 * min(1.0, max(0.0, (rollout.reward.total_reward - low) / scale)))}" '
+            f'title="sample {sample}: {rollout.reward.total_reward:g}"></i>'
+            for sample, rollout in enumerate(group.rollouts)
         )  # fmt: skip
         name = f'<a href="#g{index}">{index}</a>' if index < linked else str(index)
         rows.append(f"<div><b>{name}</b>{squares}</div>")
     more = len(groups) - MAP_GROUPS
     note = f'<p class="muted">{more} more groups not shown</p>' if more > 0 else ""
-    widest = min(32, max(len(group.completions) for group in groups)) if groups else 1
-    single = " single" if all(len(group.completions) == 1 for group in groups) else ""
+    widest = min(32, max(len(group.rollouts) for group in groups)) if groups else 1
+    single = " single" if all(len(group.rollouts) == 1 for group in groups) else ""
     legend = (
         f'<span class="muted">reward {low:g} <i class="v0"></i><i class="v4"></i><i class="v9"></i> {high:g}</span>'
     )
@@ -127,8 +127,9 @@ def _overview(groups: Sequence[Group], linked: int) -> str:
 def _toolbar(groups: Sequence[Group]) -> str:
     if not groups:
         return ""
-    trained = any(group.token_advantages is not None for group in groups)
-    planned = any(group.planning is not None for group in groups)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trained = any(rollout.token_advantages_T is not None for rollout in rollouts)
+    planned = any(rollout.planning_T is not None for rollout in rollouts)
     modes = [
         ("none", "plain", True),
         ("s", "surprisal", True),
@@ -162,14 +163,12 @@ def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
         f'<div class="text mono">{_shortened(group.prompt.text, PROMPT_CHARACTERS)}</div></details>'
     )
     samples = [
-        _sample(batch, group, sample, completion, reward, limit)
-        for sample, completion, reward in trajectories(group)
-        if sample < SAMPLES_SHOWN
+        _sample(batch, sample, rollout, limit) for sample, rollout in enumerate(group.rollouts[:SAMPLES_SHOWN])
     ]
-    more = len(group.completions) - len(samples)
+    more = len(group.rollouts) - len(samples)
     left = f'<p class="muted">{more} more samples not shown; they are in the table.</p>' if more > 0 else ""
     answer = _message("answer", problem.answer, LEAST_CHARACTERS) if problem.answer else ""
-    single = " one" if len(group.completions) == 1 else ""
+    single = " one" if len(group.rollouts) == 1 else ""
     return f"""<section class="group{single}" id="g{index}"><h2>Group {index}
 <span class="muted">{escape(problem.id)}</span>{tags}{note}</h2><div class="card prompt">{messages}{answer}{raw}</div>
 <div class="samples">{"".join(samples)}</div>{left}</section>"""
@@ -180,22 +179,23 @@ def _message(role: str, text: str, limit: int) -> str:
     return f'<div class="message"><span class="role">{escape(role)}</span>{body}</div>'
 
 
-def _sample(batch: Batch, group: Group, sample: int, completion: Completion, reward: RewardResult, limit: int) -> str:
-    total, advantage = reward.total_reward, advantage_of(group, sample)
+def _sample(batch: Batch, sample: int, rollout: Rollout, limit: int) -> str:
+    reward, advantage = rollout.reward, advantage_of(rollout)
+    total = reward.total_reward
     mark = ("bad", "not graded") if total is None else ("good" if reward.is_correct else "bad", f"{total:g}")
     sign = "" if total is None else ("✓ " if reward.is_correct else "✗ ")
     chips = [f'<b class="{mark[0]}" title="reward">{sign}{mark[1]}</b>']
     if advantage is not None:
         chips.append(f'<span title="advantage">A {_signed(advantage, 2)}</span>')
-    chips.append(f"<span>{len(completion):,} tokens</span>")
-    if completion.stop_reason == "length":
+    chips.append(f"<span>{len(rollout):,} tokens</span>")
+    if rollout.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
     parts = {k: v for k, v in metrics_of(reward).items() if k not in ("correct", "format") and v is not None}
     if list(parts.values()) == [total]:
         parts = {}  # the only component is the reward itself
     extra = "".join(f"<span>{escape(name)} {value:g}</span>" for name, value in list(parts.items())[:12])
     error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
-    text, data = _tokens(batch, group, sample, completion, limit)
+    text, data = _tokens(batch, rollout, limit)
     left = len(text) - limit
     note = f'<p class="muted">{left:,} more characters not shown</p>' if left > 0 else ""
     return f"""<article class="card"><header><span class="muted">#{sample}</span>{"".join(chips)}</header>
@@ -232,13 +232,13 @@ def _folded(text: str) -> str:
     return "".join([*html, escape(text[start:])])
 
 
-def _tokens(batch: Batch, group: Group, sample: int, completion: Completion, limit: int) -> tuple[str, str]:
+def _tokens(batch: Batch, rollout: Rollout, limit: int) -> tuple[str, str]:
     """The text to show and the attributes with its tokens; no attributes when tokens cannot be placed in the text."""
     if batch.token_text is None:
-        return completion.text, ""
-    text, offsets = batch.token_text(completion)
-    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", completion.text).strip():
-        return completion.text, ""
+        return rollout.text, ""
+    text, offsets = batch.token_text(rollout.token_ids)
+    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", rollout.text).strip():
+        return rollout.text, ""
     ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
     ends_T = np.minimum(np.maximum.accumulate(ends_T), limit) if len(ends_T) else ends_T
     lengths_T = np.diff(ends_T, prepend=0)
@@ -246,12 +246,12 @@ def _tokens(batch: Batch, group: Group, sample: int, completion: Completion, lim
     keep = slice(0, min(seen, len(lengths_T)))
     columns = {
         "l": lengths_T[keep],
-        "s": _scaled(-np.asarray(completion.logprobs_T)[keep], 100),
+        "s": _scaled(-np.asarray(rollout.logprobs_T)[keep], 100),
     }
-    if group.token_advantages is not None and (advantages_T := group.token_advantages[sample]) is not None:
-        columns["a"] = _scaled(advantages_T[keep], 1000)
-    if group.planning is not None:
-        columns["p"] = _runs(group.planning[sample][keep])
+    if rollout.token_advantages_T is not None:
+        columns["a"] = _scaled(rollout.token_advantages_T[keep], 1000)
+    if rollout.planning_T is not None:
+        columns["p"] = _runs(rollout.planning_T[keep])
     return text, "".join(f' data-{name}="{" ".join(map(str, values.tolist()))}"' for name, values in columns.items())
 
 
@@ -270,22 +270,22 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 
 def _table(groups: Sequence[Group], name: str) -> str:
     """Every trajectory in one row."""
-    rows, count = [], sum(len(group.completions) for group in groups)
+    rows, count = [], sum(len(group.rollouts) for group in groups)
     for index, group in enumerate(groups):
-        for sample, completion, reward in trajectories(group):
+        for sample, rollout in enumerate(group.rollouts):
             if len(rows) == TABLE_ROWS:
                 break
-            advantage = advantage_of(group, sample)
+            reward, advantage = rollout.reward, advantage_of(rollout)
             values = (
                 "none" if reward.total_reward is None else f"{reward.total_reward:g}",
                 "" if advantage is None else _signed(advantage, 3),
-                len(group.prompt.token_ids),
-                len(completion),
+                rollout.observation_tokens,
+                len(rollout),
             )
             cells = "".join(f'<td class="number">{value}</td>' for value in values)
             rows.append(
                 f'<tr><td class="number">{index}</td><td>{escape(group.prompt.problem.id[:80])}</td>'
-                f'<td class="number">{sample}</td>{cells}<td>{escape(completion.stop_reason)}</td></tr>'
+                f'<td class="number">{sample}</td>{cells}<td>{escape(rollout.stop_reason)}</td></tr>'
             )
     more = f'<p class="muted">{count - len(rows):,} more not shown</p>' if count > len(rows) else ""
     heads = "".join(

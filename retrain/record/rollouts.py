@@ -9,20 +9,19 @@ conversation, ``data``. Strings among a logtree's children are HTML-escaped, as 
 from __future__ import annotations
 
 import datetime
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from retrain.record.html import escape
-from retrain.types import Completion, Group, RewardResult
+from retrain.types import Group, Message, RewardResult, Rollout
 
 Row = dict[str, Any]
 
-TokenText = Callable[[Completion], tuple[str, Any]]
-"""Text of a completion and the characters [start, end) of each of its tokens."""
+TokenText = Callable[[Sequence[int]], tuple[str, Any]]
+"""Text of sampled token ids and the characters [start, end) of each of its tokens."""
 
 MESSAGE_CHARACTERS = 200_000
 """Longest message in a logtree; what is cut off is counted in its place."""
@@ -82,38 +81,37 @@ def summary_rows(batch: Batch) -> list[Row]:
             "iteration": batch.iteration,
             "group_idx": index,
             "traj_idx": sample,
-            "tags": list(dict.fromkeys((*group.prompt.problem.tags, *reward.tags))),
+            "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
             "sampling_client_step": batch.policy_step,
-            "total_reward": reward.total_reward,
-            "final_reward": 0.0,  # what a whole group would get besides; a single turn is rewarded in its step
-            "trajectory_metrics": metrics_of(reward),
-            "steps": [
-                {
-                    "step_idx": 0,
-                    "ob_len": len(group.prompt.token_ids),
-                    "ac_len": len(completion),
-                    "reward": reward.total_reward,
-                    "episode_done": True,
-                    "stop_reason": completion.stop_reason,
-                    "metrics": metrics_of(reward),
-                    "logs": {"error": reward.error[:500]} if reward.error else {},
-                }
-            ],
+            "total_reward": rollout.reward.total_reward,
+            "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
+            "trajectory_metrics": metrics_of(rollout.reward),
+            "steps": [_turn_row(rollout, turn) for turn in range(len(rollout.turns))],
             "final_ob_len": 0,
             "problem_id": group.prompt.problem.id,
-            "stop_reason": completion.stop_reason,
-            "advantage": advantage_of(group, sample),
+            "stop_reason": rollout.stop_reason,
+            "advantage": advantage_of(rollout),
             "discarded": group.discarded,
         }
         for index, group in enumerate(batch.groups)
-        for sample, completion, reward in trajectories(group)
+        for sample, rollout in enumerate(group.rollouts)
     ]
 
 
-def trajectories(group: Group) -> Iterator[tuple[int, Completion, RewardResult]]:
-    """(place, completion, reward) of each sample."""
-    for sample, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
-        yield sample, completion, reward
+def _turn_row(rollout: Rollout, index: int) -> Row:
+    """One turn: what was read and drawn in it. The reward stands in the last, where the episode ends."""
+    turn, last = rollout.turns[index], index + 1 == len(rollout.turns)
+    reward = rollout.reward
+    return {
+        "step_idx": index,
+        "ob_len": len(turn.observation_ids),
+        "ac_len": len(turn.action),
+        "reward": reward.total_reward if last else 0.0,
+        "episode_done": last,
+        "stop_reason": turn.action.stop_reason,
+        "metrics": metrics_of(reward) if last else {},
+        "logs": {"error": reward.error[:500]} if last and reward.error else {},
+    }
 
 
 def metrics_of(reward: RewardResult) -> Row:
@@ -124,10 +122,9 @@ def metrics_of(reward: RewardResult) -> Row:
     return {**reward.sample_metrics, **reward.components, **values}
 
 
-def advantage_of(group: Group, sample: int) -> float | None:
-    """The completion's advantage; None where there is none (no reward, or an evaluation)."""
-    value = float(group.advantages_N[sample])
-    return value if np.isfinite(value) else None
+def advantage_of(rollout: Rollout) -> float | None:
+    """The rollout's advantage; None where there is none (no reward, or an evaluation)."""
+    return rollout.advantage if math.isfinite(rollout.advantage) else None
 
 
 def conversation_of(group: Group) -> list[dict[str, str]]:
@@ -149,7 +146,7 @@ def fair_share(total: int, most: int, count: int) -> int:
 
 def logtree(batch: Batch, shown: int) -> Row:
     """The tree of one iteration: texts and grading of the first ``shown`` groups, details of every trajectory."""
-    count = sum(len(group.completions) for group in batch.groups[:shown])
+    count = sum(len(group.rollouts) for group in batch.groups[:shown])
     limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
     title = f"{batch.run}: {batch.title}"
     started = datetime.datetime.fromtimestamp(batch.started, datetime.UTC).isoformat(timespec="seconds")
@@ -181,10 +178,13 @@ def _section(title: str, level: int, body: list[Any]) -> Row:
 
 
 def _group_body(group: Group, limit: int) -> list[Row]:
-    asked = [{**message, "content": cut(message["content"], limit)} for message in conversation_of(group)]
+    asked = _cut_messages(conversation_of(group), limit)
     body = []
-    for sample, completion, reward in trajectories(group):
-        messages = [*asked, {"role": "assistant", "content": cut(completion.text, limit)}]
+    for sample, rollout in enumerate(group.rollouts):
+        reward, messages = rollout.reward, [*asked]
+        for index, turn in enumerate(rollout.turns):
+            messages += [] if index == 0 else _cut_messages(turn.messages, limit)
+            messages.append({"role": "assistant", "content": cut(turn.action.text, limit)})
         graded = f"Reward: {_number(reward.total_reward)}, correct: {'yes' if reward.is_correct else 'no'}"
         parts = [
             _conversation(messages),
@@ -195,6 +195,10 @@ def _group_body(group: Group, limit: int) -> list[Row]:
             parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))
         body.append(_section(f"Trajectory {sample}", 3, parts))
     return body
+
+
+def _cut_messages(messages: Sequence[Message], limit: int) -> list[dict[str, str]]:
+    return [{"role": str(m.get("role", "user")), "content": cut(str(m.get("content", "")), limit)} for m in messages]
 
 
 def _conversation(messages: list[dict[str, str]]) -> Row:
@@ -212,9 +216,9 @@ def _details_table(group: Group) -> Row:
     head = node("tr", "", *(node("th", "", name) for name in names))
     rows = [
         node("tr", "", *(node("td", "", str(value)) for value in (
-            sample, len(group.prompt.token_ids), len(completion), _number(reward.total_reward),
-            _number(advantage_of(group, sample)), completion.stop_reason)))
-        for sample, completion, reward in trajectories(group)
+            sample, rollout.observation_tokens, len(rollout), _number(rollout.reward.total_reward),
+            _number(advantage_of(rollout)), rollout.stop_reason)))
+        for sample, rollout in enumerate(group.rollouts)
     ]  # fmt: skip
     return node("table", "lt-table", head, *rows)
 

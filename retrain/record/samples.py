@@ -65,10 +65,10 @@ class Samples:
 
 def collect(groups: Sequence[Group]) -> Samples:
     """All completions of the groups as columns, before any filtering."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    completions = [completion for group in groups for completion in group.completions]
-    sizes = [len(group.completions) for group in groups]
-    advantage_N = _floats(value for group in groups for value in np.asarray(group.advantages_N).tolist())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    sizes = [len(group.rollouts) for group in groups]
+    advantage_N = _floats(rollout.advantage for rollout in rollouts)
     kept_N = np.repeat(np.array([group.discarded is None for group in groups], dtype=bool), sizes)
     return Samples(
         group_N=np.repeat(np.arange(len(groups)), sizes),
@@ -77,13 +77,11 @@ def collect(groups: Sequence[Group]) -> Samples:
         format_N=_floats(reward.format_ok for reward in rewards),
         advantage_N=advantage_N,
         trained_N=kept_N & np.isfinite(advantage_N),
-        length_N=_floats(len(completion) for completion in completions),
-        prompt_length_N=np.repeat(_floats(len(group.prompt.token_ids) for group in groups), sizes),
-        stopped_N=np.array([completion.stop_reason == "stop" for completion in completions], dtype=bool),
+        length_N=_floats(map(len, rollouts)),
+        prompt_length_N=_floats(rollout.observation_tokens for rollout in rollouts),
+        stopped_N=np.array([rollout.stop_reason == "stop" for rollout in rollouts], dtype=bool),
         tags=[
-            tuple(dict.fromkeys((*group.prompt.problem.tags, *reward.tags)))
-            for group in groups
-            for reward in group.rewards
+            tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts
         ],
         parts=_parts(rewards),
     )

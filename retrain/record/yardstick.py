@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from retrain.files import dumps, write_bytes
-from retrain.types import Completion, EvalRecord, Group, Prompt, RewardResult
+from retrain.types import Action, EvalRecord, Prompt, RewardResult, single_turn
 
 FOLDER = "base"
 
@@ -55,8 +55,8 @@ class Yardstick:
         cuts = np.cumsum(arrays["lengths"])[:-1]
         parts = {name: np.split(arrays[name], cuts) for name in ("token_ids", "logprobs")}
         entropies = np.split(arrays["entropies"], cuts) if len(arrays["entropies"]) else None
-        completions = [
-            Completion(
+        actions = [
+            Action(
                 parts["token_ids"][i].tolist(),
                 one["text"],
                 parts["logprobs"][i],
@@ -68,8 +68,8 @@ class Yardstick:
         rewards = [RewardResult(**{**one, "tags": tuple(one["tags"])}) for one in facts["rewards"]]
         samples = facts["samples"]
         groups = [
-            Group(prompt, completions[at : at + samples], rewards[at : at + samples], np.full(samples, np.nan))
-            for at, prompt in zip(range(0, len(completions), samples), prompts, strict=True)
+            single_turn(prompt, actions[at : at + samples], rewards[at : at + samples])
+            for at, prompt in zip(range(0, len(actions), samples), prompts, strict=True)
         ]
         sampling = {key: facts[key] for key in ("temperature", "samples", "seconds", "max_tokens")}
         return EvalRecord(facts["name"], 0, groups, **sampling)
@@ -79,9 +79,9 @@ class Yardstick:
 
         Raises StorageError when it cannot be written.
         """
-        completions = [completion for group in record.groups for completion in group.completions]
-        rewards = [reward for group in record.groups for reward in group.rewards]
-        if not completions or any(reward.error or reward.total_reward is None for reward in rewards):
+        rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts]
+        if not rollouts or any(reward.error or reward.total_reward is None for reward in rewards):
             return
         facts: dict[str, Any] = {
             "name": record.name,
@@ -91,18 +91,18 @@ class Yardstick:
             "seconds": record.seconds,
             "setting": setting,
             "problem_ids": [group.prompt.problem.id for group in record.groups],
-            "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in completions],
+            "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in rollouts],
             "rewards": [asdict(reward) for reward in rewards],
         }
-        known = all(one.entropy_T is not None for one in completions)
-        entropies = [one.entropy_T for one in completions if one.entropy_T is not None] if known else []
+        known = all(one.entropy_T is not None for one in rollouts)
+        entropies = [entropy_T for one in rollouts if (entropy_T := one.entropy_T) is not None] if known else []
         packed = io.BytesIO()
         np.savez_compressed(
             packed,
             facts=np.array(dumps(facts)),
-            lengths=np.array([len(one) for one in completions]),
-            token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in completions]),
-            logprobs=np.concatenate([one.logprobs_T for one in completions]),
+            lengths=np.array([len(one) for one in rollouts]),
+            token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in rollouts]),
+            logprobs=np.concatenate([one.logprobs_T for one in rollouts]),
             entropies=np.concatenate(entropies) if entropies else np.zeros(0),
         )
         write_bytes(self.path(setting), packed.getvalue())

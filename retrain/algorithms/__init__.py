@@ -1,0 +1,1 @@
+"""Algorithms: from rewards to what each token is trained with."""

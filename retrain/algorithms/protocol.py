@@ -1,0 +1,57 @@
+"""What the loop asks of an algorithm: rollouts with rewards become rollouts with advantages, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from retrain.policy.protocol import Denominators, Scores
+from retrain.types import Group
+
+
+class Need(StrEnum):
+    """What an algorithm cannot do without."""
+
+    ENTROPY = "entropy"
+    """Full-vocabulary entropies of the distributions sampled from, by the engine."""
+    PLANNING = "planning"
+    """Which tokens plan."""
+    LOGPROBS = "logprobs"
+    """The trainer's own log-probabilities of the rollouts, before the update."""
+    VALUES = "values"
+    """What a critic expects at each token."""
+    REFERENCE = "reference"
+    """The frozen base's log-probabilities."""
+    GROUP = "group"
+    """Several rollouts of a prompt, to be compared with each other."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What is said of a whole step beside its rollouts: what the loss is divided by, and numbers for the record."""
+
+    denominators: Denominators
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """From rewards to what each token is trained with. One object per run; what it remembers from step to step is its
+    ``state``, which every checkpoint keeps."""
+
+    needs: frozenset[Need]
+
+    def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
+        """Set ``advantage``, ``token_advantages_T`` and ``loss_mask_T`` of every rollout that has a reward, and
+        ``discarded`` of every group that does not train. ``scores`` holds what ``needs`` asks of the policy, for the
+        rollouts in order."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as strict JSON; changed by ``credit`` alone."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        ...

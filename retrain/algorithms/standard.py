@@ -1,0 +1,294 @@
+"""The algorithm that configurations name: advantage, planning tokens, token credit with its SEPA schedule.
+
+The formulas are in ``retrain.maths``; this file lays rollouts out as padded tensors and back, and keeps what SEPA
+remembers from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.algorithms.protocol import Credit, Need
+from retrain.config import Config
+from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
+from retrain.maths.credit import (
+    NEEDS_ENTROPY,
+    NEEDS_PLANNING,
+    OWN_ADVANTAGE,
+    TRANSFORMS,
+    UNCERTAINTIES,
+    ModeInputs,
+    TokenCredit,
+    placebo_mask,
+    token_advantages,
+)
+from retrain.maths.losses import POLICY_LOSSES
+from retrain.maths.planning import Detector
+from retrain.maths.schedules import SepaSchedule, sepa_gate_open, sepa_lambda, sepa_observe, sepa_start
+from retrain.plugins import load_function
+from retrain.policy.protocol import Denominators, Scores
+from retrain.rng import uniforms
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action, Group, Problem, RewardResult, Rollout
+
+Mode = str | Callable[..., Any]
+"""The name of one of the formulas in ``retrain.maths``, or a function of the user's."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The formulas of a run: from rewards to advantages, from advantages to tokens, how uncertain a token is, and
+    the loss of a token."""
+
+    advantage: Mode
+    transform: Mode
+    uncertainty: Mode
+    loss: Mode = "ppo"
+
+
+def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Modes:
+    """The modes that ``[algorithm]`` names, plug-ins loaded from ``base_dir`` or the current directory.
+
+    Raises PluginError when one cannot be loaded.
+    """
+
+    def one(key: str, own: Sequence[str]) -> Mode:
+        name = getattr(algorithm, key)
+        return name if name in own else load_function(name, base_dir, f"[algorithm] {key} =")
+
+    return Modes(
+        one("advantage_mode", tuple(ADVANTAGES)),
+        one("transform_mode", TRANSFORMS),
+        one("uncertainty_kind", UNCERTAINTIES),
+        one("loss", tuple(POLICY_LOSSES)),
+    )
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What an advantage plug-in may look at besides the rewards: the group's problem and graded completions."""
+
+    problem: Problem
+    completions: Sequence[Action]
+    rewards: Sequence[RewardResult]
+
+
+@dataclass(frozen=True)
+class CreditResult:
+    """The denominators of the whole step, the catalogue's credit statistics, and what the SEPA ``auto`` schedule
+    watches."""
+
+    denominators: Denominators
+    stats: dict[str, float | None]
+    exec_variance: float | None
+
+
+class Standard:
+    """Advantages, planning tokens and token credit of one run's configuration.
+
+    ``stream`` names the run's random stream, of which the HICRA placebo draws.
+    """
+
+    def __init__(
+        self, config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: tuple[int | str, ...]
+    ):
+        self.config, self.modes, self.detector, self.tokenizer, self.stream = config, modes, detector, tokenizer, stream
+        sepa = config.sepa
+        self.schedule = SepaSchedule(
+            schedule=sepa.schedule,
+            steps=sepa.steps,
+            delay_steps=sepa.delay_steps,
+            correct_rate_gate=sepa.correct_rate_gate,
+            ema_decay=sepa.ema_decay,
+            var_threshold=sepa.threshold,
+            warmup_steps=sepa.warmup_steps,
+        )
+        self.sepa = sepa_start(self.schedule)
+        needs = {Need.GROUP}
+        if modes.transform in NEEDS_PLANNING:
+            needs.add(Need.PLANNING)
+        if needs_entropy(config):
+            needs.add(Need.ENTROPY)
+        self.needs = frozenset(needs)
+
+    def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
+        """See ``Algorithm.credit``. λ is read before the batch is observed, which counts for the next step."""
+        fill_advantages(groups, self.modes.advantage, self.config.reward.type)
+        mark_planning(groups, self.detector, self.tokenizer)
+        lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
+        found = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
+        metrics: dict[str, Any] = dict(found.stats)
+        if self.modes.transform == "gtpo_sepa":
+            metrics |= {"sepa_lambda": lam, "sepa_gate_open": gate_open}
+            self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), found.exec_variance)
+        return Credit(found.denominators, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What SEPA has seen so far."""
+        return {"sepa": self.sepa}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        self.sepa = state["sepa"]
+
+
+def correct_rate(groups: Sequence[Group]) -> float:
+    """Share of correct rollouts among all that were sampled."""
+    flags = [rollout.reward.is_correct for group in groups for rollout in group.rollouts]
+    return sum(flags) / len(flags)
+
+
+def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "reward") -> None:
+    """Set the advantages of all rollouts and ``discarded`` of every group from the rewards.
+
+    Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
+    itself. ``reinforce_pp`` is whitened over the batch. A group whose advantages are all equal to 0 carries no
+    signal and is marked ``zero_advantage``, one without any reward ``no_reward``.
+    """
+    rated: list[Rollout] = []
+    for group in groups:
+        known = [rollout for rollout in group.rollouts if rollout.reward.total_reward is not None]
+        for rollout in group.rollouts:
+            rollout.advantage = math.nan
+        if known and not (mode == "rloo" and len(known) < 2):
+            rewards_N = torch.tensor([rollout.reward.total_reward for rollout in known], dtype=torch.float64)
+            values_N = group_advantages(mode, rewards_N, reward_name=reward_name, context=_context(group, known))
+            for rollout, value in zip(known, values_N.tolist(), strict=True):
+                rollout.advantage = value
+            rated += known
+    if mode == "reinforce_pp" and rated:
+        values_N = torch.tensor([rollout.advantage for rollout in rated], dtype=torch.float64)
+        whitened_N = whiten(values_N, torch.tensor([len(rollout) for rollout in rated]))
+        for rollout, value in zip(rated, whitened_N.tolist(), strict=True):
+            rollout.advantage = value
+    for group in groups:
+        known_N = group.advantages_N[np.isfinite(group.advantages_N)]
+        if not len(known_N):
+            group.discarded = "no_reward"
+        else:
+            group.discarded = None if known_N.any() else "zero_advantage"
+
+
+def _context(group: Group, known: Sequence[Rollout]) -> GroupContext:
+    """The part of the group that has rewards, in their order."""
+    actions = [rollout.turns[-1].action for rollout in known]
+    return GroupContext(group.prompt.problem, actions, [rollout.reward for rollout in known])
+
+
+def mark_planning(groups: Sequence[Group], detector: Detector, tokenizer: Tokenizer) -> None:
+    """Set ``planning_T`` of every rollout. Turns are looked at one by one: no phrase spans two of them."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    placed = [tokenizer.offsets(turn.action.token_ids) for rollout in rollouts for turn in rollout.turns]
+    masks = iter(detector.token_masks([text for text, _ in placed], [offsets for _, offsets in placed]))
+    for rollout in rollouts:
+        found = [np.asarray(next(masks), dtype=bool) for _ in rollout.turns]
+        rollout.planning_T = found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tensor:
+    out = np.zeros((len(arrays), width), dtype=dtype)
+    for i, array in enumerate(arrays):
+        out[i, : len(array)] = array
+    return torch.from_numpy(out)
+
+
+def _padded_if_all(arrays: Sequence[np.ndarray | None], width: int, dtype: type) -> torch.Tensor | None:
+    """Padded, or None where one is missing."""
+    there = [array for array in arrays if array is not None]
+    return _padded(there, width, dtype) if len(there) == len(arrays) else None
+
+
+def assign_credit(
+    groups: Sequence[Group],
+    config: Config,
+    sepa_lambda: float,
+    placebo_stream: tuple[int | str, ...],
+    modes: Modes | None = None,
+) -> CreditResult:
+    """Set the token advantages and loss masks of every rollout that has a reward. Groups without signal stay marked
+    as discarded, unless the loss has a KL or entropy term: all of them train then.
+
+    ``placebo_stream`` names the random stream of the HICRA placebo; ``modes`` are loaded from ``config`` by default.
+    Where the token credit makes its own advantages (``gtpo_paper``, one of the user's), what it returns decides which
+    groups have signal.
+    """
+    modes = modes or load_modes(config.algorithm)
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.token_advantages_T = rollout.loss_mask_T = None
+        if config.algorithm.regularised and group.discarded == "zero_advantage":
+            group.discarded = None
+    rows = [(group, rollout) for group in groups for rollout in group.rollouts if math.isfinite(rollout.advantage)]
+    if not rows:
+        return CreditResult(Denominators(0, 0), {}, None)
+    credit = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
+    advantages_BT, loss_mask_BT = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
+    for (_, rollout), advantages_T, mask_T in zip(rows, advantages_BT, loss_mask_BT, strict=True):
+        rollout.token_advantages_T = advantages_T[: len(rollout)]
+        rollout.loss_mask_T = mask_T[: len(rollout)]
+    own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
+    if own and not config.algorithm.regularised:
+        signal = {group for (group, _), row in zip(rows, advantages_BT, strict=True) if row.any()}
+        for group, _ in rows:
+            group.discarded = None if group in signal else "zero_advantage"
+    denominators = Denominators(
+        tokens=int(credit.denominator_mask_B_T.sum()),
+        sequences=sum(len(rollout) > 0 for _, rollout in rows),
+        all_tokens=config.algorithm.entropy_mask_denominator == "all",
+    )
+    return CreditResult(denominators, credit.stats, credit.exec_variance)
+
+
+def _token_credit(
+    rows: Sequence[tuple[Group, Rollout]],
+    config: Config,
+    modes: Modes,
+    sepa_lambda: float,
+    placebo_stream: tuple[int | str, ...],
+) -> TokenCredit:
+    """Credit of these rollouts, padded to one width."""
+    rollouts = [rollout for _, rollout in rows]
+    lengths = [len(rollout) for rollout in rollouts]
+    width = max(lengths)
+    mask_BT = _padded([np.ones(length, bool) for length in lengths], width, np.bool_)
+    planning_BT = _padded_if_all([rollout.planning_T for rollout in rollouts], width, np.bool_)
+    placebo_BT = None
+    if modes.transform == "gtpo_hicra_placebo" and planning_BT is not None:
+        draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
+        placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
+    number = {group: place for place, group in enumerate(dict.fromkeys(group for group, _ in rows))}
+    return token_advantages(
+        modes.transform,
+        torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float64),
+        _padded([rollout.logprobs_T for rollout in rollouts], width, np.float64),
+        _padded_if_all([rollout.entropy_T for rollout in rollouts], width, np.float64),
+        planning_BT,
+        mask_BT,
+        uncertainty_kind=modes.uncertainty,
+        beta=config.gtpo.beta,
+        alpha=config.hicra.alpha,
+        sepa_lambda=sepa_lambda,
+        inputs=ModeInputs(
+            rewards_B=torch.tensor([rollout.reward.total_reward for rollout in rollouts], dtype=torch.float64),
+            correct_B=torch.tensor([rollout.reward.is_correct for rollout in rollouts]),
+            group_B=torch.tensor([number[group] for group, _ in rows]),
+            placebo_B_T=placebo_BT,
+            alpha1=config.gtpo.alpha1,
+            alpha2=config.gtpo.alpha2,
+            entropy_rho=config.algorithm.entropy_mask_rho,
+            entropy_denominator=config.algorithm.entropy_mask_denominator,
+        ),
+    )
+
+
+def needs_entropy(config: Config) -> bool:
+    """Whether the configuration can only run on an engine that returns full-vocabulary entropies."""
+    return config.algorithm.uncertainty_kind == "shannon_entropy" or config.algorithm.transform_mode in NEEDS_ENTROPY

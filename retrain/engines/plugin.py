@@ -1,0 +1,65 @@
+"""Sampling with a backend of the user's own (see ``policy.plugin``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.errors import PluginError
+from retrain.policy.plugin import PluginSnapshot
+from retrain.policy.protocol import PolicySnapshot
+from retrain.types import Action
+
+
+class PluginEngine:
+    """Samples every run's prompts with that run's own backend; checks what comes back."""
+
+    exact = False
+
+    def __init__(self, plugin: str, gives_entropy: bool):
+        self.plugin, self.gives_entropy = plugin, gives_entropy
+        self._backends: dict[str, Any] = {}
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        """Backends sample with the weights that they hold: this says whose they are."""
+        if not isinstance(weights, PluginSnapshot):
+            raise TypeError(f"this engine samples with backends, not with {type(weights).__name__}")
+        self._backends[ref.run_id] = weights.backend
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        """See ``Engine.sample``; runs take their turns.
+
+        Raises PluginError naming the backend when the number of completions, a length or a value is wrong.
+        """
+        found: list[list[Action]] = [[] for _ in requests]
+        for ref in dict.fromkeys(request.policy for request in requests):
+            places = [i for i, request in enumerate(requests) if request.policy == ref]
+            groups = [list(group) for group in self._backends[ref.run_id].sample([requests[i] for i in places])]
+            if len(groups) != len(places):
+                raise PluginError(f"backend {self.plugin} sampled {len(groups)} groups for {len(places)} prompts")
+            for place, group in zip(places, groups, strict=True):
+                self._check(requests[place], group)
+                for action in group:
+                    action.policy_version = ref.version
+                found[place] = group
+                if finished is not None:
+                    finished(place, group)
+        return found
+
+    def _check(self, request: SampleRequest, group: Sequence[Action]) -> None:
+        told = f"backend {self.plugin} sampled"
+        if len(group) != request.samples:
+            raise PluginError(f"{told} {len(group)} completions of a prompt where {request.samples} were asked for")
+        for completion in group:
+            logprobs_T = np.asarray(completion.logprobs_T)
+            if logprobs_T.shape != (len(completion),):
+                raise PluginError(f"{told} {len(completion)} tokens with {logprobs_T.shape} log-probabilities")
+            if not (np.isfinite(logprobs_T).all() and (logprobs_T <= 1e-6).all()):
+                raise PluginError(f"{told} a token whose log-probability is not finite, or above 0")
+            if not len(completion) or len(completion) > request.max_tokens:
+                raise PluginError(f"{told} {len(completion)} tokens where 1 to {request.max_tokens} were asked for")

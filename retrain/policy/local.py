@@ -1,0 +1,195 @@
+"""The built-in policy: a LoRA adapter over a frozen base that other runs share, with its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.config import Config
+from retrain.errors import CheckpointError, ModelError, UsageError
+from retrain.files import write_bytes
+from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
+from retrain.policy.backbone import backbone_of
+from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget
+from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Scores, TrainBatch, Want
+from retrain.policy.threads import Workers
+from retrain.policy.update import default_token_budget, new_optimizer, train_step
+from retrain.types import Sample
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class LocalSnapshot:
+    """An adapter as it was: its weights, what peft has to know of them, and AdamW's moments if it is resumable."""
+
+    weights: LoraWeights
+    peft: Mapping[str, Any]
+    optimizer: Mapping[str, torch.Tensor] | None = None
+
+    def write(self, directory: Path) -> None:
+        """A PEFT directory and the optimizer. Raises StorageError when the file system refuses."""
+        from safetensors.torch import save
+
+        assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
+        self.export(directory, directory)
+        write_bytes(directory / OPTIMIZER, save(dict(self.optimizer)))
+
+    def export(self, directory: Path, checkpoint: Path) -> None:
+        """A PEFT directory that peft, transformers, vLLM and SGLang load."""
+        write_peft(directory, self.weights.tensors(), dict(self.peft))
+
+    def discard(self) -> None:
+        """Nothing lies about."""
+
+
+class LocalPolicy:
+    """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
+    side by side, unless the update itself is one of several that run side by side."""
+
+    starts_as_base = True
+
+    def __init__(
+        self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...], workers: Workers
+    ):
+        self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
+        self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
+        optimizer, training = config.optimizer, config.training
+        betas = (optimizer.beta1, optimizer.beta2)
+        self.optimizer = new_optimizer(self.adapter, training.lr, betas, optimizer.eps, training.weight_decay)
+        tokens = training.micro_batch_tokens
+        self.budget = Budget(default_token_budget(base) if tokens == "auto" else tokens)
+        self.version = 0
+
+    @property
+    def capabilities(self) -> Mapping[str, bool]:
+        """See ``Policy.capabilities``."""
+        return {
+            "loss_is_placeholder": False,
+            "backend_reports_sync_loss": True,
+            "backend_preserves_token_advantages": True,
+        }
+
+    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
+        """See ``Policy.score``; in micro-batches, without gradients. Raises ModelError for values: there is no critic."""
+        if Want.VALUES in want:
+            raise ModelError("this policy has no critic that could give values")
+        wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        temperature = self.config.training.temperature
+        for part in split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ():
+            batch = collate([samples[i] for i in part], self.base)
+            tables: dict[Want, torch.Tensor | None] = {}
+            with torch.no_grad():
+                if Want.REFERENCE in want:
+                    tables[Want.REFERENCE], _ = token_logprobs(self.base, batch, temperature)
+                if want & {Want.LOGPROBS, Want.ENTROPY}:
+                    with self.lanes.single(self.adapter):
+                        tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
+                            self.base, batch, temperature, entropy=Want.ENTROPY in want
+                        )
+            for kind in want:
+                found = tables[kind]
+                assert found is not None
+                for i, row_T, own_T in zip(part, found.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True):
+                    wanted[kind][i] = row_T[own_T]
+        return Scores(**{str(kind): arrays for kind, arrays in wanted.items()})
+
+    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
+        """See ``train_step``."""
+        weights = self.adapter.flat
+        before = weights._version
+        try:
+            return train_step(
+                self.base,
+                self.lanes,
+                self.adapter,
+                self.optimizer,
+                batch,
+                objective,
+                lr,
+                budget=self.budget,
+                grad_clip_norm=self.config.optimizer.grad_clip_norm,
+                dropout=self.config.lora.dropout,
+                workers=self.workers,
+            )
+        finally:
+            self.version += weights._version != before  # also when an error came after a part of the change
+
+    def snapshot(self, resumable: bool = False) -> LocalSnapshot:
+        """See ``Policy.snapshot``."""
+        model, lora = self.config.model, self.config.lora
+        peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
+        if not resumable:
+            return LocalSnapshot(self.adapter.frozen(), peft)
+        return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer))
+
+    def load(self, directory: Path) -> None:
+        """See ``Policy.load``. Raises CheckpointError when the adapter is of another shape."""
+        from safetensors.torch import load_file
+
+        try:
+            self.adapter.load(read_adapter(directory).tensors, lowered=True)
+        except ModelError as error:
+            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+        load_optimizer(self.optimizer, load_file(directory / OPTIMIZER))
+
+    def begin_with(self, directory: Path) -> None:
+        """The weights of a PEFT directory. Raises ModelError when there is none, UsageError when its scale differs."""
+        stored = read_adapter(directory)
+        wrong = [scale for scale in stored.scales.values() if abs(scale - self.adapter.scale) > 1e-9]
+        if wrong:
+            raise UsageError(
+                f"{directory} has LoRA scale {wrong[0]:g}, this run {self.adapter.scale:g}: "
+                "set [model] lora_rank and [lora] alpha to the adapter's"
+            )
+        self.adapter.load(stored.tensors)
+
+    def begin_step(self, step: int) -> list[str]:
+        """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``.
+
+        The optimizer begins anew: its moments belong to rows that are no more. A checkpoint of this step holds the
+        adapter as it was before, and resuming lowers it again, to the same numbers.
+        """
+        lines = []
+        for stage, rank in self.config.lora.anneal:
+            if stage == step and self.adapter.live_rank > rank:
+                lines.append(f"step {step}: the adapter goes on with rank {rank} of {self.adapter.live_rank}")
+                self.adapter.lower(rank)
+                self.optimizer.state.clear()
+                self.version += 1
+        return lines
+
+    def state(self) -> dict[str, Any]:
+        """The version, and what memory taught about micro-batches."""
+        return {"version": self.version, "budget": self.budget.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        self.version = state["version"]
+        self.budget.restore(state["budget"])
+
+    def notes(self) -> list[str]:
+        """What memory and the model's layers did not allow."""
+        return self.budget.take_notes()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's moments and step count, copied to the host; empty before the first update."""
+    state = optimizer.state_dict()["state"].get(0, {})
+    return {key: torch.as_tensor(value).detach().cpu().clone() for key, value in state.items()}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Put the moments back (nothing to do for a checkpoint from before the first update)."""
+    state = optimizer.state_dict()
+    state["state"] = {0: dict(tensors)} if tensors else {}
+    optimizer.load_state_dict(state)

@@ -1,0 +1,235 @@
+"""A policy of the user's own: a class named ``module:Class`` in ``[backend] backend``, one object per run.
+
+The built-in policy trains LoRA adapters of a model in this process, and all its runs share one decode batch. One of
+the user's brings the weights itself: it samples, takes optimizer steps, saves and loads; retrain does the rest
+(problems, rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/backends.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from retrain.config import Config
+from retrain.engines.protocol import SampleRequest
+from retrain.errors import CheckpointError, PluginError, RunFailed, UsageError
+from retrain.maths.losses import RATIO_METRICS
+from retrain.plugins import check_backend_class, load_function
+from retrain.policy import protocol
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Denominators, Scores, Want
+from retrain.record.catalogue import BY_KEY, LOSS, POLICY, TIME
+from retrain.types import Action, Sample
+
+OWN_KEYS = frozenset(metric.key for metric in (*LOSS, *POLICY)) | {m.key for m in TIME if m.key.startswith("timing_")}
+"""Keys of the catalogue that a backend may report; the others are measured here."""
+FILES = "backend"
+"""Directory inside a checkpoint with the files of a backend."""
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    sampler_logprobs_T: np.ndarray
+    advantages_T: np.ndarray
+    loss_mask_T: np.ndarray
+
+    @classmethod
+    def of(cls, sample: Sample) -> TrainSequence:
+        """Prompt and completion of a sample; what was read between several actions counts as completion and does not
+        train."""
+        width = sample.prefix
+        tail = slice(width, None)
+        return cls(
+            tuple(sample.token_ids[:width].tolist()),
+            sample.token_ids[tail].tolist(),
+            sample.logprobs[tail],
+            sample.advantages[tail],
+            sample.loss_mask[tail],
+        )
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one optimizer step trains on.
+
+    ``sequences`` are the completions with signal: prompt and completion ids, the sampler's log-probabilities, and an
+    advantage and a mask for every completion token. ``denominators`` count the whole step, groups without signal
+    included. ``lr`` is the scheduled rate, ``step`` counts from 0, ``stream`` names the run's random stream.
+    """
+
+    sequences: Sequence[TrainSequence]
+    denominators: Denominators
+    lr: float
+    step: int
+    stream: tuple[int | str, ...]
+
+
+class Backend(Protocol):
+    """One run's policy. It is made with the run's resolved configuration: ``Class(config)``.
+
+    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows have
+    no loss and say so. ``preserves_token_advantages``: every token trains with its own advantage; where it is false,
+    token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
+
+    May also have ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts
+    become their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies; by default not).
+    """
+
+    reports_sync_loss: bool
+    preserves_token_advantages: bool
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Sequence[Sequence[Action]]:
+        """``request.samples`` completions of every request, in order, with the log-probabilities they were drawn at."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> Mapping[str, Any]:
+        """Take one optimizer step. Returns numbers to log: ``loss``, and whatever else there is to tell."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write everything that ``load`` needs to go on exactly here into the empty ``directory``."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote."""
+        ...
+
+
+def load_backend(config: Config, base_dir: Path | None) -> Any:
+    """A new backend for one run's configuration. Raises PluginError when it cannot be loaded or made."""
+    plugin = config.backend.backend
+    found = load_function(plugin, base_dir, "[backend] backend =")
+    check_backend_class(found, plugin)
+    return found(config)
+
+
+@dataclass(frozen=True)
+class PluginSnapshot:
+    """A backend, and the files that it has saved if the snapshot is resumable, in a directory aside."""
+
+    backend: Any
+    files: Path | None = None
+
+    def write(self, directory: Path) -> None:
+        """Move the files to where they belong."""
+        assert self.files is not None, "only a resumable snapshot is a checkpoint"
+        self.files.rename(directory / FILES)
+
+    def export(self, directory: Path, checkpoint: Path) -> None:
+        """The backend's own files."""
+        shutil.copytree(checkpoint / FILES, directory, dirs_exist_ok=True)
+
+    def discard(self) -> None:
+        """Remove files that were not needed."""
+        if self.files is not None:
+            shutil.rmtree(self.files, ignore_errors=True)
+
+
+class PluginPolicy:
+    """``backend``, an object of the class that ``plugin`` names; ``aside`` is where it saves what a checkpoint takes."""
+
+    starts_as_base = False
+
+    def __init__(self, backend: Any, plugin: str, aside: Path):
+        self.backend, self.plugin, self.aside, self.version = backend, plugin, aside, 0
+
+    @property
+    def capabilities(self) -> Mapping[str, bool]:
+        """See ``Policy.capabilities``."""
+        return {
+            "loss_is_placeholder": not self.backend.reports_sync_loss,
+            "backend_reports_sync_loss": self.backend.reports_sync_loss,
+            "backend_preserves_token_advantages": self.backend.preserves_token_advantages,
+        }
+
+    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
+        """Nothing can be asked of a backend besides samples. Raises PluginError when something is."""
+        if want:
+            raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
+        return Scores()
+
+    def update(self, batch: protocol.TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
+        """One optimizer step of the backend. The version counts steps that have begun: after one that failed nobody
+        knows what the weights are."""
+        sequences = [TrainSequence.of(sample) for sample in batch.samples]
+        self.version += bool(sequences)
+        return train_with(
+            self.backend, self.plugin, TrainBatch(sequences, batch.denominators, lr, batch.step, (*batch.stream, "update", batch.step))
+        )
+
+    def snapshot(self, resumable: bool = False) -> PluginSnapshot:
+        """Raises CheckpointError when the backend saves nothing."""
+        if not resumable:
+            return PluginSnapshot(self.backend)
+        files = self.aside / f".backend_{self.version:06d}.{os.getpid()}.tmp"
+        shutil.rmtree(files, ignore_errors=True)
+        files.mkdir(parents=True)
+        self.backend.save(files)
+        if not any(path.is_file() for path in files.rglob("*")):
+            raise CheckpointError(f"backend {self.plugin} saved no file: save(directory) writes what load needs")
+        return PluginSnapshot(self.backend, files)
+
+    def load(self, directory: Path) -> None:
+        """Raises CheckpointError when the checkpoint is another policy's."""
+        if not (directory / FILES).is_dir():
+            raise CheckpointError(f"{directory} is of another backend than {self.plugin}")
+        self.backend.load(directory / FILES)
+
+    def begin_with(self, directory: Path) -> None:
+        """Weights alone mean nothing to a backend."""
+        raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
+
+    def begin_step(self, step: int) -> list[str]:
+        """Nothing is due."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """How many steps have begun."""
+        return {"version": self.version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        self.version = state["version"]
+
+    def notes(self) -> list[str]:
+        """Nothing to tell."""
+        return []
+
+
+def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
+    """One step of a backend of the user's, its numbers checked, under the catalogue's keys.
+
+    ``loss`` is None where the backend does not report the step's own; what it returned as one is then
+    ``reported_loss``. Raises PluginError for something else than numbers by name or a name that is measured here,
+    RunFailed for a loss that is not finite.
+    """
+    known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
+    if not batch.sequences:  # no group had signal: nothing to train on
+        return known | {"loss": 0.0 if backend.reports_sync_loss else None, "reported_loss": None}
+    returned = backend.train_step(batch)
+    if not isinstance(returned, Mapping):
+        kind = type(returned).__name__
+        raise PluginError(f"backend {plugin}: train_step returned {kind}, not a dictionary of metrics")
+    told = {}
+    for key, value in returned.items():
+        plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        if not isinstance(key, str) or not (plain is None or isinstance(plain, bool | int | float | str)):
+            raise PluginError(f"backend {plugin}: train_step returned {key!r}: {type(value).__name__}, not a number")
+        if key in BY_KEY and key not in OWN_KEYS:
+            raise PluginError(f"backend {plugin}: train_step returned {key!r}, which is measured here: rename it")
+        told[key] = plain
+    loss = told.pop("loss", None)
+    if isinstance(loss, float) and not math.isfinite(loss):
+        raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
+    return known | {"reported_loss": loss} | told | {"loss": loss if backend.reports_sync_loss else None}

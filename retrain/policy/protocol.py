@@ -1,0 +1,144 @@
+"""What the loop asks of a policy: scores, updates, snapshots. Built-in LoRA adapters (``policy.local``) and backends of
+the user's own (``policy.plugin``) stand behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from retrain.types import Group, Sample, sample_of
+
+if TYPE_CHECKING:
+    from retrain.policy.objective import Objective
+
+
+class Want(StrEnum):
+    """What a policy can say of the tokens that were drawn."""
+
+    LOGPROBS = "logprobs"
+    ENTROPY = "entropy"
+    VALUES = "values"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per sample one array over the tokens of its actions [T]; None where it was not asked for.
+
+    ``logprobs`` and ``entropy`` (nats) are the policy's own, ``reference`` the frozen base's log-probabilities,
+    ``values`` what a critic expects.
+    """
+
+    logprobs: list[np.ndarray] | None = None
+    entropy: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    reference: list[np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over *all* rollouts of the optimizer step that have a reward, trained on or not.
+
+    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask.
+    """
+
+    tokens: int
+    sequences: int
+    all_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one optimizer step trains on.
+
+    ``samples`` are the rollouts with signal; ``denominators`` count the whole step, groups without signal included.
+    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams.
+    """
+
+    samples: Sequence[Sample]
+    denominators: Denominators
+    step: int
+    stream: tuple[int | str, ...]
+
+
+def samples_of(groups: Sequence[Group], every: bool = False) -> list[Sample]:
+    """All rollouts that train, laid flat: those with a reward, of groups that are not discarded; or ``every`` one."""
+    return [
+        sample_of(rollout)
+        for group in groups
+        if every or group.discarded is None
+        for rollout in group.rollouts
+        if every or rollout.token_advantages_T is not None
+    ]
+
+
+class PolicySnapshot(Protocol):
+    """A policy's weights as they were, which nothing that goes on afterwards changes."""
+
+    def write(self, directory: Path) -> None:
+        """All that ``Policy.load`` needs to go on exactly here, into the empty ``directory``. Only for a snapshot that
+        was taken as resumable."""
+        ...
+
+    def export(self, directory: Path, checkpoint: Path) -> None:
+        """What other tools load, into the empty ``directory``; ``checkpoint`` is where ``write`` has written."""
+        ...
+
+    def discard(self) -> None:
+        """Nobody needs the snapshot any more."""
+        ...
+
+
+class Policy(Protocol):
+    """What is trained in one run. ``version`` counts the changes of its weights."""
+
+    version: int
+    starts_as_base: bool
+    """Whether an untrained run is the base model itself, so that one evaluation serves all."""
+
+    @property
+    def capabilities(self) -> Mapping[str, bool]:
+        """What rows say of it: loss_is_placeholder, backend_reports_sync_loss, backend_preserves_token_advantages."""
+        ...
+
+    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
+        """What the policy says of these samples, by a fresh forward pass."""
+        ...
+
+    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
+        """Take one optimizer step; its numbers under the catalogue's keys. Raises NonFinite, with nothing changed, when
+        loss or gradient is not finite."""
+        ...
+
+    def snapshot(self, resumable: bool = False) -> PolicySnapshot:
+        """Its weights as they are now; ``resumable`` with all else that ``load`` needs, in host memory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Go on from what a resumable snapshot wrote."""
+        ...
+
+    def begin_with(self, directory: Path) -> None:
+        """Take over the weights alone that other tools or another run left in ``directory``."""
+        ...
+
+    def begin_step(self, step: int) -> list[str]:
+        """What is due before ``step``, such as a lower rank; what there is to tell of it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers besides its weights, as strict JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What there is to tell since the last call."""
+        ...

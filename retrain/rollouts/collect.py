@@ -1,0 +1,224 @@
+"""Rollouts of many problems at once: turn k of all living episodes is one decode batch, then the episodes step.
+
+Episodes step and are graded in a thread of their own, beside decoding: what belongs to a group is done as soon as its
+actions are there, while others are still being drawn.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.environments.prompts import Renderer
+from retrain.environments.protocol import Environment, Episode
+from retrain.record.environment import without_keys
+from retrain.rng import torch_seed
+from retrain.types import Action, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How actions are drawn."""
+
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """``samples`` rollouts of one problem by the policy that ``policy`` names. ``stream`` names the random stream of
+    the group."""
+
+    environment: Environment
+    renderer: Renderer
+    problem: Problem
+    policy: PolicyRef
+    samples: int
+    sampling: Sampling
+    stream: tuple[int | str, ...]
+
+
+@dataclass
+class _Trajectory:
+    """One rollout under way: its episode, its turns, and what the policy reads next."""
+
+    episode: Episode
+    conversation: list[Message]
+    reads: tuple[int, ...]
+    said: tuple[Message, ...]
+    turns: list[Turn] = field(default_factory=list)
+    done: bool = False
+
+
+class _Open:
+    """A group under way."""
+
+    def __init__(self, request: RolloutRequest):
+        environment, problem, stream = request.environment, request.problem, request.stream
+        seed = torch_seed(*stream, "episode")
+        self.request = request
+        self.error: Exception | None = None
+        self.episodes = [environment.start(problem, seed) for _ in range(request.samples)]
+        messages = self.episodes[0].observe().messages
+        self.prompt: Prompt = request.renderer.prompt(problem, messages)
+        self.trajectories = [
+            _Trajectory(episode, [*messages], self.prompt.token_ids, messages) for episode in self.episodes
+        ]
+        self.rewards: list[RewardResult] | None = None
+
+    def step(self, sample: int, action: Action) -> None:
+        """The policy's action, the episode's answer."""
+        one, renderer = self.trajectories[sample], self.request.renderer
+        one.turns.append(Turn(one.reads, action, one.said))
+        step = one.episode.step(action)
+        one.done = step.done
+        if not step.done:
+            one.reads = renderer.answer(one.conversation, action, step.messages)
+            one.said = step.messages
+            one.conversation += [{"role": "assistant", "content": action.text}, *step.messages]
+
+    @property
+    def done(self) -> bool:
+        """Whether every episode is over."""
+        return all(one.done for one in self.trajectories)
+
+    def group(self) -> Group:
+        """The graded rollouts."""
+        assert self.rewards is not None
+        pairs = zip(self.trajectories, self.rewards, strict=True)
+        return Group(self.prompt, [Rollout(self.prompt, one.turns, reward) for one, reward in pairs])
+
+
+@dataclass
+class Collected:
+    """Every request's graded group, or what its environment, its template or its grader raised; and when what was done:
+    ("rollout" | "score", start, end) in seconds since the epoch."""
+
+    groups: list[Group | Exception]
+    spans: list[tuple[str, float, float]]
+
+
+def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> Collected:
+    """Draw, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
+    spans: list[tuple[str, float, float]] = []
+    begun: list[_Open | Exception] = [_begin(request) for request in requests]
+    groups = [each for each in begun if isinstance(each, _Open)]
+    asked: list[tuple[_Open, int | None]] = [(group, None) for group in groups]
+    with _Stepping() as stepping:
+        for turn in count():
+            start = time.time()
+            engine.sample(
+                [_sample_request(group, turn, sample) for group, sample in asked],
+                max_rows=max_rows,
+                finished=lambda i, actions, asked=asked: stepping.add(*asked[i], actions),
+            )
+            drawn = time.time()
+            asked = stepping.living(groups)
+            spans += [("rollout", start, drawn), ("score", drawn, time.time())]
+            if not asked:
+                break
+    ended = [each if isinstance(each, Exception) else each.error or each.group() for each in begun]
+    return Collected(ended, spans)
+
+
+def _begin(request: RolloutRequest) -> _Open | Exception:
+    try:
+        return _Open(request)
+    except Exception as error:  # belongs to the request's run alone
+        return error
+
+
+def _sample_request(group: _Open, turn: int, sample: int | None) -> SampleRequest:
+    """The first turn of a whole group, or a later turn of one of its rollouts."""
+    request = group.request
+    if sample is None:
+        prompt_ids, count, stream = group.prompt.token_ids, request.samples, request.stream
+    else:
+        one = group.trajectories[sample]
+        before = [token for past in one.turns for token in (*past.observation_ids, *past.action.token_ids)]
+        prompt_ids, count, stream = (*before, *one.reads), 1, (*request.stream, "turn", turn, sample)
+    return SampleRequest(
+        request.policy, tuple(prompt_ids), count, request.sampling.max_tokens, request.sampling.temperature, stream
+    )
+
+
+class _Stepping:
+    """Steps episodes and grades groups in a thread of its own. What has gathered while one grading was under way is
+    graded together."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[_Open, Sequence[int], list[Action]] | threading.Event | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._queue.put(None)
+        if kind is None or issubclass(kind, Exception):  # after Ctrl-C nobody waits for a slow grader
+            self._thread.join()
+
+    def add(self, group: _Open, sample: int | None, actions: list[Action]) -> None:
+        """Step one episode of a group, or (None) all of them; may be called from any thread."""
+        self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
+
+    def living(self, groups: Sequence[_Open]) -> list[tuple[_Open, int | None]]:
+        """The episodes that go on, once all actions so far were taken."""
+        taken = threading.Event()
+        self._queue.put(taken)
+        taken.wait()
+        return [
+            (group, sample)
+            for group in groups
+            if group.error is None
+            for sample, one in enumerate(group.trajectories)
+            if not one.done
+        ]
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            batch = [item]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            steps = [each for each in batch if isinstance(each, tuple)]
+            self._take(steps)
+            for each in batch:
+                if isinstance(each, threading.Event):
+                    each.set()
+            if None in batch:
+                return
+
+    def _take(self, steps: Sequence[tuple[_Open, Sequence[int], list[Action]]]) -> None:
+        """Step the episodes, then grade the groups that are over, in one call per environment."""
+        over: dict[Environment, list[_Open]] = {}
+        for group, samples, actions in steps:
+            try:
+                for sample, action in zip(samples, actions, strict=True):
+                    group.step(sample, action)
+            except Exception as error:  # belongs to the group's run; the trainer ends it
+                group.error = error
+                continue
+            if group.done:
+                over.setdefault(group.request.environment, []).append(group)
+        for environment, groups in over.items():
+            try:
+                rewards = iter(environment.results([episode for group in groups for episode in group.episodes]))
+                for group in groups:
+                    group.rewards = [_without_secrets(next(rewards)) for _ in group.episodes]
+            except Exception as error:
+                for group in groups:
+                    group.error = error
+
+
+def _without_secrets(reward: RewardResult) -> RewardResult:
+    """The reward as it may be recorded: what it says went wrong holds no key or token of the process's environment."""
+    return replace(reward, error=without_keys(reward.error)) if reward.error else reward

@@ -1,0 +1,114 @@
+"""A tokenizer without a model: texts of tokens, where each token stands in them, and what identifies it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from retrain.maths.planning import text_and_offsets
+
+Offsets = np.ndarray | list[tuple[int, int]]
+"""For each token the characters [start, end) that it stands for."""
+
+
+class Tokenizer:
+    """What the loop, algorithms and pages need of a transformers tokenizer, or of anything like one: callable, with
+    ``decode`` and perhaps a chat template."""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """UTF-8 bytes of every token id (special tokens: none), for tokenizers that work on bytes; else None."""
+        return byte_table(self.source)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens left out."""
+        return self.source.decode(token_ids, skip_special_tokens=True)
+
+    def offsets(self, token_ids: Sequence[int]) -> tuple[str, Offsets]:
+        """Text of sampled tokens and, for each of them, the characters [start, end) it stands for.
+
+        Sampled ids need not be the tokenizer's own way of writing the text, so it is the tokens as sampled that are
+        decoded: by their bytes where the tokenizer works on bytes, otherwise as a stream in which characters that
+        need several tokens belong to the last of them. Special tokens stand for nothing.
+        """
+        table = self.token_bytes
+        if table is not None:
+            return text_and_offsets([table[i] if i < len(table) else b"" for i in token_ids])
+        backend = getattr(self.source, "backend_tokenizer", None)
+        offsets: list[tuple[int, int]] = []
+        if backend is None:  # a tokenizer without a fast backend: lengths of the decoded prefixes
+            text = ""
+            for end in range(1, len(token_ids) + 1):
+                longer = self.decode(token_ids[:end])
+                offsets.append((len(text), max(len(text), len(longer))))
+                text = longer
+            return text, offsets
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
+        start = 0
+        for piece in pieces:
+            offsets.append((start, start + len(piece)))
+            start += len(piece)
+        return "".join(pieces), offsets
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of what turns a problem into tokens: chat template, vocabulary and, where it tells them, its rules."""
+        backend = getattr(self.source, "backend_tokenizer", None)
+        if backend is not None:
+            rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
+        else:
+            rules = getattr(self.source, "get_vocab", dict)()
+        parts = [rules, getattr(self.source, "chat_template", None)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class ByteTokenizer:
+    """Text as its UTF-8 bytes, for backends without a tokenizer of their own."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """``{"input_ids": bytes}``."""
+        return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """The text of the ids below 256; others stand for nothing."""
+        return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
+
+
+def byte_table(tokenizer: Any) -> list[bytes] | None:
+    """What each token of a byte-level tokenizer stands for; None for tokenizers of another kind.
+
+    Byte-level BPE writes each byte as one printable character (GPT-2's table); this is that table backwards.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or '"type":"ByteLevel"' not in json.dumps(
+        json.loads(backend.to_str()).get("decoder"), separators=(",", ":")
+    ):
+        return None
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    special = set(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    table = []
+    for token_id in range(len(tokenizer)):
+        token = backend.id_to_token(token_id) or ""
+        if token_id in special or (token_id in added and added[token_id].special):
+            table.append(b"")
+        elif token_id in added:
+            table.append(token.encode())
+        else:
+            table.append(bytes(byte_of[char] for char in token if char in byte_of))
+    return table
