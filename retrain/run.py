@@ -250,9 +250,17 @@ class Run:
             return False
         return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
 
-    def evaluations_so_far(self) -> list[dict[str, Any]]:
-        """Rows of the held-out evaluations made before this process took over."""
-        return [row for row in read_jsonl(self.directory / "evals.jsonl") if row["name"] == "heldout"]
+    def first_evaluations(self) -> list[dict[str, Any]]:
+        """Of each held-out set, the row of its first evaluation, if that was made before this process took over."""
+        first: dict[str, dict[str, Any]] = {}
+        for row in read_jsonl(self.directory / "evals.jsonl"):
+            first.setdefault(row["name"], row)
+        return [first[name] for name in self.config.evaluation.names if name in first]
+
+    @property
+    def evaluation_stream(self) -> tuple[int | str, ...]:
+        """Prefix of the random streams of an evaluation now: an untrained run answers as every other one does."""
+        return (self.config.campaign.seed, "base") if self.step == 0 else self.stream
 
     @property
     def capabilities(self) -> dict[str, bool]:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from retrain.checkpoints import SaveQueue, Snapshot
+from retrain.config.evaluation import HeldOut
 from retrain.credit import assign_credit, fill_advantages, mark_planning
-from retrain.engines.protocol import Engine, SampleRequest
-from retrain.environments.prompts import render
+from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted, LeaseLost, NonFinite, RunFailed, StorageError
+from retrain.evaluation import Evaluator, Subject
 from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import sepa_observe
 from retrain.policy.base import BaseModel
@@ -27,11 +28,10 @@ from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 from retrain.pressure import Pressure, decode_work
 from retrain.record.observer import Observer
-from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader
 from retrain.run import Mark, Run
 from retrain.scoring import Scoring
-from retrain.types import EvalRecord, Group, Problem, Prompt, StepRecord
+from retrain.types import EvalRecord, Group, Prompt, StepRecord
 
 UNGRADED_STEPS = 3
 """A run fails after so many steps in a row in which no completion at all could be graded."""
@@ -42,8 +42,8 @@ TOLD_ERRORS = 20
 class Cohort:
     """Runs that share one base model and step together.
 
-    ``graders[i]`` scores run i, ``heldout`` are the evaluation problems that all runs share, ``stop`` is asked
-    between steps whether the user wants an end. ``yardstick`` has what earlier cohorts measured of the untrained model.
+    ``graders[i]`` scores run i, ``evaluator`` has the held-out sets, which all runs share, ``stop`` is asked between
+    steps whether the user wants an end.
     """
 
     def __init__(
@@ -53,16 +53,14 @@ class Cohort:
         engine: Engine,
         runs: Sequence[Run],
         graders: Sequence[Grader],
-        heldout: Sequence[Problem],
+        evaluator: Evaluator,
         observer: Observer,
         stop: Callable[[], bool] = lambda: False,
         workers: Workers | None = None,
-        yardstick: Yardstick | None = None,
     ):
         self.base, self.lanes, self.engine = base, lanes, engine
-        self.runs, self.graders, self.heldout = list(runs), list(graders), list(heldout)
+        self.runs, self.graders, self.evaluator = list(runs), list(graders), evaluator
         self.observer, self.stop, self.workers = observer, stop, workers or Workers()
-        self.yardstick = yardstick
         self.pressure = self._new_pressure()
         self.saves: SaveQueue[Run] = SaveQueue()
 
@@ -96,7 +94,8 @@ class Cohort:
         graded = self._sample(active, prompts)
         numbers = self._learn_all([run for run, _ in active if run.error is None], graded)
         due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
-        self._evaluate(due)
+        for held_out in self.evaluator.sets:
+            self._evaluate(held_out, [[pair] for pair in due if pair[0].error is None])
         for run, _ in active:
             if run.error is None:
                 self._guarded_and_told(
@@ -288,76 +287,54 @@ class Cohort:
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Announce the runs and score the untrained ones: they all equal the base, so each setting is sampled once."""
+        """Announce the runs and score the untrained ones."""
         waiting = []
         for run, grader in zip(self.runs, self.graders, strict=True):
             if run.error is not None:
                 continue
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
-            for row in run.evaluations_so_far()[:1]:
-                self.observer.evaluated(run.spec, "heldout", row)
+            for row in run.first_evaluations():
+                self.observer.evaluated(run.spec, row["name"], row)
             if run.finished:  # killed between its last checkpoint and the word that it was done
                 self._save_due([run])
-            evaluation = run.config.evaluation
-            if run.step == 0 and evaluation.problems and evaluation.at_start:
+            if run.step == 0 and run.config.evaluation.at_start:
                 waiting.append((run, grader))
         # Whose weights are the base's:
         untouched = [each for each in waiting if each[0].starts_as_base and not each[0].config.resume.from_]
-        self._evaluate([pair for pair in waiting if pair not in untouched])
-        settings: dict[str, list[tuple[Run, Grader]]] = {}
-        for run, grader in untouched:
-            settings.setdefault(_evaluation_setting(run), []).append((run, grader))
-        for setting, pairs in list(settings.items()):
-            known = self.yardstick.get(setting, self._heldout_prompts(pairs[0][0])) if self.yardstick else None
+        for held_out in self.evaluator.sets:
+            self._evaluate(held_out, [[pair] for pair in waiting if pair not in untouched and pair[0].error is None])
+            self._evaluate_base(held_out, untouched)
+
+    def _evaluate_base(self, held_out: HeldOut, pairs: Sequence[tuple[Run, Grader]]) -> None:
+        """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
+        not at all where an earlier cohort has."""
+        alike: dict[str, list[tuple[Run, Grader]]] = {}
+        for run, grader in pairs:
+            if run.error is None:
+                alike.setdefault(repr((run.config.reward.grading, run.config.campaign.seed)), []).append((run, grader))
+        for setting, same in list(alike.items()):
+            known = self.evaluator.known_base(held_out, setting)
             if known is not None:
-                del settings[setting]
-                self._tell_evaluation([run for run, _ in pairs], known)
-        records = self._evaluate([pairs[0] for pairs in settings.values()], shared=list(settings.values()))
-        for (setting, pairs), record in zip(settings.items(), records, strict=True):
-            if (kept := self.yardstick) and len(record.groups) == len(self.heldout):
-                self.saves.submit(pairs[0][0], partial(kept.put, setting, record))
+                del alike[setting]
+                self._tell_evaluation([run for run, _ in same], known)
+        records = self._evaluate(held_out, list(alike.values()))
+        for (setting, same), record in zip(alike.items(), records, strict=True):
+            self.saves.submit(same[0][0], partial(self.evaluator.keep_base, held_out, setting, record))
 
-    def _evaluate(
-        self, due: Sequence[tuple[Run, Grader]], shared: Sequence[Sequence[tuple[Run, Grader]]] | None = None
-    ) -> list[EvalRecord]:
-        """Held-out evaluation of the given runs in one decode batch; one record for each.
-
-        ``shared[i]`` lists the runs that the result of ``due[i]`` counts for (itself by default).
-        """
-        if not due:
+    def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[tuple[Run, Grader]]]) -> list[EvalRecord]:
+        """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
+        returned, counts for all of them."""
+        if not alike:
             return []
-        begin = time.time()
-        requests, prompts = [], []
-        for lane, (run, _) in enumerate(due):
-            temperature, samples, max_tokens = run.config.evaluation_sampling
-            batch = self._heldout_prompts(run)
-            prompts.append(batch)
-            stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
-            requests += [
-                SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (*stream, "eval", run.step, i))
-                for i, prompt in enumerate(batch)
-            ]
-        counted = list(shared) if shared is not None else [[pair] for pair in due]
-        jobs = [(grader, prompt) for (_, grader), batch in zip(due, prompts, strict=True) for prompt in batch]
-        everyone = [run for pairs in counted for run, _ in pairs]
-        records = []
-        with _span(everyone, "eval"):
-            with Scoring(jobs) as scoring:
-                self.engine.sample(requests, [run.adapter for run, _ in due], scoring.add)
-                found = iter(scoring.groups())
-            for (run, _), batch, pairs in zip(due, prompts, counted, strict=True):
-                part = [next(found) for _ in batch]
-                groups = [group for group in part if isinstance(group, Group)]
-                for other, _ in pairs:
-                    self._graded(other, part)
-                temperature, samples, max_tokens = run.config.evaluation_sampling
-                seconds = time.time() - begin
-                records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
-                self._tell_evaluation([other for other, _ in pairs if other.error is None], records[-1])
-        return records
-
-    def _heldout_prompts(self, run: Run) -> list[Prompt]:
-        return [render(problem, self.base.tokenizer, run.config.data) for problem in self.heldout]
+        subjects = [Subject(run.adapter, grader, run.evaluation_stream, run.step) for (run, grader), *_ in alike]
+        with _span([run for same in alike for run, _ in same], "eval"):
+            found = self.evaluator.evaluate(held_out, subjects)
+            for same, evaluated in zip(alike, found, strict=True):
+                for run, _ in same:
+                    if evaluated.error is not None:
+                        self._guarded_and_told(run, lambda error=evaluated.error: raised(error))
+                self._tell_evaluation([run for run, _ in same if run.error is None], evaluated.record)
+        return [evaluated.record for evaluated in found]
 
     def _tell_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
@@ -426,12 +403,6 @@ def _correct_rate(groups: Sequence[Group]) -> float:
     """Share of correct completions among all that were sampled."""
     flags = [reward.is_correct for group in groups for reward in group.rewards]
     return sum(flags) / len(flags)
-
-
-def _evaluation_setting(run: Run) -> str:
-    """Runs with the same text here score an untrained base alike."""
-    config = run.config
-    return repr((config.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
 
 
 def _peak_memory_gib(device: torch.device) -> float:
