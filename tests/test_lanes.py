@@ -51,6 +51,14 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
         with pytest.raises(DoesNotFit) as short:
             check_memory(base, lanes, specs, 7)
         assert short.value.lanes == count
+    longer = [f"evaluation.sets=[{{name='a'}}, {{name='b', max_tokens={10 + 3}}}]"]
+    specs = plan(load(campaign(tmp_path, tmp_path / "toy"), longer))
+    need = lane + 8 * 3 * 2 * 2 * 2 * 8 * 4  # a cache for three tokens more in each row
+    monkeypatch.setattr(fitting, "available_memory", lambda device: int((4 * need + update) / 0.85) + 64)
+    check_memory(base, lanes, specs, 7)
+    monkeypatch.setattr(fitting, "available_memory", lambda device: int((4 * need + update) / 0.85) - 640)
+    with pytest.raises(DoesNotFit):
+        check_memory(base, lanes, specs, 7)
 
 
 def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from toymodels import qwen3_directory
+from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch
+from retrain.campaign.launch import launch, resume
 from retrain.campaign.manifest import read_plan
 from retrain.campaign.squeeze import compress_adapter
 from retrain.campaign.verify import enough, sentence, verdict, verify_ranks
+from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
-from retrain.files import read_json
+from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
 
 REWARD = "def score(completion, answer):\n    return float(len(completion) % 3 == 0)\n"
@@ -70,6 +75,62 @@ def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
     assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
     assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
     assert (row["verdict"], found["enough"]) == ("unclear", None)
+
+
+def test_the_full_adapter_has_the_number_of_its_final_evaluation(trained):
+    found = read_json(trained / "squeeze/verification.json")
+    final = read_jsonl(trained / "evals.jsonl")[-1]
+    assert found["full"]["accuracy"] == final["eval/heldout/correct_rate"]
+    assert found["full"]["sampled_anew"] is False
+    assert "sampled anew" not in found["sentence"]
+
+
+@pytest.mark.parametrize("change", ["samples", "problems", "records"])
+def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, tmp_path, change):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (spec,), folder = read_plan(trained)
+    if change == "samples":
+        evaluation = spec.config.evaluation.model_copy(update={"samples": 2})
+        spec = replace(spec, config=spec.config.model_copy(update={"evaluation": evaluation}))
+    elif change == "problems":
+        facts = read_json(run / "config.json")
+        write_json(run / "config.json", facts | {"heldout_hashes": {"heldout": "of other problems"}})
+    else:
+        (run / "emergence/evaluations.jsonl").unlink()
+    same = compress_adapter(run / "final", 4, tmp_path / "whole")
+    found = verify_ranks(spec, folder, run / "final", [same], tmp_path / "again.json")
+    assert found["full"]["sampled_anew"] is True
+    assert "rank 4, sampled anew)" in found["sentence"]
+    if change != "samples":  # the same streams: asked as the run asked
+        assert found["full"]["accuracy"] == read_jsonl(trained / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
+
+
+def test_squeeze_reads_the_verification_of_this_adapter_alone(trained, tmp_path):
+    verified = read_json(trained / "squeeze/verification.json")
+    for directory in (trained, trained / "final"):
+        told = CliRunner().invoke(app, ["squeeze", "--json", str(directory)])
+        assert json.loads(told.output)["verified"] == verified
+    assert verified["sentence"] in CliRunner().invoke(app, ["squeeze", str(trained)]).output
+    other = tmp_path / "run"
+    shutil.copytree(trained, other)
+    compress_adapter(trained / "final", 2, tmp_path / "smaller")
+    shutil.copytree(tmp_path / "smaller", other / "final", dirs_exist_ok=True)
+    assert "verified" not in json.loads(CliRunner().invoke(app, ["squeeze", "--json", str(other)]).output)
+
+
+def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    manifest = read_json(out / "manifest.json")
+    write_json(out / "manifest.json", manifest | {"squeeze": None})
+
+    def never(*args):
+        raise AssertionError("sampled again")
+
+    monkeypatch.setattr("retrain.campaign.verify._evaluate", never)
+    assert resume(out, NullObserver()).exit_status == 0
+    assert read_json(out / "manifest.json")["squeeze"]["verified"] == manifest["squeeze"]["verified"]
 
 
 def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):

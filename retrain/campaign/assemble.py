@@ -17,7 +17,7 @@ from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, rec
 from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
 from retrain.campaign.plan import RunSpec
-from retrain.campaign.references import SOURCES, named_code
+from retrain.campaign.references import is_source, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.credit import Modes, completion_offsets, load_modes
@@ -25,9 +25,10 @@ from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
-from retrain.environments.dataset import content_hash
+from retrain.environments.dataset import Wanted, content_hash
 from retrain.environments.prompts import longest_prompt
 from retrain.errors import CheckpointError
+from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.plugins import plugin_ranges
@@ -41,6 +42,7 @@ from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
 from retrain.run import DataCursor, Run
 from retrain.trainer import Cohort
+from retrain.types import Problem
 
 
 def assemble(
@@ -83,10 +85,9 @@ def assemble(
         run.check_engine(engine.gives_entropy)
         runs.append(run)
         used.append(grader)
-    yardstick = None
-    if specs[0].is_campaign and data.heldout and not backends:
-        yardstick = Yardstick(directory, f"{base.fingerprint} {content_hash((), data.heldout)}")
-    return Cohort(base, lanes, engine, runs, used, data.heldout, observer, stop, workers, yardstick)
+    kept = Yardstick(directory, base.fingerprint) if specs[0].is_campaign and not backends else None
+    evaluator = Evaluator(engine, base.tokenizer, specs[0].config.held_out, data.sets, kept)
+    return Cohort(base, lanes, engine, runs, used, evaluator, observer, stop, workers)
 
 
 def _use_deterministic(wanted: bool) -> None:
@@ -98,9 +99,8 @@ def _use_deterministic(wanted: bool) -> None:
 
 def data_of(config: Config, folder: Path) -> Dataset:
     """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
-    return load_data(
-        config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
-    )
+    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
+    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
 def _policy(
@@ -121,11 +121,17 @@ def _policy(
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
-    check_memory(base, lanes, specs, longest_prompt((*data.train, *data.heldout), base.tokenizer, config.data))
+    check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
     engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
     if not engine.fast:
         observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     return base, lanes, engine, workers, {}
+
+
+def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
+    """Tokens of the longest prompt that is sampled from, in training or evaluation."""
+    parts = [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
+    return max(longest_prompt(problems, tokenizer, keys) for problems, keys in parts)
 
 
 @dataclass
@@ -205,6 +211,7 @@ def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> 
         },
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
+        "heldout_hashes": {name: content_hash((), problems) for name, problems in data.sets.items()},
         "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},
     }
 
@@ -227,6 +234,11 @@ def _build_run(
     return run
 
 
+def tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
+    """All tags of these problems, in alphabetical order."""
+    return tuple(sorted({tag for problem in problems for tag in problem.tags}))
+
+
 def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
     """What writes the run's directory, with all that its rows and charts need to know of it."""
     plugins, tasks = _declared_ranges(spec.config, shared.folder, grader)
@@ -237,7 +249,8 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         config=spec.config,
         max_steps=spec.config.training.max_steps,
         is_campaign=spec.is_campaign,
-        tags=tuple(sorted({tag for problem in shared.data.heldout for tag in problem.tags})),
+        tags=tags_of(shared.data.heldout),
+        set_tags={name: tags_of(problems) for name, problems in shared.data.sets.items()},
         reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
         folder=shared.folder,
@@ -290,5 +303,5 @@ def _declared_ranges(config: Any, folder: Path, grader: Grader) -> tuple[dict[st
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
     known = {name: end for name, end in ends.items() if end is not None}
     written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
-    plugins = chart_ranges(*(ranges for key, ranges in code if key not in SOURCES))
-    return plugins, chart_ranges(*(ranges for key, ranges in code if key in SOURCES), grader.ranges, written)
+    plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
+    return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), grader.ranges, written)

@@ -32,7 +32,7 @@ def base_key(spec: RunSpec) -> str:
         (
             config.backend.backend, config.model.model, config.model.revision, config.model.trust_remote_code,
             config.backend.devices, config.backend.options,
-            config.inference.dtype, config.lora.target_modules, config.data, config.evaluation.problems,
+            config.inference.dtype, config.lora.target_modules, config.data, config.held_out,
             config.training.max_examples, config.training.deterministic,
         )
     )  # fmt: skip

@@ -51,7 +51,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.results import METRIC, Measure, RunResult, read_run, require_measure
+from retrain.campaign.results import METRIC, Measure, RunResult, first_set, read_run, require_measure
 from retrain.campaign.sequential import overlay
 from retrain.campaign.sequential import words as rule_words
 from retrain.campaign.words import missing_words, sentence, verdict
@@ -118,7 +118,7 @@ def compare_runs(
     if first not in labels:
         raise UsageError(f"no condition {first}: the conditions are {', '.join(labels)}")
     order = [first, *(label for label in labels if label != first)]
-    measure = Measure.parse(metric) if metric else Measure()
+    measure = Measure.parse(metric or "final", first_set(runs))
     held_out = any(run.evaluations for run in runs)
     if metric is None and not held_out and any(run.rows for run in runs):
         measure = Measure("final", "correct_rate")
@@ -290,13 +290,17 @@ def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
-    """Measures shown beside the primary one: final value and area of accuracy, the best pass@k and maj@k, each tag."""
-    wanted = [Measure(summary) for summary in SECONDARY]
-    keys = list(dict.fromkeys(key for run in runs for row in run.evaluations[-1:] for key in row))
-    for kind in ("pass@", "maj@"):
-        ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"eval/heldout/{kind}(\d+)", key))]
-        if ks and max(ks) > 1:
-            wanted.append(Measure("final", f"eval/heldout/{kind}{max(ks)}"))
+    """Measures shown beside the primary one: of each held-out set final value and area of accuracy, the best pass@k
+    and maj@k, each tag."""
+    rows = [row for run in runs for row in run.last_evaluations.values()]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    wanted = []
+    for name in dict.fromkeys(name for run in runs for name in run.set_names):
+        wanted += [Measure(summary, f"eval/{name}/correct_rate") for summary in SECONDARY]
+        for kind in ("pass@", "maj@"):
+            ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"eval/{re.escape(name)}/{kind}(\d+)", key))]
+            if ks and max(ks) > 1:
+                wanted.append(Measure("final", f"eval/{name}/{kind}{max(ks)}"))
     wanted += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
     return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
 

@@ -71,7 +71,7 @@ def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | 
     """
     family = len({spec.label for spec in specs}) - 1
     campaign = specs[0].config.campaign
-    measure = Measure.parse(campaign.primary_metric)
+    measure = Measure.parse(campaign.primary_metric, *specs[0].config.evaluation.names[:1])
     if family < 1 or (measure.is_held_out and specs[0].config.evaluation.problems == 0 and pilot is None):
         return []
     seeds = len({spec.seed for spec in specs})

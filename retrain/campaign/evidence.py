@@ -11,7 +11,8 @@ from typing import Any
 from retrain.campaign.changes import flat
 from retrain.campaign.manifest import MANIFEST, planned_configs
 from retrain.campaign.pooling import compare_directories, read_source
-from retrain.campaign.results import Measure, RunResult
+from retrain.campaign.results import Measure, RunResult, first_set
+from retrain.config.evaluation import HELDOUT
 from retrain.files import read_json, read_jsonl
 from retrain.maths.statistics import cluster_interval
 
@@ -42,6 +43,16 @@ class Campaign:
     def measure(self) -> Measure:
         """The primary metric."""
         return Measure(self.comparison["summary"], self.comparison["metric"])
+
+    @property
+    def set_names(self) -> list[str]:
+        """The held-out sets, in order."""
+        return list(dict.fromkeys(name for run in self.runs for name in run.set_names))
+
+    @property
+    def shown_set(self) -> str:
+        """The held-out set whose completions are shown: that of the primary metric, else the first."""
+        return self.measure.held_out or first_set(self.runs)
 
     def of(self, label: str) -> list[RunResult]:
         """The runs of a condition by seed."""
@@ -111,13 +122,13 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     return out
 
 
-def completions(run: RunResult) -> tuple[list[Completion], list[Completion], str]:
-    """Completions of the run's first and last held-out evaluation, and in words which these are.
+def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[Completion], str]:
+    """Completions of the run's first and last evaluation on a held-out set, and in words which these are.
 
     Without evaluations: those of the first and last tenth of training, where the same seed met the same prompts.
     """
-    rows = [row for row in read_jsonl(run.path / "emergence/evaluations.jsonl") if row.get("name") == "heldout"]
-    words = "held-out evaluation"
+    rows = [row for row in read_jsonl(run.path / "emergence/evaluations.jsonl") if row.get("name") == held_out]
+    words = "held-out evaluation" if held_out == HELDOUT else f"held-out evaluation on {held_out}"
     if rows:
         first, last = rows[0]["step"], rows[-1]["step"]
         early = [row for row in rows if row["step"] == first] if first < last else []

@@ -15,7 +15,8 @@ from typing import Any
 from retrain.campaign.changes import flat
 from retrain.campaign.comparison import compare_runs
 from retrain.campaign.manifest import MANIFEST
-from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.campaign.results import Measure, RunResult, first_set, read_run
+from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import read_json
 
@@ -49,8 +50,9 @@ def compare_directories(
     sources = [read_source(path, name) for path, name in zip(directories, _names(directories), strict=True)]
     everything = [run for source in sources for run in source.runs]
     declared, margin, warnings = _declared(sources, metric)
-    if Measure.parse(metric or declared or "final").is_held_out:
-        _same_yardstick(sources)
+    decisive = Measure.parse(metric or declared or "final", first_set(everything)).held_out
+    if decisive:
+        _same_yardstick(sources, decisive)
     warnings += _pool(sources)
     labels = list(dict.fromkeys(label for source in sources for label in source.labels))
     runs, twice = _without_repeats(everything)
@@ -96,7 +98,8 @@ def _declared(sources: Sequence[Source], metric: str | None) -> tuple[str | None
     if len({pair[1] for pair in found if pair[0] is not None}) > 1:
         said.append("The campaigns declared different equivalence margins; none is applied.")
         margin = None
-    chosen, before = Measure.parse(metric or "final"), Measure.parse(first or "final")
+    held_out = first_set([run for source in sources for run in source.runs])
+    chosen, before = Measure.parse(metric or "final", held_out), Measure.parse(first or "final", held_out)
     if metric is not None and chosen != before:
         said.append(f"{chosen.name} was not declared as deciding ({before.name} was): what it shows is exploratory.")
         margin = margin if chosen.key == before.key else None
@@ -111,18 +114,22 @@ def _declaration(source: Source) -> tuple[str | None, float | None]:
     return None, None
 
 
-def _same_yardstick(sources: Sequence[Source]) -> None:
-    """Raise UsageError when held-out problems, or how they are sampled and graded, differ between directories."""
+def _same_yardstick(sources: Sequence[Source], held_out: str) -> None:
+    """Raise UsageError when the problems of a held-out set, or how they are sampled, differ between directories."""
     seen: dict[str, tuple[str, Any]] = {}
     for source in sources:
         for run in source.runs:
             evaluation = run.config.get("evaluation")
             if evaluation is None or not run.evaluations:
                 continue
+            hashes = run.facts.get("heldout_hashes") or {HELDOUT: run.facts.get("heldout_hash")}
+            own = next((each for each in evaluation.get("sets") or () if each["name"] == held_out), {})
+            own = {key: value for key, value in own.items() if value is not None}
+            sampling = {key: own.get(key, evaluation.get(key)) for key in ("samples", "temperature", "max_tokens")}
             facts = {
-                "held-out problems": run.facts.get("heldout_hash") or run.facts.get("data_hash"),
-                **{f"[evaluation] {key}": evaluation.get(key) for key in ("samples", "temperature", "max_tokens")},
-                "[data] prompt_template": run.config.get("data", {}).get("prompt_template"),
+                "held-out problems": hashes.get(held_out) or run.facts.get("data_hash"),
+                **{f"[evaluation] {key}": value for key, value in sampling.items()},
+                "[data] prompt_template": (run.config.get("data", {}) | own).get("prompt_template"),
             }
             for what, value in facts.items():
                 name, other = seen.setdefault(what, (source.name, value))

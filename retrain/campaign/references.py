@@ -31,6 +31,7 @@ KEYS = (
 )
 """Keys that name code which runs in the training process."""
 SOURCES = ("data.source", "data.eval_source")
+SET_SOURCE = "evaluation.sets.{}.source"
 
 
 def check_references(loaded: Loaded, rewards: bool = False) -> None:
@@ -72,6 +73,14 @@ def named_code(config: Any) -> Iterator[tuple[str, str]]:
         value = getattr(getattr(config, section), name)
         if is_plugin(value):
             yield key, value
+    for index, each in enumerate(config.evaluation.sets):
+        if each.source is not None and is_plugin(each.source):
+            yield SET_SOURCE.format(index), each.source
+
+
+def is_source(key: str) -> bool:
+    """Whether the key names a source of problems."""
+    return key in SOURCES or key.startswith("evaluation.sets.")
 
 
 def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
@@ -132,4 +141,4 @@ def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
                 if places.given(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
-    return places.find((section, name))[1]
+    return places.find(tuple(int(part) if part.isdigit() else part for part in key.split(".")))[1]

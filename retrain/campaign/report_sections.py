@@ -28,7 +28,7 @@ from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape
 from retrain.record.numbers import points, short
-from retrain.record.tables import squeeze_cells, squeeze_columns, squeeze_words
+from retrain.record.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
 
 TWINS = 8
 """Prompts shown for each comparison."""
@@ -36,7 +36,6 @@ OPEN_TWINS = 2
 """Of them so many are open from the start, and on paper."""
 
 CURVES = (
-    ("eval/heldout/correct_rate", "Held-out accuracy", "%", True, False),
     ("correct_rate", "Correct while training", "%", True, True),
     ("mean_reward", "Reward while training", "", False, True),
     ("completions/mean_length", "Tokens per completion", "", False, True),
@@ -58,9 +57,10 @@ def figure(title: str, words: str, drawn: str) -> str:
 
 def title_of(measure: Measure) -> str:
     """What a measure is called above a chart."""
-    names = {"eval/heldout/correct_rate": "held-out accuracy", "correct_rate": "correct rate while training"}
-    name = names.get(measure.key, measure.key.removeprefix("eval/heldout/"))
-    return (f"area under {name}" if measure.summary == "auc" else f"final {name}").capitalize()
+    name = "correct rate while training" if measure.key == "correct_rate" else short_metric(measure.key)
+    accuracy = accuracy_name(measure.key)
+    name = f"{accuracy[:1].lower()}{accuracy[1:]}" or name
+    return f"Area under {name}" if measure.summary == "auc" else f"Final {name}"
 
 
 def level_words(condition: dict[str, Any], measure: Measure) -> str:
@@ -85,9 +85,11 @@ def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str
 
 
 def curves_section(campaign: Campaign) -> str:
-    """Every metric of ``CURVES`` that the runs have, over steps."""
+    """Accuracy on every held-out set, and every metric of ``CURVES`` that the runs have, over steps."""
     plots = []
-    for key, title, unit, share, smooth in CURVES:
+    keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
+    held_out = [(key, accuracy_name(key), "%", True, False) for key in keys]
+    for key, title, unit, share, smooth in (*held_out, *CURVES):
         # Back pressure steers what all runs of a cohort do together: one line says it for all.
         labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
         found = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
@@ -129,7 +131,7 @@ def distributions_section(campaign: Campaign) -> str:
         rows: list[Completion] = []
         for run in campaign.of(label):
             if run.done:
-                _, last, words = completions(run)
+                _, last, words = completions(run, campaign.shown_set)
                 rows += last
         if rows:
             lengths.append((label, index, [float(row["num_tokens"]) for row in rows]))
@@ -150,7 +152,7 @@ def distributions_section(campaign: Campaign) -> str:
 
 def same_prompt_section(campaign: Campaign) -> str:
     """Each condition against the baseline after training, then each condition before against after."""
-    sampled = {run.run_id: completions(run) for run in campaign.runs if run.done}
+    sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
     baseline = campaign.labels[0]
     blocks = []
     for label in campaign.labels[1:]:
@@ -258,7 +260,8 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
 
 def _secondary_row(secondary: dict[str, Any]) -> list[str]:
     measure = Measure(secondary["summary"], secondary["metric"])
-    cells = [escape(measure.name.removeprefix("final:").replace("eval/heldout/", ""))]
+    of_curve = "" if measure.summary == "final" else f"{measure.summary}:"
+    cells = [escape(f"{of_curve}{short_metric(measure.key)}")]
     for condition in secondary["conditions"]:
         cells.append("–" if condition["after_mean"] is None else escape(level_words(condition, measure)))
     for condition in secondary["conditions"][1:]:

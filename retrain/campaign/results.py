@@ -13,13 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from retrain.config.evaluation import HELDOUT
 from retrain.config.root import sections
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.catalogue import BY_KEY
 
-METRIC = "eval/heldout/correct_rate"
-HELD_OUT = "eval/heldout/"
+METRIC = f"eval/{HELDOUT}/correct_rate"
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
 """Metrics of the held-out evaluation that may be named without its prefix."""
 MERITS = r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
@@ -40,8 +40,9 @@ class Measure:
     key: str = METRIC
 
     @classmethod
-    def parse(cls, text: str) -> Measure:
-        """``final``, ``auc``, a key, or ``auc:key``; keys of the held-out evaluation may be short, as in ``pass@4``."""
+    def parse(cls, text: str, held_out: str = HELDOUT) -> Measure:
+        """``final``, ``auc``, a key, or ``auc:key``; keys of the held-out set ``held_out`` may be short, as in
+        ``pass@4``."""
         summary, colon, key = text.partition(":")
         if summary not in ("final", "auc"):
             summary, key = "final", text
@@ -49,7 +50,7 @@ class Measure:
             key = "correct_rate"
         of_tag = key.count("/") == 1 and key.endswith("/correct_rate")
         short = "/" not in key and re.sub(r"@\d+$", "@<k>", key) in HELD_OUT_SHORT
-        return cls(summary, f"{HELD_OUT}{key}" if short or of_tag else key)
+        return cls(summary, f"eval/{held_out}/{key}" if short or of_tag else key)
 
     @property
     def name(self) -> str:
@@ -60,6 +61,11 @@ class Measure:
     def is_held_out(self) -> bool:
         """Whether it is measured on held-out problems rather than while training."""
         return self.key.startswith("eval/")
+
+    @property
+    def held_out(self) -> str | None:
+        """The held-out set that it is measured on."""
+        return self.key.split("/")[1] if self.is_held_out else None
 
     @property
     def is_share(self) -> bool:
@@ -101,14 +107,19 @@ class RunResult:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def set_names(self) -> list[str]:
+        """The held-out sets of its configuration, in order."""
+        sets = self.config.get("evaluation", {}).get("sets") or [{"name": HELDOUT}]
+        return [each["name"] for each in sets]
+
+    @property
     def done(self) -> bool:
         """Whether it has finished; only then are its numbers compared."""
         return self.state == "done"
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         """(optimizer steps done, value) wherever the metric has a value."""
-        if key.startswith("eval/"):
-            name = key.split("/")[1]
+        if name := Measure(key=key).held_out:
             found = [(row["step"], row.get(key)) for row in self.evaluations if row.get("name") == name]
         else:
             found = [(row["step"] + 1, row.get(key)) for row in self.rows]
@@ -118,7 +129,7 @@ class RunResult:
         """The run's number, None where its files have none: an evaluation that could not be graded has no value."""
         curve = self.curve(measure.key)
         if measure.is_held_out:
-            taken = [row for row in self.evaluations if row.get("name") == measure.key.split("/")[1]]
+            taken = [row for row in self.evaluations if row.get("name") == measure.held_out]
             if not curve or curve[-1][0] != taken[-1]["step"]:
                 return None
         if not curve:
@@ -135,9 +146,17 @@ class RunResult:
 
     def resolution(self, measure: Measure) -> float:
         """The step of the scale of final held-out accuracy: one answer of one problem; 0 where it is not known."""
-        last = self.evaluations[-1] if self.evaluations and measure == Measure() else {}
-        answers = (last.get("eval/heldout/problems") or 0) * (last.get("samples") or 1)
+        name = measure.held_out
+        if measure != Measure(key=f"eval/{name}/correct_rate"):
+            return 0.0
+        last = self.last_evaluations.get(name or "", {})
+        answers = (last.get(f"eval/{name}/problems") or 0) * (last.get("samples") or 1)
         return 1.0 / answers if answers else 0.0
+
+    @property
+    def last_evaluations(self) -> dict[str, dict[str, Any]]:
+        """The row of the last evaluation of each held-out set, in their order."""
+        return {str(row.get("name", HELDOUT)): row for row in self.evaluations}
 
     @property
     def tokens(self) -> int:
@@ -180,8 +199,14 @@ def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
 
 def known_measures(runs: Sequence[RunResult]) -> set[str]:
     """Keys of all numbers that these runs have."""
-    keys = {key for run in runs for row in run.evaluations[-1:] for key in row if key.startswith("eval/")}
+    rows = [row for run in runs for row in run.last_evaluations.values()]
+    keys = {key for row in rows for key in row if key.startswith("eval/")}
     return keys | {key for run in runs for row in run.rows[-1:] for key, value in row.items() if _is_number(value)}
+
+
+def first_set(runs: Sequence[RunResult]) -> str:
+    """The held-out set that short names of metrics mean."""
+    return next((name for run in runs for name in run.set_names), HELDOUT)
 
 
 def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
@@ -191,8 +216,9 @@ def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
         return
     import difflib
 
-    short = {key.removeprefix(HELD_OUT): key for key in known}
-    near = difflib.get_close_matches(measure.key.removeprefix(HELD_OUT), list(short), n=3, cutoff=0.4)
+    prefix = f"eval/{first_set(runs)}/"
+    short = {key.removeprefix(prefix): key for key in known}
+    near = difflib.get_close_matches(measure.key.removeprefix(prefix), list(short), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}" if near else ""
     raise UsageError(f"no run has the metric {measure.key}{hint}")
 

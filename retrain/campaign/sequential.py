@@ -43,7 +43,8 @@ def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> No
         if manifest.content.get("sequential"):
             raise UsageError(_changed(manifest, "sequential", manifest.content["sequential"]["rule"]))
         return
-    measure = Measure.parse(declared.primary_metric)
+    names = specs[0].config.evaluation.names
+    measure = Measure.parse(declared.primary_metric, *names[:1])
     if declared.primary_metric == "final" and specs[0].config.evaluation.problems == 0:
         measure = Measure("final", "correct_rate")
     labels = list(dict.fromkeys(spec.label for spec in specs))

@@ -16,6 +16,8 @@ from retrain.files import prepare_directory, publish_directory, read_json, read_
 from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
+VERIFICATION = "verification.json"
+
 
 def find_adapter(directory: Path) -> Path:
     """The adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's first
@@ -151,10 +153,13 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     """Analyse the adapter of a run directory; with ``to`` also compress it to that rank, or with ``pattern`` to ranks
     by module that keep as much energy.
 
-    The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter.
+    The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is read
+    from the verification of this very adapter, if there is one.
     """
     adapter = find_adapter(Path(directory))
-    analysis = analyse_adapter(adapter, **_retention(adapter))
+    analysis = analyse_adapter(adapter, **_wanted(adapter))
+    if verified := _known_verification(adapter):
+        analysis["verified"] = verified
     if to is not None:
         target = out or adapter.parent / "squeeze" / (f"pattern_{to}" if pattern else f"rank_{to}")
         analysis["compressed"] = str(compress_adapter(adapter, to, target, pattern))
@@ -164,9 +169,21 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     return analysis
 
 
-def _retention(adapter: Path) -> dict[str, Any]:
-    """What must be kept, as the run's own [squeeze] section says, else the defaults."""
-    wanted = Squeeze().model_dump(include={"min_variance_retention", "min_layer_retention"})
+def _known_verification(adapter: Path) -> dict[str, Any] | None:
+    """The verification of an adapter in its run's directory or its campaign's, None without one."""
+    from retrain.campaign.verify import read_verification
+
+    run = adapter.absolute().parent
+    for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
+        found = read_verification(home / "squeeze" / VERIFICATION, adapter)
+        if found is not None:
+            return found
+    return None
+
+
+def _wanted(adapter: Path) -> dict[str, Any]:
+    """What must be kept and which ranks are tabulated, as the run's own [squeeze] section says, else the defaults."""
+    wanted = Squeeze().model_dump(include={"min_variance_retention", "min_layer_retention", "target_ranks"})
     for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
         if (folder / "config.json").is_file():
             stored = read_json(folder / "config.json").get("squeeze") or {}
@@ -191,7 +208,8 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
     if rank:
         out = Path(settings.output_path) if settings.output_path else directory / "squeeze" / f"rank_{rank}"
         analysis["compressed"] = str(compress_adapter(adapter, rank, out))
-        if settings.verify != "off" and spec.config.evaluation.problems >= 2:
+        held_out = spec.config.decisive
+        if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
             analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank])
@@ -210,9 +228,14 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
 
 
 def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int]) -> dict[str, Any]:
-    """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``."""
-    from retrain.campaign.verify import verify_ranks
+    """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
+    there already of this very adapter is read."""
+    from retrain.campaign.verify import read_verification, verify_ranks
 
+    out = directory / "squeeze" / VERIFICATION
+    known = read_verification(out, adapter)
+    if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:
+        return known
     with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=".tmp") as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        return verify_ranks(spec, folder, adapter, smaller, directory / "squeeze" / "verification.json")
+        return verify_ranks(spec, folder, adapter, smaller, out)

@@ -2,8 +2,10 @@
 
 Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and the same
 random numbers, and are compared with the full adapter problem by problem: the problem is the unit, because one run is
-looked at. Candidates are judged from the largest rank down, as long as they keep what the full adapter has: in this
-fixed order the chance of calling any rank enough wrongly stays that of one test (Westfall and Krishen 2001).
+looked at. The full adapter's answers are those of the run's final evaluation, where that was sampled as it would be
+now: it has one number. Candidates are judged from the largest rank down, as long as they keep what the full adapter
+has: in this fixed order the chance of calling any rank enough wrongly stays that of one test (Westfall and Krishen
+2001).
 """
 
 from __future__ import annotations
@@ -16,27 +18,34 @@ from typing import Any
 import numpy as np
 
 from retrain.campaign.plan import RunSpec
+from retrain.config import Config
+from retrain.config.evaluation import HeldOut
+from retrain.environments.dataset import content_hash
 from retrain.errors import UsageError
-from retrain.files import write_json
+from retrain.files import read_json, read_jsonl, sha256, write_json
 from retrain.maths.intervals import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.numbers import percent, points
+from retrain.types import Problem
 
+WEIGHTS = "adapter_model.safetensors"
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
 
 
 def verify_ranks(spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Accuracy of an adapter and of its compressed forms on the run's held-out problems; also written to ``out``.
+    """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
 
-    Returns problems, samples, tolerance, ``full`` ({accuracy, low, high}), ``ranks``, the largest first, each {rank,
-    accuracy, low, high, difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept",
-    "lost", "unclear")}, ``enough`` (the smallest rank that with all larger ones is kept, or null) and ``sentence``.
+    Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
+    ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
+    difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept", "lost", "unclear")},
+    ``enough`` (the smallest rank that with all larger ones is kept, or null) and ``sentence``.
     Raises UsageError for fewer than two held-out problems, RetrainError when model, data or grader cannot be used.
     """
-    if spec.config.evaluation.problems < 2:
+    held_out = spec.config.decisive
+    if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks = _evaluate(spec, folder, [full, *smaller])
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller])
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -46,13 +55,26 @@ def verify_ranks(spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path
         "problems": correct.shape[1],
         "samples": correct.shape[2],
         "tolerance": TOLERANCE,
-        "full": {"rank": ranks[0], **_accuracy(correct[0])},
+        "set": held_out.name,
+        "adapter": sha256(full / WEIGHTS),
+        "full": {"rank": ranks[0], **_accuracy(correct[0]), "sampled_anew": anew},
         "ranks": rows,
         "enough": enough(rows),
     }
     found["sentence"] = sentence(found)
     write_json(out, found)
     return found
+
+
+def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
+    """What ``verify_ranks`` wrote to ``path``, if it is of these very weights; else None."""
+    if not path.is_file():
+        return None
+    try:
+        found = read_json(path)
+    except ValueError:
+        return None  # damaged: it can be made again
+    return found if isinstance(found, dict) and found.get("adapter") == sha256(adapter / WEIGHTS) else None
 
 
 def verdict(low: float | None, high: float | None) -> str:
@@ -79,7 +101,7 @@ def sentence(found: Mapping[str, Any]) -> str:
     small, full = f"a loss above {100 * TOLERANCE:g} points", found["full"]
     start = (
         f"Verified on {found['problems']} held-out problems × {found['samples']} ({percent(full['accuracy'], 1)} with "
-        f"the full adapter of rank {full['rank']}): "
+        f"the full adapter of rank {full['rank']}{', sampled anew' if full.get('sampled_anew') else ''}): "
     )
     if found["enough"] is None:
         least = found["ranks"][0]["rank"]
@@ -105,15 +127,17 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
     return {"difference": difference, "verdict": verdict(gain.low, gain.high)}
 
 
-def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.ndarray, list[int]]:
-    """Marks of each adapter, [adapters, problems, samples] of 0 and 1, and the adapters' ranks.
+def _evaluate(
+    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path]
+) -> tuple[np.ndarray, list[int], bool]:
+    """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
+    the run's own, had to be sampled anew.
 
     One adapter after the other: memory does not grow with their number.
     """
     from retrain.campaign.assemble import data_of
     from retrain.engines.local import LocalEngine
-    from retrain.engines.protocol import SampleRequest
-    from retrain.environments.prompts import render
+    from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
     from retrain.policy.base import base_of
     from retrain.policy.lora import Lanes
@@ -121,7 +145,8 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
     from retrain.rewards import build_grader
 
     config = spec.config
-    temperature, samples, max_tokens = config.evaluation_sampling
+    data = data_of(config, folder)
+    full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
         base = base_of(config)
@@ -129,23 +154,42 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
         stack.callback(lanes.detach)
         workers = workers_for(base)
         stack.callback(workers.close)
-        prompts = [render(problem, base.tokenizer, config.data) for problem in data_of(config, folder).heldout]
-        requests = [
-            SampleRequest(
-                0, prompt.token_ids, samples, max_tokens, temperature,
-                (config.campaign.seed, config.training.seed, "squeeze", i),
-            )
-            for i, prompt in enumerate(prompts)
-        ]  # fmt: skip
         grader = stack.enter_context(build_grader(config.reward, folder))
         engine = LocalEngine(base, lanes, workers=workers)
+        evaluator = Evaluator(engine, base.tokenizer, [held_out], data.sets)
+        stream = (config.campaign.seed, config.training.seed)
         for path in paths:
             stored = read_adapter(path)
             ranks.append(stored.config["r"])
+            if path == paths[0] and full is not None:
+                correct.append(full)
+                continue
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
-            sampled = engine.sample(requests, [adapter])
-            items = [(p.problem, c.text) for p, answers in zip(prompts, sampled, strict=True) for c in answers]
-            marks = [float(result.is_correct) for result in grader.grade(items)]
-            correct.append(np.reshape(marks, (len(prompts), samples)))
-    return np.stack(correct), ranks
+            # The streams of the run's final evaluation: common random numbers with it.
+            subject = Subject(adapter, grader, stream, config.training.max_steps)
+            (evaluated,) = evaluator.evaluate(held_out, [subject])
+            if evaluated.error is not None:
+                raise evaluated.error
+            marks = [[float(reward.is_correct) for reward in group.rewards] for group in evaluated.record.groups]
+            correct.append(np.array(marks))
+    return np.stack(correct), ranks, full is None
+
+
+def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
+    """Marks [problems, samples] of the run's final evaluation, None when that was none of this adapter on these
+    problems, or sampled otherwise."""
+    run, steps = adapter.parent, config.training.max_steps
+    facts = read_json(run / "config.json") if adapter.name == "final" and (run / "config.json").is_file() else {}
+    if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
+        return None
+    told = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
+    sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
+    if not told or told[-1]["step"] != steps or any(told[-1].get(key) != value for key, value in sampling.items()):
+        return None
+    rows = read_jsonl(run / "emergence/evaluations.jsonl")
+    rows = [row for row in rows if row["name"] == held_out.name and row["step"] == steps]
+    asked = [(problem.id, sample) for problem in problems for sample in range(held_out.samples)]
+    if [(row["problem_id"], row["sample"]) for row in rows] != asked:
+        return None
+    return np.reshape([float(row["correct"]) for row in rows], (len(problems), held_out.samples))

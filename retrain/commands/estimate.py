@@ -269,7 +269,7 @@ class Work:
 def work_of(config: Any) -> Work:
     """The work of one resolved run configuration."""
     training, evaluation = config.training, config.evaluation
-    evaluated = evaluation.problems * evaluation.samples
+    evaluated = sum(each.problems * each.samples for each in config.held_out)
     return Work(
         prompt=PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=training.max_tokens,

@@ -101,6 +101,7 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print(f"seeds         {' '.join(map(str, seeds))}")
+    print_sets(specs[0].config)
     print_design(specs, pilot, detect)
     print_costs(specs)
     print_files(specs, loaded, out)
@@ -130,6 +131,18 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
         credit_words(spec.config),
         ", ".join(changed) or "-",
     )
+
+
+def print_sets(config: Any) -> None:
+    """Print the held-out sets that have names of their own, and how each is sampled."""
+    for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
+        source = each.data.eval_source or each.data.source
+        decides = "; the primary metric's" if each == config.decisive else ""
+        told = (
+            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g}, "
+            f"at most {each.max_tokens} tokens{decides}"
+        )
+        print(f"{'' if i else 'held out':<14}{told}")
 
 
 def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
@@ -182,14 +195,14 @@ def print_costs(specs: list[Any]) -> None:
 
 def print_squeeze_plan(config: Any) -> None:
     """Print what is done about the rank after the first run, and how many answers that takes."""
-    squeeze, evaluation = config.squeeze, config.evaluation
+    squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
         return
     told = f"after the first run: which rank up to {config.model.lora_rank} keeps enough energy"
-    if squeeze.verify != "off" and evaluation.problems >= 2:
+    if squeeze.verify != "off" and held_out is not None and held_out.problems >= 2:
         tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
-        evaluated = 2 + (tabulated if squeeze.verify == "all" else 0)  # the full adapter and the recommended rank
-        answers = evaluated * evaluation.problems * evaluation.samples
+        evaluated = 1 + (tabulated if squeeze.verify == "all" else 0)  # the recommended rank, and those of the table
+        answers = evaluated * held_out.problems * held_out.samples
         told += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
     print(f"squeeze       {told}")
 

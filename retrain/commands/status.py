@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,8 +53,11 @@ def status(
         for report in reports:
             console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
     else:
-        rows = [status_cells(report, run) for report in reports for run in report["runs"]]
-        print_table(STATUS_COLUMNS, rows, left=("directory", "run", "state", "why"))
+        runs = [run for report in reports for run in report["runs"]]
+        further = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
+        rows = [status_cells(report, run, further) for report in reports for run in report["runs"]]
+        columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in further for when in ("before", "now"))]
+        print_table((*columns, STATUS_COLUMNS[-1]), rows, left=("directory", "run", "state", "why"))
 
 
 def follow(directory: Path, as_json: bool, plain: bool) -> None:
@@ -75,9 +79,10 @@ def follow(directory: Path, as_json: bool, plain: bool) -> None:
 STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
 
 
-def status_cells(report: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    """One run of a ``read_status`` report as the cells of a plain table."""
+def status_cells(report: dict[str, Any], run: dict[str, Any], further: Sequence[str] = ()) -> list[str]:
+    """One run of a ``read_status`` report as the cells of a plain table, with held-out sets besides the first."""
     row = run["row"]
-    rates = (row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"])
+    rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
+    rates += [run["evaluations"].get(name, {}).get(when) for name in further for when in ("before", "now")]
     cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
     return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), run["reason"] or ""]

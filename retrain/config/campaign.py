@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 import re
@@ -33,8 +34,11 @@ def _distinct(seeds: list[int]) -> list[int]:
 
 
 def _measure(text: str) -> str:
-    if re.fullmatch(r"(final|auc)(:[^\s:]+)?", text) is None:
-        raise fault(f'is "{text}": not final or auc, alone or with a metric after a colon', 'primary_metric = "final"')
+    if re.fullmatch(r"((final|auc)(:[^\s:]+)?|eval/[^\s:]+)", text) is None:
+        raise fault(
+            f'is "{text}": not final or auc, alone or with a metric after a colon, nor a key eval/…',
+            'primary_metric = "final"',
+        )
     return text
 
 
@@ -118,8 +122,9 @@ class Campaign(Section):
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
     update), `auc` (mean height of its curve over steps, which needs `eval_every`), or either with another metric, as
-    in `final:pass@4`, `auc:reward_mean`, `final:completions/mean_length`. Without held-out problems, `final` is the
-    correct rate of training."""
+    in `final:pass@4`, `auc:reward_mean`, `final:completions/mean_length`. With `[[evaluation.sets]]` these speak of the
+    first set, and `eval/<name>/correct_rate`, `auc:eval/<name>/pass@4` of another. Without held-out problems, `final`
+    is the correct rate of training."""
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
     """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
     the comparison can conclude that there is no difference that matters; unset, it never does."""
@@ -195,7 +200,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
     if not config.is_campaign:
         return
     metric, evaluation = config.campaign.primary_metric, config.evaluation
-    summary, _, key = metric.partition(":")
+    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
     at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
     measured = metric == "auc" or key.startswith("eval/") or at_k is not None
     if measured and evaluation.problems == 0:
@@ -210,10 +215,23 @@ def declared_rules(config: Config) -> Iterator[Finding]:
             f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
             f"eval_every = {max(1, config.training.max_steps // 5)}",
         )
-    if at_k is not None and int(at_k[1]) > evaluation.samples:
+    if not evaluation.names:
+        return
+    name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
+    if name not in evaluation.names:
+        meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
         yield Finding(
-            ("campaign.primary_metric", "evaluation.samples"),
-            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {evaluation.samples}',
+            ("campaign.primary_metric", "evaluation.sets"),
+            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
+            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
+        )
+        return
+    samples = next(each.samples for each in config.held_out if each.name == name)
+    if at_k is not None and int(at_k[1]) > samples:
+        own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
+        yield Finding(
+            ("campaign.primary_metric", f"evaluation{own}.samples"),
+            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
             f"samples = {at_k[1]}",
         )
 

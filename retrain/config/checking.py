@@ -156,7 +156,7 @@ def _put_aside(data: dict[str, Any], path: Path) -> None:
 
 def _close_gaps(review: Review) -> None:
     """Drop the tables that were emptied, and lists of which nothing is left."""
-    for section, key in (CONDITIONS, ("reward", "components")):
+    for section, key in (CONDITIONS, ("reward", "components"), ("evaluation", "sets")):
         table = review.data.get(str(section))
         rows = table.get(key) if isinstance(table, dict) else None
         if not isinstance(rows, list) or not isinstance(table, dict):
@@ -288,8 +288,12 @@ def _examine_shadowed(review: Review, config: Config) -> None:
 
 def _examine_sources(review: Review, config: Config) -> None:
     """Files of problems should exist where the configuration is checked; they may appear later."""
-    for key, value in (("source", config.data.source), ("eval_source", config.data.eval_source)):
-        path = ("data", key)
+    named: list[tuple[Path, str | None]] = [
+        (("data", "source"), config.data.source),
+        (("data", "eval_source"), config.data.eval_source),
+        *((("evaluation", "sets", i, "source"), each.source) for i, each in enumerate(config.evaluation.sets)),
+    ]
+    for path, value in named:
         if value is None or not value.endswith(FILE_ENDINGS) or not review.places.given(path):
             continue
         if "\0" in value or not FilePath(value).is_file():

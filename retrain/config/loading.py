@@ -151,7 +151,10 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     reward = data.get("reward")
     parts = reward.get("components") if isinstance(reward, dict) else None
     rewards = [reward, *parts] if isinstance(parts, list) else [reward]
+    evaluation = data.get("evaluation")
+    sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
+    named += [(each, "source") for each in sets] if isinstance(sets, list) else []
     for table, key in [*named, *((table, "custom_module") for table in rewards)]:
         value = table.get(key) if isinstance(table, dict) else None
         if not isinstance(value, str) or "\0" in value:

@@ -16,12 +16,17 @@ from pydantic_core import ErrorDetails
 from retrain.config.base import Section
 from retrain.config.campaign import Condition
 from retrain.config.describe import accepts, choices, default_of, field_expected, kind, show, toml, unavailable
+from retrain.config.evaluation import EvaluationSet
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS, SYNONYMS
 from retrain.config.root import keys, sections
 from retrain.config.tasks import RewardComponent
 
 Path = tuple[str | int, ...]
-LISTED: dict[str, type[Section]] = {"campaign.conditions": Condition, "reward.components": RewardComponent}
+LISTED: dict[str, type[Section]] = {
+    "campaign.conditions": Condition,
+    "reward.components": RewardComponent,
+    "evaluation.sets": EvaluationSet,
+}
 """Keys that are lists of tables, and what their tables are."""
 
 

@@ -11,6 +11,7 @@ from retrain.config.base import Section, UsedWhen
 from retrain.config.campaign import Condition
 from retrain.config.conditions import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
+from retrain.config.evaluation import EvaluationSet
 from retrain.config.root import Config, keys, sections
 from retrain.config.tasks import RewardComponent
 
@@ -91,6 +92,8 @@ def configuration_markdown() -> str:
             parts.append(f"### [[campaign.conditions]]\n\n{_text(Condition)}\n\n{_table(Condition)}")
         if name == "reward":
             parts.append(f"### [[reward.components]]\n\n{_text(RewardComponent)}\n\n{_table(RewardComponent)}")
+        if name == "evaluation":
+            parts.append(f"### [[evaluation.sets]]\n\n{_text(EvaluationSet)}\n\n{_table(EvaluationSet)}")
     return "\n".join(parts)
 
 

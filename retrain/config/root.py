@@ -9,14 +9,15 @@ from typing import Any
 from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config import algorithm, campaign, models, tasks, training, upkeep
+from retrain.config import algorithm, campaign, evaluation, models, tasks, training, upkeep
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
 from retrain.config.describe import show
+from retrain.config.evaluation import Evaluation, HeldOut, held_out_sets
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.tasks import Data, Environment, Reward
-from retrain.config.training import Evaluation, Optimizer, Training
+from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
 RULES = (
@@ -24,6 +25,7 @@ RULES = (
     *training.RULES,
     *algorithm.RULES,
     *tasks.RULES,
+    *evaluation.RULES,
     *upkeep.RULES,
     *campaign.RULES,
 )
@@ -59,11 +61,16 @@ class Config(Section):
         return "campaign" in self.model_fields_set
 
     @property
-    def evaluation_sampling(self) -> tuple[float, int, int]:
-        """Temperature, samples per problem and max_tokens of held-out evaluation; those of training where unset."""
-        evaluation, training = self.evaluation, self.training
-        temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
-        return temperature, evaluation.samples, evaluation.max_tokens or training.max_tokens
+    def held_out(self) -> tuple[HeldOut, ...]:
+        """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
+        return held_out_sets(self)
+
+    @property
+    def decisive(self) -> HeldOut | None:
+        """The held-out set that the primary metric is measured on, else the first; None without evaluation."""
+        key = self.campaign.primary_metric.rpartition(":")[2] if self.is_campaign else ""
+        named = key.split("/")[1] if key.startswith("eval/") else None
+        return next((each for each in self.held_out if each.name == named), next(iter(self.held_out), None))
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""

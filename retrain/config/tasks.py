@@ -51,6 +51,10 @@ def _prompt_template(value: str) -> str:
     return value
 
 
+OptionalSource = Annotated[OptionalText, AfterValidator(_source)]
+Template = Annotated[Text, AfterValidator(_prompt_template)]
+
+
 def _positive_turns(value: Any) -> Any:
     return 1 if type(value) is int and value == -1 else value
 
@@ -72,7 +76,7 @@ class Data(Section):
     first), or `module:function`."""
     split: Text = "train"
     """Split of a hub source to train on."""
-    eval_source: Annotated[OptionalText, AfterValidator(_source)] = None
+    eval_source: OptionalSource = None
     """Source of the held-out problems; unset is the evaluation split of `source`, or a part of the file."""
     eval_split: Text = "test"
     """Split of a hub source to hold out."""
@@ -86,7 +90,7 @@ class Data(Section):
     """Column of a file that holds a tag or a list of tags; metrics are also reported for each tag."""
     system_prompt: OptionalText = None
     """Put before every problem as the system message."""
-    prompt_template: Annotated[Text, AfterValidator(_prompt_template)] = "{prompt}"
+    prompt_template: Template = "{prompt}"
     """Text of the user message; `{prompt}` is the problem."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{ enable_thinking = false }`."""
@@ -237,7 +241,8 @@ def reward_rules(config: Config) -> Iterator[Finding]:
 def data_rules(config: Config) -> Iterator[Finding]:
     """Levels are those of generated problems."""
     data = config.data
-    if data.levels is not None and "arithmetic" not in (data.source, data.eval_source):
+    sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
+    if data.levels is not None and "arithmetic" not in sources:
         yield Finding(
             ("data.levels", "data.source"),
             f'has no effect with source = "{data.source}"',

@@ -1,4 +1,4 @@
-"""[training], [optimizer], [evaluation]: how long, how much, how fast, and how it is measured."""
+"""[training], [optimizer]: how long, how much, how fast."""
 
 from __future__ import annotations
 
@@ -107,21 +107,6 @@ class Optimizer(Section):
     """Steps over which the learning rate rises to `lr`."""
 
 
-class Evaluation(Section):
-    """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update."""
-
-    problems: Natural = 128
-    """Held-out problems; 0 switches evaluation off."""
-    samples: Count = 1
-    """Completions for each held-out problem."""
-    temperature: NotNegative | None = None
-    """Sampling temperature; unset is that of training, 0 is greedy."""
-    max_tokens: Count | None = None
-    """Longest completion; unset is that of training."""
-    at_start: bool = True
-    """Evaluate the untrained model, so that there is something to compare with."""
-
-
 def sampling_rules(config: Config) -> Iterator[Finding]:
     """What the importance ratio and the group baseline need of sampling."""
     training = config.training
@@ -197,12 +182,6 @@ def schedule_rules(config: Config) -> Iterator[Finding]:
             ("training.eval_every", "evaluation.problems"),
             "has no effect with [evaluation] problems = 0",
             "remove the line, or problems = 128",
-        )
-    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
-        yield Finding(
-            ("evaluation.samples", "evaluation.temperature"),
-            f"is {config.evaluation.samples} at temperature 0: all samples of a problem are the same",
-            "samples = 1",
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from retrain.config.evaluation import HELDOUT
 from retrain.environments.sources import (
     FILE_ENDINGS,
     HUB,
@@ -26,9 +27,18 @@ from retrain.errors import DataError
 from retrain.types import Problem
 
 
+class Wanted(NamedTuple):
+    """A held-out set to be loaded: its name, the most problems that it may have, and the [data] in whose
+    ``eval_source`` and ``eval_split`` it lies."""
+
+    name: str
+    problems: int
+    data: Any
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """Problems to train on and held-out problems, disjoint by prompt.
+    """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
     ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are things a person should
     hear of, such as training problems that were removed because they are held out.
@@ -36,71 +46,97 @@ class Dataset:
 
     name: str
     train: Sequence[Problem]
-    heldout: list[Problem]
+    sets: Mapping[str, list[Problem]]
     content_hash: str
     notes: tuple[str, ...] = ()
 
+    @property
+    def heldout(self) -> list[Problem]:
+        """The problems of all held-out sets, in order."""
+        return [problem for problems in self.sets.values() for problem in problems]
+
 
 def load_data(
-    data: Any, heldout: int, max_examples: int | None = None, seed: int = 0, base_dir: Path | None = None
+    data: Any,
+    heldout: int | Sequence[Wanted],
+    max_examples: int | None = None,
+    seed: int = 0,
+    base_dir: Path | None = None,
 ) -> Dataset:
     """The data set of a ``[data]`` section (any object with its attributes).
 
-    ``heldout`` is the number of held-out problems wanted (0: none are set aside), ``max_examples`` the most to train
-    on, ``seed`` decides which problems a generated source generates and which of them ``max_examples`` keeps.
-    ``base_dir`` (the TOML's folder) is where relative paths are looked up first, then the current directory.
-    Raises DataError, MissingExtra or PluginError.
+    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none are set aside),
+    ``max_examples`` the most to train on, ``seed`` decides which problems a generated source generates and which of
+    them ``max_examples`` keeps. ``base_dir`` (the TOML's folder) is where relative paths are looked up first, then the
+    current directory. Raises DataError, MissingExtra or PluginError.
     """
-    train, pool = _train_and_pool(data, heldout, max_examples, seed, base_dir)
-    notes: list[str] = []
-    pool = sorted({_key(problem): problem for problem in reversed(pool)}.values(), key=lambda p: _position(_key(p)))
-    heldout_keys = {_key(problem) for problem in pool}
-    kept = [problem for problem in train if _key(problem) not in heldout_keys]
-    if len(kept) < len(train):
-        notes.append(f"{len(train) - len(kept)} of {len(train)} training problems left out: they are held out")
-    if not kept:
-        raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
-    chosen = pool[: max(heldout, 0)]
-    if len(chosen) < heldout:
-        notes.append(f"{len(chosen)} problems are held out; [evaluation] problems = {heldout} asks for more")
-    kept = _at_most(kept, max_examples, seed, getattr(data, "shuffle", True))
-    return Dataset(str(data.source), kept, chosen, content_hash(kept, chosen), tuple(notes))
+    wanted = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else list(heldout)
+    wanted = [each for each in wanted if each.problems > 0]
+    source = train = _training(data, max_examples, seed, base_dir)
+    notes, sets = list[str](), dict[str, list[Problem]]()
+    for each in wanted:
+        if _takes_a_part(each.data, base_dir):
+            # Of all problems of the source, not of those that earlier sets have left: sets may share the part.
+            rest, pool = _fraction(source, each.data.eval_fraction, each.data.source)
+            left = {_key(problem) for problem in rest}
+            train = [problem for problem in train if _key(problem) in left]
+        else:
+            pool = _pool(each, seed, base_dir)
+        pool = sorted({_key(problem): problem for problem in reversed(pool)}.values(), key=lambda p: _position(_key(p)))
+        keys = {_key(problem) for problem in pool}
+        kept = [problem for problem in train if _key(problem) not in keys]
+        named = "" if each.name == HELDOUT else f" in the set {each.name}"
+        if len(kept) < len(train):
+            out = len(train) - len(kept)
+            notes.append(f"{out} of {len(train)} training problems left out: they are held out{named}")
+        if not kept:
+            raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
+        sets[each.name], train = pool[: each.problems], kept
+        if len(sets[each.name]) < each.problems:
+            notes.append(
+                f"{len(sets[each.name])} problems are held out{named}; "
+                f"[evaluation] problems = {each.problems} asks for more"
+            )
+    kept = _at_most(train, max_examples, seed, getattr(data, "shuffle", True))
+    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), tuple(notes))
 
 
-def content_hash(train: Sequence[Problem], heldout: Sequence[Problem]) -> str:
-    """SHA-256 (hex) of prompts, answers and tags of both parts, in order; ids and metadata do not count."""
+def content_hash(*parts: Sequence[Problem]) -> str:
+    """SHA-256 (hex) of prompts, answers and tags of all parts, in order; ids and metadata do not count."""
     digest = hashlib.sha256()
-    for part in (train, heldout):
+    for part in parts:
         for problem in part:
             digest.update(json.dumps([_plain(problem), problem.answer, list(problem.tags)]).encode() + b"\n")
         digest.update(b"\x1e")
     return digest.hexdigest()
 
 
-def _train_and_pool(
-    data: Any, heldout: int, max_examples: int | None, seed: int, base_dir: Path | None
-) -> tuple[list[Problem], list[Problem]]:
-    """Training problems, and the pool that the held-out ones are chosen from (empty for ``heldout`` 0)."""
-    source, eval_source = data.source, getattr(data, "eval_source", None)
-    if source == "arithmetic":
+def _training(data: Any, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
+    if data.source == "arithmetic":
         from retrain.environments import arithmetic
 
         size = data.size if max_examples is None else min(data.size, max_examples)
-        train = arithmetic.problems("train", size, data.levels, seed)
-    else:
-        train = _problems(source, data.split, data, base_dir)
-    if heldout <= 0:
-        return train, []
-    if eval_source == "arithmetic" or (eval_source is None and source == "arithmetic"):
+        return arithmetic.problems("train", size, data.levels, seed)
+    return _problems(data.source, data.split, data, base_dir)
+
+
+def _takes_a_part(data: Any, base_dir: Path | None) -> bool:
+    """Whether held-out problems are a part of the training source, for want of a source or split of their own."""
+    source = data.source
+    if getattr(data, "eval_source", None) is not None or source == "arithmetic":
+        return False
+    splits = source in HUB or (not source.endswith(FILE_ENDINGS) and takes_split(source, base_dir))
+    return not splits or data.split == data.eval_split
+
+
+def _pool(wanted: Wanted, seed: int, base_dir: Path | None) -> list[Problem]:
+    """What a held-out set is chosen from: all problems of a source or split of its own."""
+    source = getattr(wanted.data, "eval_source", None) or wanted.data.source
+    if source == "arithmetic":
         from retrain.environments import arithmetic
 
-        return train, arithmetic.problems("heldout", heldout, data.levels, seed)
-    if eval_source is not None:
-        return train, _problems(eval_source, data.eval_split, data, base_dir)
-    splits = source in HUB or (not source.endswith(FILE_ENDINGS) and takes_split(source, base_dir))
-    if splits and data.split != data.eval_split:
-        return train, _problems(source, data.eval_split, data, base_dir)
-    return _fraction(train, data.eval_fraction, source)
+        return arithmetic.problems("heldout", wanted.problems, wanted.data.levels, seed)
+    return _problems(source, wanted.data.eval_split, wanted.data, base_dir)
 
 
 def _problems(source: str, split: str, data: Any, base_dir: Path | None) -> list[Problem]:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrain.record.observer import SpecLike
 
@@ -18,6 +18,16 @@ HIDDEN = dict.fromkeys((*_OBEYED, *range(0xD800, 0xE000)), "\N{REPLACEMENT CHARA
 def printable(text: object) -> str:
     """``text`` without anything that a terminal would obey; line breaks and tabs stay."""
     return str(text).translate(HIDDEN)
+
+
+class Change(NamedTuple):
+    """Accuracy at the first evaluation, and at the latest one after it."""
+
+    before: float | None = None
+    now: float | None = None
+
+
+NO_CHANGE = Change()
 
 
 @dataclass
@@ -34,9 +44,14 @@ class RunView:
     max_steps: int = 0
     started: float = 0.0
     row: Mapping[str, Any] = field(default_factory=dict)
-    heldout_before: float | None = None
-    heldout_now: float | None = None
+    evaluations: dict[str, Change] = field(default_factory=dict)
+    """Accuracy on each held-out set, the first one first."""
     message: str = ""
+
+    @property
+    def held_out(self) -> Change:
+        """The first held-out set, for where there is room for one."""
+        return next(iter(self.evaluations.values()), NO_CHANGE)
 
     def eta(self, now: float) -> float | None:
         """Seconds to go at the pace so far; None before the first step and after the end."""
@@ -79,13 +94,12 @@ class Board:
         self.steps.append((spec.run_id, row))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Keep the first and the latest held-out accuracy."""
+        """Keep the first and the latest accuracy on the set."""
         rate = row.get(f"eval/{name}/correct_rate")
-        view = self.view(spec)
-        if rate is not None and view.heldout_before is None:
-            view.heldout_before = rate
-        elif rate is not None:
-            view.heldout_now = rate
+        known = self.view(spec).evaluations
+        before = known.setdefault(name, NO_CHANGE).before
+        if rate is not None:
+            known[name] = Change(rate) if before is None else Change(before, rate)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """Close the run's row."""

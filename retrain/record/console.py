@@ -84,7 +84,7 @@ class PlainConsole(Board):
             "correct": number(row.get(f"{prefix}/correct_rate")),
             "low": number(row.get(f"{prefix}/ci_low")),
             "high": number(row.get(f"{prefix}/ci_high")),
-            "before": number(self.runs[spec.run_id].heldout_before),
+            "before": number(self.runs[spec.run_id].evaluations[name].before),
             "problems": row.get(f"{prefix}/problems", "-"),
         }
         self._line(f"eval run={spec.run_id} name={name} " + " ".join(f"{key}={value}" for key, value in pairs.items()))

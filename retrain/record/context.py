@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrain.config.evaluation import HELDOUT
+
 TOOLS = ("tinker", "trl", "telescope", "retrain")
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
@@ -27,6 +29,8 @@ class RunContext:
     max_steps: int
     is_campaign: bool = False
     tags: tuple[str, ...] = ()
+    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of each held-out set, where they differ from ``tags``."""
     reward_names: tuple[str, ...] = ()
     ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
@@ -46,10 +50,23 @@ class RunContext:
         return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
     @property
+    def evaluations(self) -> dict[str, int]:
+        """The held-out sets that are evaluated, in order: samples per problem by name."""
+        if not setting(self.config, "evaluation.problems", 0):
+            return {}
+        samples = int(setting(self.config, "evaluation.samples", 1))
+        sets = setting(self.config, "evaluation.sets", None) or [{"name": HELDOUT}]
+        return {setting(one, "name", HELDOUT): int(setting(one, "samples", samples)) for one in sets}
+
+    def tags_of(self, name: str) -> tuple[str, ...]:
+        """Tags that problems of a held-out set may have."""
+        return self.set_tags.get(name, self.tags)
+
+    @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         config, found = self.config, set()
-        if setting(config, "evaluation.problems", 0):
+        if self.evaluations:
             found.add("evaluation")
         if setting(config, "algorithm.kl_coef", 0) or setting(config, "logging.log_kl", False):
             found.add("kl")

@@ -16,7 +16,7 @@ from retrain.files import jsonable
 from retrain.maths.evaluation import majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import Interval, accuracy_interval
 from retrain.record.catalogue import EVAL_STATISTICS
-from retrain.record.context import RunContext, setting
+from retrain.record.context import RunContext
 from retrain.record.samples import Samples, collect, mean
 from retrain.rewards.extract import normalise
 from retrain.rewards.rules import answer_text
@@ -71,16 +71,15 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
     return jsonable(row)
 
 
-def empty_evaluation(context: RunContext, name: str = "heldout") -> Row:
+def empty_evaluation(context: RunContext) -> Row:
     """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
-    if "evaluation" not in context.features:
-        return {}
-    n = int(setting(context.config, "evaluation.samples", 1))
-    keys = [*EVAL_STATISTICS, *_at_k([], n)]
-    keys += [
-        f"{tag}/{key}" for tag in sorted(context.tags) for key in ("correct_rate", "ci_low", "ci_high", *tag_keys(n))
-    ]
-    return dict.fromkeys(f"eval/{name}/{key}" for key in keys)
+    row: Row = {}
+    for name, n in context.evaluations.items():
+        keys = [*EVAL_STATISTICS, *_at_k([], n)]
+        of_tag = ("correct_rate", "ci_low", "ci_high", *tag_keys(n))
+        keys += [f"{tag}/{key}" for tag in sorted(context.tags_of(name)) for key in of_tag]
+        row |= dict.fromkeys(f"eval/{name}/{key}" for key in keys)
+    return row
 
 
 def tag_keys(samples: int) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.record.observer import NullObserver, Observer, SpecLike
@@ -99,7 +100,7 @@ class _Run:
         self.evals = Tail(path / "evals.jsonl")
         self.state = "pending"
         self.told_step = -1
-        self.told_evals = 0
+        self.told_evals: dict[str, int] = {}
 
 
 class Follower:
@@ -165,9 +166,10 @@ class Follower:
             self.observer.run_started(run.spec, step, entry["max_steps"] or 0)
             run.state = "running"
         for row in evaluations:
-            if row.get("step", 0) >= run.told_evals:  # after a cut the earlier ones come again
-                run.told_evals = row.get("step", 0) + 1
-                self.observer.evaluated(run.spec, str(row.get("name", "heldout")), row)
+            name, step = str(row.get("name", HELDOUT)), row.get("step", 0)
+            if step >= run.told_evals.get(name, 0):  # after a cut the earlier ones come again
+                run.told_evals[name] = step + 1
+                self.observer.evaluated(run.spec, name, row)
         for row in rows:
             run.told_step = int(row["step"])
             self.observer.step(run.spec, row)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from retrain.config.evaluation import HELDOUT
 from retrain.record.context import setting
 from retrain.record.numbers import percent
 
@@ -319,16 +320,21 @@ def _sepa_too_late(recent: Recent) -> Finding:
 
 
 def _heldout_worse(recent: Recent) -> Finding:
-    first, now = recent.first.get("eval/heldout/ci_low"), recent.now.get("eval/heldout/ci_high")
-    if first is None or now is None or len(recent.rows) < 2 or now >= first:
-        return None
-    rate = recent.now.get("eval/heldout/correct_rate") or 0.0
-    before = recent.first.get("eval/heldout/correct_rate") or 0.0
-    return (
-        f"held-out accuracy has fallen from {percent(before)} to {percent(rate)}, beyond what chance explains",
-        "lower lr or raise [algorithm] kl_coef; if the training reward rises meanwhile, read completions for what it "
-        "rewards",
-    )
+    for each in recent.asked("evaluation.sets", None) or [{"name": HELDOUT}]:
+        name = setting(each, "name", HELDOUT)
+        first, now = recent.first.get(f"eval/{name}/ci_low"), recent.now.get(f"eval/{name}/ci_high")
+        if first is None or now is None or len(recent.rows) < 2 or now >= first:
+            continue
+        rate = recent.now.get(f"eval/{name}/correct_rate") or 0.0
+        before = recent.first.get(f"eval/{name}/correct_rate") or 0.0
+        where = "" if name == HELDOUT else f" on {name}"
+        return (
+            f"held-out accuracy{where} has fallen from {percent(before)} to {percent(rate)}, beyond what chance "
+            "explains",
+            "lower lr or raise [algorithm] kl_coef; if the training reward rises meanwhile, read completions for what "
+            "it rewards",
+        )
+    return None
 
 
 def _uses_sepa(recent: Recent) -> bool:

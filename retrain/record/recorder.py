@@ -167,7 +167,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags)
+        row = eval_row(record, self.context.tags_of(record.name))
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))

@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from retrain.config.evaluation import HELDOUT
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_jsonl
-from retrain.record.board import Board, RunView
+from retrain.record.board import NO_CHANGE, Board, Change, RunView
 from retrain.record.numbers import duration
 from retrain.record.states import MANIFEST, read_manifest
 from retrain.record.views import board_view
@@ -30,8 +31,9 @@ def read_status(directory: Path) -> dict[str, Any]:
     """The state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
 
     Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
-    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "age_s"}],
-    "recommended_rank"}``; ``step`` counts finished steps.
+    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s"}],
+    "recommended_rank"}``; ``step`` counts finished steps, ``evaluations`` has the accuracy on each held-out set,
+    {name: {"before", "now"}}, and the first of them is also ``heldout_before`` and ``heldout_now``.
 
     Raises:
         UsageError: the directory holds no runs, or its manifest is damaged.
@@ -59,7 +61,7 @@ def status_view(status: dict[str, Any], width: int = 80, height: int = 1000) -> 
         state = str(VIEW_STATES.get(run["state"], run["state"]))
         board.runs[run["run_id"]] = RunView(
             run["run_id"], run["label"], run["seed"], state, steps_done=run["step"], max_steps=run["max_steps"],
-            row=run["row"], heldout_before=run["heldout_before"], heldout_now=run["heldout_now"],
+            row=run["row"], evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
     notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
     ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
@@ -102,15 +104,21 @@ def _object(line: bytes, path: Path) -> dict[str, Any]:
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     path = directory / entry["path"]
     metrics = path / "metrics.jsonl"
-    row, key = last_row(metrics), "eval/heldout/correct_rate"
-    rates = [each[key] for each in read_jsonl(path / "evals.jsonl") if key in each]
+    row, rates = last_row(metrics), dict[str, list[float | None]]()
+    for each in read_jsonl(path / "evals.jsonl"):
+        name = str(each.get("name", HELDOUT))
+        if f"eval/{name}/correct_rate" in each:
+            rates.setdefault(name, []).append(each[f"eval/{name}/correct_rate"])
+    changes = {name: Change(own[0], own[-1] if len(own) > 1 else None) for name, own in rates.items()}
+    first = next(iter(changes.values()), NO_CHANGE)
     return {
         **{key: entry.get(key) for key in ("run_id", "label", "seed", "state", "reason", "path")},
         "step": row["step"] + 1 if row else entry.get("step") or 0,
         "max_steps": entry.get("max_steps") or 0,
         "row": row,
-        "heldout_before": rates[0] if rates else None,
-        "heldout_now": rates[-1] if len(rates) > 1 else None,
+        "heldout_before": first.before,
+        "heldout_now": first.now,
+        "evaluations": {name: change._asdict() for name, change in changes.items()},
         "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
     }
 

@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from retrain.config.evaluation import HELDOUT
 from retrain.record.board import printable
 from retrain.record.numbers import NOTHING, duration, minus, percent, points, short
 
@@ -82,12 +83,25 @@ def comparison_text(report: Report) -> str:
     return "\n".join([*lines, printable(report["note"])] if report.get("note") else lines)
 
 
+def accuracy_name(metric: str) -> str:
+    """What the accuracy on a held-out set is called; "" for any other metric."""
+    parts = metric.split("/")
+    if len(parts) != 3 or (parts[0], parts[2]) != ("eval", "correct_rate"):
+        return ""
+    return "Held-out accuracy" if parts[1] == HELDOUT else f"Held-out accuracy on {printable(parts[1])}"
+
+
+def short_metric(metric: str) -> str:
+    """A metric's key without what goes without saying: that it is of held-out problems, and their set's usual name."""
+    return metric.removeprefix("eval/").removeprefix(f"{HELDOUT}/")
+
+
 def comparison_title(report: Report) -> str:
     """What is compared, in words."""
     metric = report["metric"]
-    if metric == "eval/heldout/correct_rate":
+    if name := accuracy_name(metric):
         mean = ", mean over training" if report.get("summary") == "auc" else ""
-        return f"Held-out accuracy by condition{mean}"
+        return f"{name} by condition{mean}"
     return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
 
 
@@ -118,7 +132,7 @@ def secondary_rows(report: Report) -> list[list[str]]:
     """Further measures of a comparison, one row for each measure and condition."""
     rows = []
     for measure in report["secondary"]:
-        short_name = measure["metric"].removeprefix("eval/heldout/")
+        short_name = short_metric(measure["metric"])
         told = rate if measure["share"] else plain_number
         for condition in measure["conditions"]:
             difference = NOTHING if condition["difference"] is None else told_difference(condition, measure["share"])

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from retrain.record.board import Board, RunView, printable
+from retrain.record.board import NO_CHANGE, Board, RunView, printable
 from retrain.record.numbers import change, duration, number, percent, short
 
 STATE_STYLES = {
@@ -74,6 +74,9 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
     """One row per run; the bar takes what the width leaves."""
     bar = min(24, width - 80)
     columns = [(heading, least) for heading, least, room in RUN_COLUMNS if width >= room]
+    further = list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
+    room = (width - max(room for *_, room in RUN_COLUMNS)) // 10
+    columns += [(name, 9) for name in further[: max(0, room)]]
     longest = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
     taken = sum(max(least, longest if heading == "ETA" else 0) + 1 for heading, least in columns)
     name = max(8, width - taken - (bar + 1 if bar >= 6 else 0))
@@ -94,10 +97,11 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
             "ETA": duration(view.eta(now)) if view.state == "running" else state,
             "reward": number(row.get("mean_reward")),
             "correct": percent(row.get("correct_rate")),
-            "held-out": change(view.heldout_before, view.heldout_now),
+            "held-out": change(*view.held_out),
             "tok/s": short(row.get("perf/completion_tokens_per_s")),
             "λ": number(row.get("sepa_lambda"), 2),
         }
+        values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in further}
         table.add_row(*cells, *(values[heading] for heading, _ in columns))
     return table
 

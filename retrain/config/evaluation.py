@@ -1,0 +1,197 @@
+"""[evaluation] and [[evaluation.sets]]: what is held out, and how the model is sampled on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, Field
+
+from retrain.config.base import Count, Finding, Natural, NotNegative, OptionalText, Section, Text, fault
+from retrain.config.describe import toml
+from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+HELDOUT = "heldout"
+"""The name of what is held out when no set is named."""
+NAME_MAX = 64
+
+
+def _set_name(value: str) -> str:
+    """A name that is one piece of a file name and of a metric's key."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
+        return value
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value).strip("._-")[:NAME_MAX] or "test"
+    raise fault(
+        f"is {toml(value)}, but must be at most {NAME_MAX} letters, digits, . _ and -: it stands in file names",
+        f'name = "{safe}"',
+    )
+
+
+class EvaluationSet(Section):
+    """A held-out set under a name of its own. What it leaves unset is as in [evaluation] and [data]. A problem that is
+    in a set is never trained on."""
+
+    name: Annotated[Text, AfterValidator(_set_name)]
+    """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
+    source: OptionalSource = None
+    """As in [data]; all problems of a file are in the set. Unset is what `[data]` holds out."""
+    split: OptionalText = None
+    """Split of a hub source or of a function; unset is `[data] eval_split`."""
+    levels: Annotated[list[Level], Field(min_length=1)] | None = None
+    """Difficulties of generated problems."""
+    prompt_column: OptionalText = None
+    """Column of the problem."""
+    answer_column: OptionalText = None
+    """Column of the reference answer."""
+    tags_column: OptionalText = None
+    """Column of tags."""
+    system_prompt: OptionalText = None
+    """The system message."""
+    prompt_template: Template | None = None
+    """Text of the user message; `{prompt}` is the problem."""
+    problems: Count | None = None
+    """At most so many problems."""
+    samples: Count | None = None
+    """Completions for each problem."""
+    temperature: NotNegative | None = None
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: Count | None = None
+    """Longest completion."""
+
+
+class Evaluation(Section):
+    """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update. All keys
+    but `at_start` are also those of `[[evaluation.sets]]` that do not have their own."""
+
+    problems: Natural = 128
+    """Held-out problems; 0 switches evaluation off."""
+    samples: Count = 1
+    """Completions for each held-out problem."""
+    temperature: NotNegative | None = None
+    """Sampling temperature; unset is that of training, 0 is greedy."""
+    max_tokens: Count | None = None
+    """Longest completion; unset is that of training."""
+    at_start: bool = True
+    """Evaluate the untrained model, so that there is something to compare with."""
+    sets: list[EvaluationSet] = Field(default_factory=list)
+    """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. The first one is what `final`,
+    `pass@4` and other short names of metrics mean, and what is shown where there is room for one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The held-out sets that are evaluated, in order."""
+        if not self.problems:
+            return ()
+        return tuple(each.name for each in self.sets) or (HELDOUT,)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out set with nothing left to be worked out: how many problems, sampled how, and from where.
+
+    ``data`` is [data] with the set's own keys in their place: its ``eval_source`` and ``eval_split`` hold the problems.
+    """
+
+    name: str
+    problems: int
+    samples: int
+    temperature: float
+    max_tokens: int
+    data: Data
+
+    @property
+    def sampling(self) -> tuple[float, int, int]:
+        """Temperature, samples per problem, longest completion."""
+        return self.temperature, self.samples, self.max_tokens
+
+
+OWN_DATA = ("levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
+"""Keys of a set that stand in the place of the same keys of [data]."""
+
+
+def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
+    """The held-out sets of a configuration, in order; none when evaluation is switched off."""
+    evaluation, training = config.evaluation, config.training
+    temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+    max_tokens = evaluation.max_tokens or training.max_tokens
+
+    def resolved(each: EvaluationSet) -> HeldOut:
+        own = {key: value for key in OWN_DATA if (value := getattr(each, key)) is not None}
+        own |= {"eval_source": each.source} if each.source is not None else {}
+        own |= {"eval_split": each.split} if each.split is not None else {}
+        return HeldOut(
+            each.name,
+            each.problems or evaluation.problems,
+            each.samples or evaluation.samples,
+            temperature if each.temperature is None else each.temperature,
+            each.max_tokens or max_tokens,
+            config.data.model_copy(update=own) if own else config.data,
+        )
+
+    if not evaluation.problems:
+        return ()
+    return tuple(resolved(each) for each in evaluation.sets or [EvaluationSet(name=HELDOUT)])
+
+
+def set_rules(config: Config) -> Iterator[Finding]:
+    """Sets have names of their own, and no key without effect."""
+    evaluation, seen = config.evaluation, dict[str, int]()
+    if evaluation.sets and not evaluation.problems:
+        yield Finding(
+            ("evaluation.problems", "evaluation.sets"),
+            f"is 0, which switches evaluation off, beside {len(evaluation.sets)} [[evaluation.sets]]",
+            "problems = 128, or remove the sets",
+        )
+    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
+        yield Finding(
+            ("data.eval_source", "evaluation.sets"),
+            "has no effect: every one of [[evaluation.sets]] has its own source",
+            "remove the line",
+        )
+    for index, each in enumerate(evaluation.sets):
+        path = f"evaluation.sets.{index}"
+        if each.name.casefold() in seen:
+            first = seen[each.name.casefold()] + 1
+            yield Finding(
+                (f"{path}.name", path),
+                f'is "{each.name}", like set {first}: their files and metrics would be one',
+                f'name = "{each.name}_{index + 1}"',
+            )
+        seen.setdefault(each.name.casefold(), index)
+        yield from _data_findings(config, each, path)
+    for index, held_out in enumerate(held_out_sets(config)):
+        if held_out.samples > 1 and held_out.temperature == 0:
+            own = evaluation.sets[index] if evaluation.sets else None
+            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
+            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
+            yield Finding(
+                (f"{path}.samples", f"{greedy}.temperature"),
+                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
+                "samples = 1",
+            )
+
+
+def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
+    source = each.source or config.data.eval_source or config.data.source
+    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+        yield Finding((f"{path}.split", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line")
+    if each.levels is not None and source != "arithmetic":
+        yield Finding(
+            (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
+            'remove the line, or source = "arithmetic"',
+        )  # fmt: skip
+    for key in ("prompt_column", "answer_column", "tags_column"):
+        if getattr(each, key) is not None and each.source is None:
+            yield Finding(
+                (f"{path}.{key}", path),
+                "has no effect without a source of the set's own: the problems are those of [data]",
+                f"remove the line, or set {key} in [data]",
+            )
+
+
+RULES = (set_rules,)

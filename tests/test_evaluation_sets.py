@@ -1,0 +1,287 @@
+"""Several held-out sets: each has its files, rows and base evaluation, and none changes a number of another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from toycampaign import campaign
+from typer.testing import CliRunner
+
+from retrain.campaign.launch import launch, resume
+from retrain.campaign.pooling import compare_directories
+from retrain.campaign.report import write_report
+from retrain.cli import app
+from retrain.commands.status import status_cells
+from retrain.config import load
+from retrain.environments.dataset import Wanted, load_data
+from retrain.errors import ConfigError, UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.record.board import Board
+from retrain.record.follow import Follower
+from retrain.record.notes import explain
+from retrain.record.observer import NullObserver
+from retrain.record.status import read_status
+
+SETS = """
+[[evaluation.sets]]
+name = "heldout"
+[[evaluation.sets]]
+name = "own.file"
+source = "{file}"
+problems = 4
+samples = 2
+temperature = 0.5
+max_tokens = 6
+tags_column = "kind"
+"""
+
+
+def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) -> Path:
+    """A toy campaign with held-out sets; the file of the second has one problem that is trained on."""
+    path = campaign(folder, model, name, **keys)
+    twice = load_data(load(path).config.data, 5).train[3].prompt
+    rows = [{"prompt": p, "answer": "1", "kind": "seen" if p == twice else "new"} for p in (twice, "a?", "b?", "c?")]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(path.read_text().replace("[reward]", sets.format(file=folder / "own.jsonl") + "[reward]"))
+    return path
+
+
+class Told(NullObserver):
+    """Remembers messages and evaluations; ends the process at ``stop``, an evaluation (name, step)."""
+
+    def __init__(self, stop: tuple[str, int] | None = None):
+        self.messages, self.evaluations, self.stop = [], [], stop
+
+    def message(self, text, level="info"):
+        self.messages.append(text)
+
+    def evaluated(self, spec, name, row):
+        self.evaluations.append((spec.run_id, name, row[f"eval/{name}/step"]))
+        if (name, row[f"eval/{name}/step"]) == self.stop:
+            raise KeyboardInterrupt
+
+
+def timeless(path: Path) -> list[dict]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory) -> tuple[Path, Told]:
+    """A campaign with two sets, decided by the second; its directory and what was told."""
+    folder, told = tmp_path_factory.mktemp("sets"), Told()
+    path = sets_file(folder, model, "sets")
+    declared = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2"]
+    assert launch(load(path, declared), folder / "out", told).exit_status == 0
+    return folder / "out", told
+
+
+def test_every_set_has_its_files_and_rows(trained):
+    out, told = trained
+    run = out / "runs/grpo+none_s1"
+    rows = read_jsonl(run / "evals.jsonl")
+    assert [(row["name"], row["step"]) for row in rows] == [
+        (name, step) for step in (0, 2, 4) for name in ("heldout", "own.file")
+    ]
+    own = rows[1]
+    assert (own["temperature"], own["samples"], own["max_tokens"], own["eval/own.file/problems"]) == (0.5, 2, 6, 4)
+    assert (rows[0]["samples"], rows[0]["max_tokens"], rows[0]["eval/heldout/problems"]) == (1, 10, 5)
+    assert "eval/own.file/pass@2" in own
+    assert "eval/own.file/new/correct_rate" in own
+    assert not [key for key in own if key.startswith("eval/heldout")]
+    for name in ("heldout", "own.file"):
+        for step in (0, 2, 4):
+            assert (run / f"eval_{name}_iteration_{step:06d}_logtree.json").is_file()
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert {key for key in steps[0] if key.startswith("eval/")} == {
+        key for row in rows for key in row if key.startswith("eval/")
+    }
+    assert [row["eval/own.file/step"] for row in steps] == [0, 2, None, 4]
+    assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
+    assert ("grpo+none_s1", "own.file", 4) in told.evaluations
+
+
+def test_a_problem_of_a_set_is_not_trained_on_and_that_is_told(trained):
+    out, told = trained
+    assert any(
+        "1 of 20000 training problems left out: they are held out in the set own.file" in m for m in told.messages
+    )
+    facts = read_json(out / "runs/grpo+none_s1/config.json")
+    assert set(facts["heldout_hashes"]) == {"heldout", "own.file"}
+    assert facts["data_sizes"] == {"train": 19_999, "heldout": 9}
+
+
+def test_a_set_changes_no_number_of_another(trained, model, tmp_path):
+    """The same campaign without named sets: the default set is sampled as ever, and so is the first one."""
+    path = campaign(tmp_path, model, "plain")
+    assert launch(load(path, ["campaign.lanes=2"]), tmp_path / "out", NullObserver()).exit_status == 0
+    for run in sorted((tmp_path / "out/runs").iterdir()):
+        alone = timeless(run / "evals.jsonl")[0]
+        beside = timeless(trained[0] / "runs" / run.name / "evals.jsonl")[0]
+        assert alone == beside  # the untrained model: training itself lacks one problem
+
+
+def test_the_base_is_kept_by_set_for_later_cohorts(trained):
+    out, _ = trained
+    assert len(list((out / "base").glob("*.npz"))) == 2
+    first, later = (read_jsonl(out / f"runs/grpo+none_s{seed}/evals.jsonl") for seed in (1, 2))
+    assert first[:2] == later[:2]  # the seconds too: nothing was sampled again
+    assert first[2:] != later[2:]
+
+
+def test_what_was_declared_decides_and_all_sets_are_shown(trained):
+    out, _ = trained
+    comparison = read_json(out / "comparison.json")
+    assert (comparison["metric"], comparison["summary"]) == ("eval/own.file/pass@2", "final")
+    shown = {(each["summary"], each["metric"]) for each in comparison["secondary"]}
+    assert {(how, f"eval/{name}/correct_rate") for how in ("final", "auc") for name in ("heldout", "own.file")} <= shown
+    assert ("final", "eval/own.file/new/correct_rate") in shown
+    short = compare_directories([out], metric="correct_rate")
+    assert short["metric"] == "eval/heldout/correct_rate"  # short names speak of the first set
+    with pytest.raises(UsageError, match=r"own\.file/correct_rate"):
+        compare_directories([out], metric="eval/own.fil/correct_rate")
+    page = write_report(out, None).read_text()
+    assert "Held-out accuracy on own.file" in page
+    assert "held-out evaluation on own.file after training" in page.lower()
+    (run, *_) = read_status(out)["runs"]
+    assert list(run["evaluations"]) == ["heldout", "own.file"]
+    assert (run["heldout_before"], run["heldout_now"]) == tuple(run["evaluations"]["heldout"].values())
+    last = read_jsonl(out / run["path"] / "evals.jsonl")[-1]["eval/own.file/correct_rate"]
+    assert status_cells({"directory": ""}, run, ["own.file"])[-2] == f"{last:.3f}"
+    board = Board()
+    Follower(out, board).look()
+    for view in board.runs.values():
+        assert list(view.evaluations) == ["heldout", "own.file"]
+        assert view.evaluations["own.file"].now is not None
+    told = CliRunner().invoke(app, ["status", "--plain", str(out)]).output
+    assert "own.file before" in told.splitlines()[0]
+
+
+@pytest.mark.parametrize("stop", [("heldout", 0), ("heldout", 2), ("own.file", 2)])
+def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, model, tmp_path, stop):
+    path = sets_file(tmp_path, model, "sets")
+    declared = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2"]
+    out = tmp_path / "out"
+    assert launch(load(path, declared), out, Told(stop)).exit_status == 130
+    assert resume(out, NullObserver()).exit_status == 0
+    for run in sorted((trained[0] / "runs").iterdir()):
+        whole, again = (timeless(home / "evals.jsonl") for home in (run, out / "runs" / run.name))
+        assert whole == again
+        for name in ("emergence/evaluations.jsonl", "emergence/generations.jsonl"):
+            told, now = ((home / name).read_text() for home in (run, out / "runs" / run.name))
+            assert told.replace(str(trained[0].parent), "") == now.replace(str(tmp_path), "")
+
+
+def test_other_problems_under_one_name_are_not_pooled(trained, model, tmp_path):
+    path = sets_file(tmp_path, model, "other", SETS.replace("problems = 4", "problems = 3"))
+    assert launch(load(path, ["campaign.seeds=[3]", "squeeze.enabled=false"]), tmp_path / "out", NullObserver())
+    with pytest.raises(UsageError, match="held-out problems differ"):
+        compare_directories([trained[0], tmp_path / "out"], metric="eval/own.file/correct_rate")
+    pooled = compare_directories([trained[0], tmp_path / "out"], metric="eval/heldout/correct_rate")
+    assert pooled["metric"] == "eval/heldout/correct_rate"
+
+
+def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "q{i}", "answer": "{i}"}}\n' for i in range(60)))
+    (tmp_path / "t.jsonl").write_text('{"q": "q1", "a": "x"}\n{"q": "other", "a": "y"}\n')
+    (tmp_path / "f.toml").write_text(
+        '[data]\nsource = "p.jsonl"\neval_fraction = 0.2\n[[evaluation.sets]]\nname = "part"\n[[evaluation.sets]]\n'
+        'name = "less"\nproblems = 3\n[[evaluation.sets]]\nname = "t"\nsource = "t.jsonl"\nprompt_column = "q"\n'
+        'answer_column = "a"\nprompt_template = "Say {prompt}"\n'
+    )
+    config = load(tmp_path / "f.toml").config
+    data = load_data(config.data, [Wanted(s.name, s.problems, s.data) for s in config.held_out], base_dir=tmp_path)
+    assert data.sets["less"] == data.sets["part"][:3]
+    assert [problem.prompt for problem in data.sets["t"]] in (["q1", "other"], ["other", "q1"])
+    held_out = {problem.prompt for problem in data.heldout}
+    assert held_out.isdisjoint(problem.prompt for problem in data.train)
+    assert len(data.train) + len(held_out - {"other"}) == 60
+    assert config.held_out[2].data.prompt_template == "Say {prompt}"
+    assert config.held_out[0].data == config.data
+    assert load_data(config.data, 128, base_dir=tmp_path).heldout == data.sets["part"]
+
+
+@pytest.mark.parametrize(("toml", "line", "said"), [
+    ('name = "my test/set"', 3, ['evaluation.sets[1].name  is "my test/set"', 'name = "my_test_set"']),
+    ('name = ".."', 3, ['must be at most 64 letters, digits, . _ and -', 'name = "test"']),
+    ('problems = 3', 2, ["evaluation.sets[1].name  is missing"]),
+    ('name = "a"\nsampels = 3', 4, ["is not a key of [[evaluation.sets]]: did you mean samples = 3"]),
+    ('name = "a"\n[[evaluation.sets]]\nname = "A"', 5, ["like set 1", 'name = "A_2"']),
+    ('name = "a"\nsource = "test.csv"', 4, ['is "test.csv"', "must be one of"]),
+    ('name = "a"\nprompt_template = "no"', 4, ["does not contain {prompt}"]),
+    ('name = "a"\nsplit = "test"', 4, ['split  has no effect with source = "arithmetic"']),
+    ('name = "a"\nsource = "math"\nlevels = ["easy"]', 5, ['levels  has no effect with source = "math"']),
+    ('name = "a"\nprompt_column = "q"', 4, ["has no effect without a source of the set's own"]),
+    ('name = "a"\nsamples = 2\ntemperature = 0', 4, ["is 2 at temperature 0"]),
+])  # fmt: skip
+def test_mistakes_in_sets_name_their_line(tmp_path, toml, line, said):
+    path = tmp_path / "f.toml"
+    path.write_text(f"[evaluation]\n[[evaluation.sets]]\n{toml}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith(f"f.toml:{line}  ")
+    assert all(each in told for each in said), told
+
+
+@pytest.mark.parametrize(("keys", "said"), [
+    ("campaign.primary_metric='eval/tset/correct_rate'", 'primary_metric = "eval/test/correct_rate"'),
+    ("campaign.primary_metric='auc:eval/test/correct_rate'", "eval_every ="),
+    ("campaign.primary_metric='final:pass@4'", "needs 4 samples of each held-out problem and has 1"),
+    ("campaign.primary_metric='eval/test/pass@8'", "needs 8 samples of each held-out problem and has 4"),
+    ("evaluation.problems=0", "which switches evaluation off, beside 2 [[evaluation.sets]]"),
+])  # fmt: skip
+def test_what_is_declared_as_deciding_is_a_set_with_the_samples_for_it(tmp_path, keys, said):
+    path = tmp_path / "f.toml"
+    path.write_text(
+        '[campaign]\nmax_steps = 60\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+        '[[evaluation.sets]]\nname = "first"\n[[evaluation.sets]]\nname = "test"\nsamples = 4\n'
+    )
+    assert load(path, ["campaign.primary_metric='eval/test/pass@4'"]).config.decisive.name == "test"
+    assert load(path).config.decisive.name == "first"
+    with pytest.raises(ConfigError) as caught:
+        load(path, [keys])
+    assert said in str(caught.value)
+
+
+def test_a_condition_cannot_have_sets_of_its_own(tmp_path):
+    path = tmp_path / "f.toml"
+    path.write_text(
+        '[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+        '"evaluation.sets" = [{ name = "mine" }]\n'
+    )
+    with pytest.raises(ConfigError, match="cannot differ between conditions"):
+        load(path)
+
+
+def test_a_missing_function_of_a_set_is_found_with_its_line(tmp_path):
+    path = tmp_path / "f.toml"
+    path.write_text('[[evaluation.sets]]\nname = "a"\nsource = "nosuchmodule:problems"\n')
+    told = CliRunner().invoke(app, ["check", str(path)])
+    assert told.exit_code == 2
+    assert "f.toml:3  evaluation.sets.0.source" in told.output + told.stderr
+
+
+def test_explain_names_the_sets_and_counts_their_answers(tmp_path):
+    path = tmp_path / "f.toml"
+    path.write_text(
+        '[training]\nmax_steps = 4\n[[evaluation.sets]]\nname = "a"\nproblems = 10\n[[evaluation.sets]]\nname = "b"\n'
+        "problems = 5\nsamples = 4\ntemperature = 0.5\nmax_tokens = 512\n"
+    )
+    told = CliRunner().invoke(app, ["explain", str(path)]).output
+    assert "a: 10 problems × 1 of arithmetic, at temperature 1, at most 256 tokens; the primary metric's" in told
+    assert "b: 5 problems × 4 of arithmetic, at temperature 0.5, at most 512 tokens\n" in told
+    assert "60 completions for held-out evaluation" in told  # before and after
+
+
+def test_a_set_that_got_worse_is_named():
+    rows = [
+        {"step": step, "eval/a/ci_low": 0.5, "eval/a/ci_high": 0.7, "eval/b/ci_low": low, "eval/b/ci_high": low + 0.1,
+         "eval/b/correct_rate": low + 0.05}
+        for step, low in ((0, 0.6), (1, 0.2))
+    ]  # fmt: skip
+    notes = explain(rows, {"evaluation": {"problems": 9, "sets": [{"name": "a"}, {"name": "b"}]}}, "float32", set())
+    assert [note.text for note in notes if note.key == "heldout_worse"] == [
+        "held-out accuracy on b has fallen from 65% to 25%, beyond what chance explains"
+    ]
