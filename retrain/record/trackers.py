@@ -43,6 +43,7 @@ RUN_CONFIG_KEYS = {
 }
 """Names in a tracker's run configuration → our keys."""
 
+NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 TAG_CHARACTERS = 64
 """wandb refuses a longer tag."""
 
@@ -183,11 +184,12 @@ def run_identity(context: RunContext) -> dict[str, Any]:
 
 
 def tracker_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row under its tracker names: nulls left out, booleans as 0 and 1, the step left to the tracker."""
+    """A row under its tracker names: nulls left out, booleans as 0 and 1; the step is the tracker's, and what the
+    run's configuration says there does not change."""
     return {
         wandb_name(key): int(value) if isinstance(value, bool) else value
         for key, value in row.items()
-        if value is not None and key not in ("step", "condition")
+        if value is not None and key not in NOT_TRACKED
     }
 
 
