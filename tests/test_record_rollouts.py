@@ -80,7 +80,7 @@ def test_the_cookbook_s_readers_find_conversations(tmp_path):
         assert text.count("lt-table") == 6
         with open(tmp_path / f"{name}_rollout_summaries.jsonl") as file:
             assert len([json.loads(line) for line in file]) == 12
-    assert json.loads(text)["title"].endswith("evaluation held out/1, after 0 updates")
+    assert json.loads(text)["title"].endswith("evaluation held out/1, step 0")
 
 
 WEIGHTED = RewardResult(

@@ -101,7 +101,7 @@ def curves_section(campaign: Campaign) -> str:
         window = window_of(max(len(line) for each in found for line in each.seeds)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
         drawn = charts.line_chart(
-            series, label=f"{title} over steps, by condition", x_title="optimizer steps", unit=unit, limits=limits
+            series, label=f"{title} over steps, by condition", x_title="step", unit=unit, limits=limits
         )
         plots.append(figure(title, words, drawn))
     return f"<div class='plots'>{''.join(plots)}</div>" if plots else ""
@@ -348,15 +348,13 @@ def runs_section(campaign: Campaign) -> str:
             "–" if value is None else f"{number(value, campaign.measure)}{unit}",
             " · ".join(links),
         ])  # fmt: skip
-    return table_of(("run", "state", "steps", "result", "files"), rows)
+    return table_of(("run", "state", "steps done", "result", "files"), rows)
 
 
 def _page_name(path: str) -> str:
     stem = Path(path).stem
     kind, _, step = stem.partition("_iteration_")
-    return (
-        f"{kind.replace('eval_', 'evaluation ').replace('train', 'rollouts')} {int(step) if step.isdigit() else step}"
-    )
+    return f"{kind.replace('eval_', 'evaluation ').replace('train', 'step')} {int(step) if step.isdigit() else step}"
 
 
 def _link(path: str, text: str) -> str:

@@ -57,11 +57,12 @@ class PlainConsole(Board):
         self._line(f"start run={spec.run_id} step={step} max_steps={max_steps}")
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """``step run=… step=…/… reward=… …``."""
+        """``step run=… step=… done=…/… reward=… …``: the step's number as in its row, and how many are finished."""
         super().step(spec, row)
         view = self.runs[spec.run_id]
         pairs = {
-            "step": f"{view.steps_done}/{view.max_steps}",
+            "step": row["step"],
+            "done": f"{view.steps_done}/{view.max_steps}",
             "reward": number(row.get("mean_reward")),
             "correct": number(row.get("correct_rate")),
             "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),

@@ -65,8 +65,8 @@ class Batch:
     @property
     def title(self) -> str:
         """In words."""
-        kind, _, name = self.split.partition("/")
-        return f"evaluation {name}, after {self.iteration} updates" if name else f"{kind} iteration {self.iteration}"
+        _, _, name = self.split.partition("/")
+        return f"evaluation {name}, step {self.iteration}" if name else f"step {self.iteration}"
 
 
 def sanitised(name: str) -> str:
