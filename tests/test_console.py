@@ -77,6 +77,7 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     assert first["entropy"] == "0.500"
     ends = dict(pair.split("=") for pair in [line for line in lines if line.startswith("eval ")][-1].split()[1:])
     assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
+    assert ends["reward"] == "1.000"
     assert "warning: two" in lines
     assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
 

@@ -77,11 +77,12 @@ class PlainConsole(Board):
         self._line(f"step run={spec.run_id} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """``eval run=… name=… step=… correct=… low=… high=…``."""
+        """``eval run=… name=… step=… reward=… correct=… low=… high=…``."""
         super().evaluated(spec, name, row)
         prefix = f"eval/{name}"
         pairs = {
             "step": row.get(f"{prefix}/step", "-"),
+            "reward": number(row.get(f"{prefix}/reward_mean")),
             "correct": number(row.get(f"{prefix}/correct_rate")),
             "low": number(row.get(f"{prefix}/ci_low")),
             "high": number(row.get(f"{prefix}/ci_high")),
