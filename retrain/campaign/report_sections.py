@@ -81,6 +81,13 @@ def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str
     return f"<div class='scroll'><table{css}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
+def cell(text: str) -> str:
+    """A number with its interval as a cell of a table: where it is narrow, the interval takes a line of its own."""
+    number, bracket, interval = text.partition(" [")
+    parts = (number, "[" + interval) if bracket else (number,)
+    return " ".join(f"<span class='whole'>{escape(part)}</span>" for part in parts)
+
+
 # -- curves and distributions -----------------------------------------------------------------------------------
 
 
@@ -213,7 +220,7 @@ def results_section(campaign: Campaign) -> str:
     """Primary metric with costs, then the secondary ones (tags among them)."""
     comparison, measure = campaign.comparison, campaign.measure
     head = ("condition", "finished", "before", "after", "IQM", "difference", "p", "smallest p", "P(better)",
-            "tokens per run", "seconds per run")  # fmt: skip
+            "tokens / run", "s / run")  # fmt: skip
     rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
     body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
     said = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
@@ -242,12 +249,12 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
             difference += f" [{low}, {high}]"
     p = condition["p_holm"]
     return [
-        f"<span class='key' style='--series:{charts.colour(index)}'>{escape(condition['label'])}</span>",
+        f"<span class='key whole' style='--series:{charts.colour(index)}'>{_breaking(condition['label'])}</span>",
         f"{len(condition['finished'])} of {len(condition['seeds'])}",
         told(condition["before"]),
-        "–" if condition["after_mean"] is None else escape(level_words(condition, measure)),
+        "–" if condition["after_mean"] is None else cell(level_words(condition, measure)),
         told(iqm.get("estimate")),
-        escape(difference),
+        cell(difference),
         "–" if p is None else probability(p),
         told(condition["smallest_p"], "{:.3g}"),
         told(better.get("estimate"), "{:.2f}"),
@@ -260,7 +267,7 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
     measure = Measure(secondary["summary"], secondary["metric"])
     cells = [escape(measure.name.removeprefix("final:").replace("eval/heldout/", ""))]
     for condition in secondary["conditions"]:
-        cells.append("–" if condition["after_mean"] is None else escape(level_words(condition, measure)))
+        cells.append("–" if condition["after_mean"] is None else cell(level_words(condition, measure)))
     for condition in secondary["conditions"][1:]:
         if condition["difference"] is None:
             cells.append("–")
@@ -269,8 +276,14 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
         if condition["difference_interval"]:
             low, high = (number(end, measure) for end in condition["difference_interval"])
             said += f" [{low}, {high}]"
-        cells.append(escape(said))
+        cells.append(cell(said))
     return cells
+
+
+def _breaking(label: str) -> str:
+    """A label that is broken between its overrides only, where there is no room."""
+    first, *overrides = label.split("~")
+    return "<wbr>".join(f"<span class='whole'>{escape(part)}</span>" for part in (first, *(f"~{o}" for o in overrides)))
 
 
 def squeeze_section(campaign: Campaign) -> str:
@@ -293,11 +306,11 @@ def squeeze_section(campaign: Campaign) -> str:
     headings = squeeze_columns(report)
     cells = [squeeze_cells(row, report) for row in report["rows"]]
     table = table_of(tuple(headings), [
-        [f"<b>{escape(row[heading])}</b>" if row[""] else escape(row[heading]) for heading in headings]
+        [f"<b>{cell(row[heading])}</b>" if row[""] else cell(row[heading]) for heading in headings]
         for row in cells
-    ])  # fmt: skip
+    ], "tight")  # fmt: skip
     told = "".join(f"<p>{escape(text)}</p>" for text in squeeze_words(report))
-    return f"{told}<div class='plots'>{''.join(plots)}<div>{table}</div></div>"
+    return f"{told}<div class='plots'>{''.join(plots)}</div>{table}"
 
 
 def _verified_plot(verified: dict[str, Any]) -> str:
