@@ -219,6 +219,7 @@ class Cohort:
             "batch_size": config.training.batch_size,
             "group_size": config.training.group_size,
             "cohort_size": cohort_size,
+            "epoch": run.cursor.position / max(1, len(run.cursor.problems)),
             "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
             **(run.pressure.metrics() if run.pressure else {}),
         }

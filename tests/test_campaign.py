@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from toycampaign import campaign
 
 from retrain.campaign.launch import launch, resume
-from retrain.campaign.squeeze import squeeze
-from retrain.config import load
+from retrain.campaign.manifest import read_plan
+from retrain.campaign.squeeze import squeeze, squeeze_after_run
+from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
@@ -254,6 +256,22 @@ def test_data_and_rewards_are_read_before_the_model(model, tmp_path, sets, reaso
         train(path, tmp_path / "out", sets=[*sets, f'model.model="{tmp_path / "nothing"}"'])
     assert error.value.exit_status == 2
     assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, monkeypatch, tmp_path, asked):
+    out, _ = finished
+    told: list[str] = []
+    monkeypatch.setattr(
+        "retrain.campaign.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
+    )
+    spec = read_plan(out)[0][0]
+    changed = spec.config.model_dump(by_alias=True)
+    changed["logging"]["report_to"] = ["wandb"]
+    changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}
+    copied = shutil.copytree(out, tmp_path / "copy")
+    squeeze_after_run(copied, replace(spec, config=parse_dict(changed)), tmp_path)
+    assert told == ([spec.run_id] if asked else [])
 
 
 def test_squeeze_of_a_run_directory(finished, tmp_path):

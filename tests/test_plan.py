@@ -101,6 +101,21 @@ def test_trackers_are_told_condition_and_seed():
     assert logging.wandb_run_name == "maxrl+gtpo_sepa_s4"
     assert logging.wandb_group == "maxrl+gtpo_sepa"
     assert logging.wandb_tags == ["maxrl+gtpo_sepa", "seed4", "mine", "x"]
+    named = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_run_name = "paper"')[-1].config
+    assert named.logging.wandb_run_name == "paper_maxrl+gtpo_sepa_s4"
+    assert plan(named)[0].config.logging == named.logging
+
+
+@pytest.mark.parametrize(
+    ("written", "reported"),
+    [("", False), ("[squeeze]", True), ("[squeeze]\nverify = 'off'", True), ("[squeeze]\nwandb = false", False)],
+)
+def test_the_squeeze_analysis_is_reported_where_the_file_asks_for_it(written, reported):
+    for kind in ("[campaign]\nseeds = [4]\n", ""):
+        config = planned(f'{kind}[logging]\nreport_to = "wandb"\n{written}')[0].config
+        assert config.logging.wandb
+        assert config.squeeze.wandb is reported
+        assert plan(config)[0].config.squeeze.wandb is reported
 
 
 def test_alpha_zero_is_twice_the_rank_of_each_run():

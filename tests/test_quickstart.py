@@ -101,11 +101,20 @@ def test_the_documented_way_to_load_the_final_adapter():
     assert names["model"].peft_config["default"].r == 16
 
 
-def test_the_minimal_loop_fits_a_screen_and_learns(capsys):
+def test_the_minimal_loop_fits_a_screen_and_learns(capsys, tmp_path):
     path = ROOT / "examples" / "minimal_loop.py"
     assert len(path.read_text().splitlines()) <= 120
-    history = runpy.run_path(str(path))["main"](14)
+    main = runpy.run_path(str(path))["main"]
+    history = main(14, str(tmp_path / "loop"))
     assert sum(history[-4:]) / 4 > sum(history[:3]) / 3 + 0.15
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 14
+    rows = read_jsonl(tmp_path / "loop" / "metrics.jsonl")
+    assert [row["progress/batch"] for row in rows] == list(range(14))
+    assert [row["reward/total"] for row in rows] == history
+    assert all(row["loss"] is not None and row["time/total"] > 0 for row in rows)
+    before = (tmp_path / "loop" / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="is there already: give another directory"):
+        main(14, str(tmp_path / "loop"))
+    assert (tmp_path / "loop" / "metrics.jsonl").read_bytes() == before
     assert all("ratio 1.0000" in line or "ratio 0.9999" in line for line in lines)

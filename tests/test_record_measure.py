@@ -261,6 +261,91 @@ def test_only_chosen_aliases_stand_in_a_row():
     assert "mean_reward" in none
 
 
+# What each tool writes with its default settings, from its own sources and documents.
+DEFAULT_NAMES = {
+    # docs/rl/rl-logging, rl/train.py, rl/metrics.py, rl/metric_util.py and recipes/rl_loop.py of the Tinker cookbook
+    "tinker": """progress/batch progress/done_frac optim/lr optim/entropy optim/kl_sample_train_v1
+        optim/kl_sample_train_v2 kl_sample_train_v1 kl_sample_train_v2 entropy ac_tokens_per_turn time/total
+        reward/total env/all/reward/total env/all/correct env/all/format env/all/ac_tokens_per_turn
+        env/all/ob_tokens_per_turn env/all/turns_per_episode env/all/total_episodes env/all/total_turns
+        env/all/total_ac_tokens env/all/total_ob_tokens env/all/by_group/frac_mixed env/all/by_group/frac_all_good
+        env/all/by_group/frac_all_bad env/all/depth env/sums/reward/total env/sums/correct""",
+    # Logged metrics of TRL's GRPO trainer, of its PPO trainer, and what transformers' Trainer adds
+    "trl": """loss grad_norm learning_rate epoch num_tokens step_time reward reward_std frac_reward_zero_std entropy kl
+        completions/mean_length completions/min_length completions/max_length completions/mean_terminated_length
+        completions/min_terminated_length completions/max_terminated_length completions/clipped_ratio
+        rewards/depth/mean rewards/depth/std clip_ratio clip_ratio/region_mean clip_ratio/low_mean clip_ratio/low_min
+        clip_ratio/high_mean clip_ratio/high_max
+        eps lr episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+        policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg
+        val/ratio val/ratio_var val/num_eos_tokens""",
+    # Step metrics of Telescope's trainer and of the catalogue of its charts
+    "telescope": """grad_norm learning_rate entropy kl_divergence_inference off_policy_steps_mean
+        reward_sum_mean reward_sum_std reward_sum_min reward_sum_max reward_gini_mean
+        reward_depth_mean reward_depth_std reward_depth_min reward_depth_max reward_depth_gini_mean
+        advantage_mean advantage_std advantage_min advantage_max
+        length_prompt_mean length_prompt_std length_prompt_min length_prompt_max
+        length_completion_mean length_completion_std length_completion_min length_completion_max
+        length_sum_mean length_sum_std length_sum_min length_sum_max
+        stop_reason_length_pct group_length_gini_mean group_length_max_median_ratio_mean
+        discarded_count discarded_zero_advantage_pct discarded_max_async_pct discarded_stop_reason_length_pct
+        discarded_group_length_gini_mean discarded_group_length_max_median_ratio_mean
+        discarded_zero_advantage_all_zero_pct discarded_zero_advantage_all_positive_pct
+        discarded_zero_advantage_mean_reward discarded_reward_sum_mean
+        discarded_length_prompt_mean discarded_length_completion_max discarded_length_sum_std
+        timing_step_total timing_waiting_for_data timing_forward_total timing_backward_total
+        timing_loss_computation_total timing_data_to_device_total timing_prepare_tensors_total
+        timing_weight_sync_trainer_total timing_forward_microbatch_mean timing_backward_microbatch_mean
+        timing_loss_computation_microbatch_mean timing_data_to_device_microbatch_mean
+        timing_prepare_tensors_microbatch_mean tokens_per_second""",
+    # docs/logging.md and trainer.py of retrain 0.3
+    "retrain": """step condition advantage_mode transform_mode uncertainty_kind loss reported_loss loss_is_placeholder
+        backend_reports_sync_loss backend_preserves_token_advantages mean_reward correct_rate running_correct_rate
+        reward_tie_eligible_groups reward_tie_groups reward_uniform_groups reward_tie_group_rate
+        reward_uniform_group_rate reward_tie_pair_rate reward_unique_fraction_mean sepa_lambda sepa_gate_open
+        num_datums max_token_hit_rate step_time_s sample_time_s train_time_s batch_size group_size bp_warmup bp_action
+        bp_regime bp_p_star bp_sigma bp_kappa bp_utilization bp_throughput tokens_per_second clip_fraction
+        exec_entropy_mean exec_entropy_var plan_entropy_mean plan_entropy_var exec_surprisal_mean exec_surprisal_var
+        plan_surprisal_mean plan_surprisal_var lr""",
+}
+
+
+@pytest.mark.parametrize("tool", DEFAULT_NAMES)
+def test_the_aliases_of_one_tool_are_all_its_default_names(tool):
+    settings = config(logging={"aliases": [tool]}, algorithm={"advantage_mode": "gae", "kl_coef": 0.1})
+    groups = [group([RewardResult(1.0, {"depth": 2.0}), 0.0], [4, 5], tags=("sums",)), group([1.0], [3])]
+    row = step_row(step(groups), context(config=settings))
+    assert set(DEFAULT_NAMES[tool].split()) - set(row) == set()
+
+
+def test_every_tool_has_the_learning_rate_and_the_gradient_under_its_own_names():
+    update = {"optim/lr": 1e-3, "optim/grad_norm": 2.0, "policy/clipfrac_avg": 0.25}
+    rows = {
+        tool: step_row(
+            step([group([1.0, 0.0], [2, 2])], update=update), context(config=config(logging={"aliases": [tool]}))
+        )
+        for tool in DEFAULT_NAMES
+    }
+    assert [rows["trl"][key] for key in ("learning_rate", "lr", "grad_norm")] == [1e-3, 1e-3, 2.0]
+    assert [rows["telescope"][key] for key in ("learning_rate", "grad_norm")] == [1e-3, 2.0]
+    assert rows["retrain"]["clip_fraction"] == 0.25
+    assert rows["tinker"]["reward/total"] == 0.5
+    assert rows["tinker"]["optim/entropy"] == 1.0
+    assert "grad_norm" not in rows["tinker"]
+
+
+def test_ties_of_rewards():
+    """Groups of rewards (1, 1, 0), (1, 1), (0.3, 0.1 + 0.2) and one that is alone: 3 of 5 pairs are equal."""
+    groups = [group([1.0, 1.0, 0.0], [2, 2, 2]), group([1.0, 1.0], [2, 2]), group([0.3, 0.1 + 0.2], [2, 2]),
+              group([1.0, None], [2, 2])]  # fmt: skip
+    row = step_row(step(groups), context())
+    assert (row["reward_tie_eligible_groups"], row["reward_tie_groups"], row["reward_uniform_groups"]) == (3, 3, 2)
+    assert row["reward_tie_pair_rate"] == pytest.approx(3 / 5)
+    assert row["reward_uniform_group_rate"] == pytest.approx(2 / 3)
+    assert row["reward_unique_fraction_mean"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2) / 3)
+    assert step_row(step([]), context())["reward_tie_pair_rate"] is None
+
+
 def test_every_key_without_a_slash_stands_in_every_row():
     row = step_row(step([]), context())
     assert {m.key for m in METRICS if "/" not in m.key and not m.requires} <= set(row)

@@ -52,6 +52,10 @@ def keys(made: list[dict[str, Any]], settings: Any = None, dtype: str = "float32
 
 CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("not_graded", rows(1, reward_failed=20), rows(1, reward_failed=3), None),
+    ("reward_graded", rows(1, reward_min=0.0, reward_max=1.0, mean_reward=0.5, reward_std=0.4),
+     rows(1, reward_min=0.0, reward_max=1.0, mean_reward=0.25, reward_std=0.1875**0.5), None),
+    ("reward_graded", rows(1, reward_min=0.2, reward_max=0.2, mean_reward=0.2, reward_std=0.0),
+     rows(1, reward_min=0.0, reward_max=0.0, mean_reward=0.0, reward_std=0.0), None),
     ("format_never_matched", rows(3, env__all__format=0.0), rows(2, env__all__format=0.0), None),
     ("format_never_matched", rows(3, env__all__format=0.0), rows(3, env__all__format=None), None),
     ("groups_uniform", rows(3, env__all__by_group__frac_mixed=0.0),
@@ -149,3 +153,15 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
     told = [f"step {line['step']}: {line['text']}" for line in lines if line["level"] == "warning"]
     assert [text[: len(start)] for text, start in zip(heard, told, strict=True)] == told  # what is harmless is not
     assert set(lines[0]) == {"step", "key", "level", "text", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "problems", "told"),
+    [("final", 4, "final:reward_mean"), ("final", 0, "final:mean_reward"), ("auc:reward_mean", 4, None)],
+)
+def test_a_graded_reward_is_told_of_with_the_metric_that_sees_it(metric, problems, told):
+    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems})
+    graded = rows(1, reward_min=0.0, reward_max=0.7, mean_reward=0.3, reward_std=0.2)
+    remedies = [note.remedy for note in explain(graded, settings) if note.key == "reward_graded"]
+    assert len(remedies) == (told is not None)
+    assert told is None or f'primary_metric = "{told}"' in remedies[0]

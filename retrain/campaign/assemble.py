@@ -181,7 +181,7 @@ def _approve_world(
     shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, Beginning], facts: dict[str, Any], restart: Restart
 ) -> None:
     """Have what differs between these facts and the runs' records approved, and the facts kept for the new ones."""
-    surroundings = Surroundings.now()
+    surroundings = Surroundings.now(shared.folder)
     for spec in specs:
         recorded, own = recorded_facts(run_directory(shared.directory, spec)), begin[spec.run_id]
         changes = world_changes(recorded, facts)

@@ -68,7 +68,7 @@ def launch(
 def _write_facts(directory: Path, loaded: Loaded) -> None:
     """What the whole campaign is made with, beside its runs' own."""
     write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
-    Surroundings.now().write(directory)
+    Surroundings.now(loaded.path.parent).write(directory)
 
 
 def resume(

@@ -74,7 +74,9 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         logging["wandb_run_name"] = logging["wandb_run_name"] or label
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
-    logging["wandb_run_name"], logging["wandb_group"] = run_id, label
+    name = logging["wandb_run_name"] or run_id
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # planned again it is the same
+    logging["wandb_group"] = label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
     return parse_dict(data)

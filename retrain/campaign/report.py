@@ -37,7 +37,8 @@ REPORT = "report.html"
 STYLES = (
     charts.STYLES
     + """
-table.tight td { white-space: nowrap; }
+table.tight th { white-space: normal; vertical-align: bottom; } .whole { white-space: nowrap; }
+.plots + .scroll { margin-top: 14px; }
 .verdicts { display: grid; gap: 10px; margin: 14px 0 6px; padding: 0; list-style: none; }
 .verdicts li { border-left: 4px solid var(--line); padding: 8px 14px; background: var(--raised);
   border-radius: 0 6px 6px 0; }

@@ -214,7 +214,7 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
             smaller = sorted(ranks - {analysis["source_rank"]})
             analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank])
     write_json(directory / "squeeze" / "analysis.json", analysis)
-    if spec.config.logging.wandb:
+    if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
             condition=spec.label,
             run_id=spec.run_id,

@@ -77,6 +77,14 @@ class Config(Section):
         return self.model_dump(mode="json")
 
     @model_validator(mode="after")
+    def _squeeze_is_reported_where_it_is_written(self) -> Config:
+        """Only here it is known whether there is a [squeeze] section; a dump has all of them."""
+        if self.squeeze.wandb is None:
+            asked = self.squeeze.model_copy(update={"wandb": "squeeze" in self.model_fields_set})
+            object.__setattr__(self, "squeeze", asked)  # sections are frozen
+        return self
+
+    @model_validator(mode="after")
     def _rules_hold(self, info: ValidationInfo) -> Config:
         """Rules for a configuration that is built directly; the loader checks them itself, to report all at once."""
         if not (info.context or {}).get("rules_later"):

@@ -63,6 +63,14 @@ class RunContext:
         return self.set_tags.get(name, self.tags)
 
     @property
+    def component_weights(self) -> dict[str, tuple[float, float]]:
+        """Weight and offset of each configured part of a weighted reward: it adds weight · (value + offset)."""
+        parts = setting(self.config, "reward.components", None) or ()
+        weights = ((setting(part, "weight", 1.0), setting(part, "offset", 0.0)) for part in parts)
+        names = (setting(part, "name", None) or setting(part, "type", "") for part in parts)
+        return dict(zip(names, weights, strict=True))
+
+    @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         config, found = self.config, set()

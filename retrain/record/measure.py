@@ -16,7 +16,7 @@ from retrain.files import jsonable
 from retrain.record.catalogue import METRICS, aliases_of, fill, row_metrics
 from retrain.record.context import RunContext, setting
 from retrain.record.evaluation import empty_evaluation
-from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread
+from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
 from retrain.types import Group, StepRecord
 
 Row = dict[str, Any]
@@ -130,6 +130,8 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
     return {
         "step": record.step,
         "condition": context.condition,
+        "advantage_mode": setting(context.config, "algorithm.advantage_mode", None),
+        "transform_mode": setting(context.config, "algorithm.transform_mode", None),
         "progress/done_frac": (record.step + 1) / context.max_steps if context.max_steps else None,
         "episode": totals.episodes,
         "num_tokens": totals.tokens,
@@ -150,12 +152,14 @@ def _rewards(samples: Samples) -> Row:
         "reward_min": numbers["min"],
         "reward_max": numbers["max"],
         "reward_gini": mean_gini(by_group),
+        **{f"reward_{key}": value for key, value in ties(by_group).items()},
         "reward_failed": int(np.isnan(samples.reward_N).sum()),
         "correct_rate": everyone["correct"],
         "env/all/format": everyone["format"],
         **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
         "env/all/total_episodes": len(samples),
         "env/all/ob_tokens_per_turn": mean(samples.prompt_length_N),
+        "env/all/total_turns": len(samples),
         "env/all/turns_per_episode": 1.0 if len(samples) else None,
         "env/all/total_ac_tokens": int(samples.length_N.sum()),
         "env/all/total_ob_tokens": int(samples.prompt_length_N.sum()),

@@ -103,6 +103,20 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def is_graded(row: Row) -> bool:
+    """Whether the rewards of a step had values other than 0 and 1: of those two, the mean m says that the variance is
+    m · (1 − m)."""
+    lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
+    if lowest is None or highest is None or mean is None or std is None:
+        return False
+    return not {lowest, highest} <= {0.0, 1.0} or abs(std**2 - mean * (1.0 - mean)) > 1e-6
+
+
+def sees_reward(primary_metric: str) -> bool:
+    """Whether a metric that decides a comparison sees the whole reward, not only what counts as correct."""
+    return "reward" in primary_metric
+
+
 # -- learning signal --------------------------------------------------------------------------------------------
 
 
@@ -114,6 +128,18 @@ def _ungraded(recent: Recent) -> Finding:
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
         "run.log names the reasons: a judge that cannot be reached, a grader that fails or takes too long",
+    )
+
+
+def _graded(recent: Recent) -> Finding:
+    declared = recent.asked("campaign.primary_metric", "final")
+    if not is_graded(recent.now) or sees_reward(declared):
+        return None
+    name = "reward_mean" if recent.asked("evaluation.problems", 0) else "mean_reward"
+    return (
+        "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
+        "not (what the reward says, else a reward above 0.5)",
+        f'to compare conditions by the whole reward, declare [campaign] primary_metric = "final:{name}"',
     )
 
 
@@ -347,6 +373,7 @@ def _max_tokens(recent: Recent) -> Any:
 
 RULES: dict[str, Rule] = {
     "not_graded": Rule("warning", _ungraded),
+    "reward_graded": Rule("info", _graded),
     "format_never_matched": Rule("warning", _format_never, (("env/all/format", 3),)),
     "groups_uniform": Rule("warning", _all_uniform, (("env/all/by_group/frac_mixed", 3),)),
     "groups_hardly_mixed": Rule("warning", _few_mixed, (("env/all/by_group/frac_mixed", 10),)),

@@ -155,7 +155,8 @@ class RunRecorder:
 
     def _batch(self, split: str, iteration: int, groups: Sequence[Group], started: float) -> Batch:
         names = (self.context.run_id, self.context.condition)
-        return Batch(split, iteration, groups, iteration, *names, started, self._token_text)
+        weights = self.context.component_weights
+        return Batch(split, iteration, groups, iteration, *names, started, self._token_text, weights)
 
     def _setting(self, key: str, default: int) -> int:
         return setting(self.context.config, f"logging.{key}", default)

@@ -19,10 +19,13 @@ from retrain.record.rollout_style import SCRIPT, STYLES
 from retrain.record.rollouts import (
     LEAST_CHARACTERS,
     Batch,
+    Part,
     advantage_of,
+    breakdown,
     conversation_of,
     fair_share,
     metrics_of,
+    part_names,
     trajectories,
 )
 from retrain.types import Completion, Group, RewardResult
@@ -38,6 +41,8 @@ MAP_GROUPS = 256
 """Groups in the overview of rewards."""
 TABLE_ROWS = 1_000
 """Trajectories in the table at the end of the page."""
+PARTS_SHOWN = 50
+"""Numbers of a reward beside each sample, and columns for them in the table."""
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
@@ -190,17 +195,39 @@ def _sample(batch: Batch, group: Group, sample: int, completion: Completion, rew
     chips.append(f"<span>{len(completion):,} tokens</span>")
     if completion.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
-    parts = {k: v for k, v in metrics_of(reward).items() if k not in ("correct", "format") and v is not None}
-    if list(parts.values()) == [total]:
-        parts = {}  # the only component is the reward itself
-    extra = "".join(f"<span>{escape(name)} {value:g}</span>" for name, value in list(parts.items())[:12])
+    extra = _parts(reward, batch)
     error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
     text, data = _tokens(batch, group, sample, completion, limit)
     left = len(text) - limit
     note = f'<p class="muted">{left:,} more characters not shown</p>' if left > 0 else ""
     return f"""<article class="card"><header><span class="muted">#{sample}</span>{"".join(chips)}</header>
-{f'<div class="parts">{extra}</div>' if extra else ""}<div class="text sample"{data}>{_folded(text[:limit])}</div>
+{extra}<div class="text sample"{data}>{_folded(text[:limit])}</div>
 {note}{error}</article>"""
+
+
+def _parts(reward: RewardResult, batch: Batch) -> str:
+    """What the total is made of, and the reward's other numbers; ``correct`` stands in the heading already."""
+    components, others = breakdown(reward, batch.weights)
+    if [part.value for part in components] == [reward.total_reward] and components[0].adds is None:
+        components = []  # the only component is the reward itself
+    others = [part for part in others if part.name != "correct"]
+    lines = []
+    for label, parts in (("reward", components), ("metrics", others)):
+        spans = [_part(part) for part in parts[:PARTS_SHOWN]]
+        if len(parts) > PARTS_SHOWN:
+            spans.append(f"<span>{len(parts) - PARTS_SHOWN} more not shown</span>")
+        if spans:
+            lines.append(f'<div class="parts"><i>{label}</i>{"".join(spans)}</div>')
+    return "".join(lines)
+
+
+def _part(part: Part) -> str:
+    value = "none" if part.value is None else minus(f"{part.value:g}")
+    if part.adds is None:
+        return f"<span>{escape(part.name)} {value}</span>"
+    told = escape(f"{part.how} = {part.adds:g}")
+    adds = minus(f"{part.adds:+.3g}") if part.adds else "0"
+    return f'<span title="{told}">{escape(part.name)} {value} <b>{adds}</b></span>'
 
 
 def _signed(value: float, digits: int) -> str:
@@ -271,6 +298,8 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 def _table(groups: Sequence[Group], name: str) -> str:
     """Every trajectory in one row."""
     rows, count = [], sum(len(group.completions) for group in groups)
+    every = part_names(groups)
+    names = every[:PARTS_SHOWN]
     for index, group in enumerate(groups):
         for sample, completion, reward in trajectories(group):
             if len(rows) == TABLE_ROWS:
@@ -282,20 +311,24 @@ def _table(groups: Sequence[Group], name: str) -> str:
                 len(group.prompt.token_ids),
                 len(completion),
             )
+            numbers = {**reward.components, **metrics_of(reward)}
+            found = (numbers.get(each, "") for each in names)
+            values += tuple("none" if v is None else v if v == "" else minus(f"{v:g}") for v in found)
             cells = "".join(f'<td class="number">{value}</td>' for value in values)
             rows.append(
                 f'<tr><td class="number">{index}</td><td>{escape(group.prompt.problem.id[:80])}</td>'
-                f'<td class="number">{sample}</td>{cells}<td>{escape(completion.stop_reason)}</td></tr>'
+                f'<td class="number">{sample}</td><td>{escape(completion.stop_reason)}</td>{cells}</tr>'
             )
     more = f'<p class="muted">{count - len(rows):,} more not shown</p>' if count > len(rows) else ""
     heads = "".join(
         f"<th{css}>{text}</th>"
         for text, css in (
-            ("group", ' class="number"'), ("problem", ""), ("sample", ' class="number"'),
-            ("reward", ' class="number"'), ("advantage", ' class="number"'), ("prompt", ' class="number"'),
-            ("tokens", ' class="number"'), ("end", ""),
+            ("group", ' class="number"'), ("problem", ""), ("sample", ' class="number"'), ("end", ""),
+            *((text, ' class="number"') for text in ("reward", "advantage", "prompt", "tokens", *map(escape, names))),
         )
     )  # fmt: skip
+    if len(every) > len(names):
+        more += f'<p class="muted">{len(every) - len(names)} more numbers of the reward not shown</p>'
     return f"""<details class="all"><summary>All {count:,} trajectories</summary>
 <p class="muted">The same and more, as JSON lines: <code>{escape(name)}_rollout_summaries.jsonl</code></p>
 <div class="scroll"><table><thead><tr>{heads}</tr></thead>

@@ -140,3 +140,23 @@ def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
         "frac_all_good": good / count,
         "frac_all_bad": (count - mixed - good) / count,
     }
+
+
+def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
+    """How often rewards of one group are equal (up to float noise); groups of one reward say nothing."""
+    eligible = [np.round(rewards, 8) for rewards in groups if len(rewards) > 1]
+    counts = [np.unique(rewards, return_counts=True)[1] for rewards in eligible]
+    tied = sum(int(count * (count - 1) // 2) for found in counts for count in found)
+    pairs = sum(len(rewards) * (len(rewards) - 1) // 2 for rewards in eligible)
+    tie_groups = sum(len(found) < len(rewards) for found, rewards in zip(counts, eligible, strict=True))
+    uniform = sum(len(found) == 1 for found in counts)
+    unique = [len(found) / len(rewards) for found, rewards in zip(counts, eligible, strict=True)]
+    return {
+        "tie_eligible_groups": len(eligible),
+        "tie_groups": tie_groups,
+        "tie_group_rate": tie_groups / len(eligible) if eligible else None,
+        "tie_pair_rate": tied / pairs if pairs else None,
+        "uniform_groups": uniform,
+        "uniform_group_rate": uniform / len(eligible) if eligible else None,
+        "unique_fraction_mean": float(np.mean(unique)) if unique else None,
+    }
