@@ -16,14 +16,17 @@ from retrain.campaign.changes import flat
 from retrain.campaign.comparison import compare_runs
 from retrain.campaign.manifest import MANIFEST, read_manifest
 from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError
 
 WITHOUT_EFFECT = (
-    "campaign", "logging", "squeeze", "backpressure", "resume", "types", "training.seed", "training.save_every",
-    "training.keep_last", "training.micro_batch_tokens", "backend.adapter_path", "model.local_files_only",
-    "evaluation.at_start", "training.eval_every", "inference.max_rows",
+    "campaign", "logging", "squeeze", "backpressure", "resume", "training.seed", "training.save_every",
+    "training.keep_last", "training.keep_every", "training.micro_batch_tokens", "training.nonfinite_limit",
+    "backend.adapter_path", "model.local_files_only", "evaluation.at_start", "training.eval_every",
+    "reward.timeout_s", *(f"reward.{key}" for key in CHART_KEYS),
 )  # fmt: skip
-"""Sections and keys in which runs of one condition may differ: they change records and speed, not what is learned."""
+"""Sections and keys in which runs of one condition may differ: they change records, speed and when something is
+given up, not what is learned."""
 TOLD_KEYS = 4
 
 
