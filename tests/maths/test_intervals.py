@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retrain.maths.intervals import _trimmed_quantile, iqm_interval, mean_interval, same_problems_interval
+from retrain.maths.intervals import (
+    SIMULATED_SEEDS,
+    _trimmed_quantile,
+    iqm_interval,
+    mean_interval,
+    same_problems_interval,
+)
 from retrain.maths.statistics import bootstrap_ci
 
 
@@ -136,3 +142,12 @@ def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
     step = 2.0  # of the scale, when the values themselves differ by less
     coarse = iqm_interval(distinct, resolution=step)
     assert coarse.high - coarse.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
+
+
+def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
+    x = np.sort(np.random.default_rng(3).normal(size=4 * SIMULATED_SEEDS))
+    n = len(x)
+    kept, winsorised = n // 2, np.clip(x, x[n // 4], x[n - 1 - n // 4])
+    error = (((winsorised - winsorised.mean()) ** 2).sum() / (kept * (kept - 1))) ** 0.5
+    found = iqm_interval(x)
+    assert found.high - found.estimate == pytest.approx(stats.t.ppf(0.975, kept - 1) * error)
