@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 from retrain.backends import TrainBatch, train_with
 from retrain.checkpoints import OWN, checkpoint_directory, newest_whole, verify_checkpoint, write_own_checkpoint
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import dumps, publish_directory, read_json
+from retrain.files import aside_of, dumps, read_json
+from retrain.ownership import publish
 from retrain.policy.budget import Budget
 from retrain.run import Run
 
@@ -66,7 +66,7 @@ class OwnRun(Run):
 
     def snapshot(self) -> Any:
         """The backend's files as it saves them now, and the run's state."""
-        files = self.directory / "checkpoints" / f".own_{self.step:06d}.{os.getpid()}.tmp"
+        files = aside_of(self.directory / "checkpoints" / f"own_{self.step:06d}")
         self._save_files(files)
         return OwnSnapshot(self.step, files, dumps(self.state(), indent=2) + "\n")
 
@@ -80,10 +80,10 @@ class OwnRun(Run):
 
     def _publish_adapter(self, directory: Path, saved: Any) -> None:
         """``final/``: the backend's own files."""
-        aside = directory.with_name(f".{directory.name}.tmp")
+        aside = aside_of(directory)
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(checkpoint_directory(self.directory, saved.step) / OWN, aside)
-        publish_directory(aside, directory)
+        publish(aside, directory, self._owner("final"))
 
     def continue_from(self, directory: Path) -> list[str]:
         """Begin where another run of the same backend is. Raises UsageError for anything but a run or checkpoint."""

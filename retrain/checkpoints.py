@@ -6,7 +6,6 @@ step goes on. The copies are written in the order in which they were made.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from retrain.errors import CheckpointError, ModelError
-from retrain.files import dumps, publish_directory, read_json, sha256, write_bytes, write_json
+from retrain.files import aside_of, dumps, read_json, sha256, write_bytes, write_json
+from retrain.ownership import Owner, is_whole, owner_of, publish, remove
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.lora import Adapter
 from retrain.record.recorder import ROW_FILES
@@ -72,11 +72,12 @@ def snapshot(
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses; what had been written aside is removed.
+    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names; what had been
+    written aside is removed.
     """
     from safetensors.torch import save
 
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         write_peft(aside, saved.adapter, saved.peft)
@@ -84,7 +85,7 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
         write_bytes(aside / STATE, saved.state.encode())
         hashes = {path.name: sha256(path) for path in sorted(aside.iterdir())}
         write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
-        publish_directory(aside, directory)
+        publish(aside, directory, _owner(directory))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -95,7 +96,7 @@ def write_own_checkpoint(directory: Path, files: Path, state: str) -> None:
 
     Raises StorageError when the file system refuses, CheckpointError when a file is a link.
     """
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -106,7 +107,7 @@ def write_own_checkpoint(directory: Path, files: Path, state: str) -> None:
             raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
         hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in found}
         write_json(aside / MANIFEST, {"format": 1, "sha256": hashes})
-        publish_directory(aside, directory)
+        publish(aside, directory, _owner(directory))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -157,9 +158,19 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Checkpoints of a run by step, oldest first (whole or not)."""
+    """Checkpoints that the run has written, by step, oldest first (whole or not).
+
+    Others that lie there are none; in a directory without a mark, which nothing is removed from, all count.
+    """
     found = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
-    return sorted(found, key=checkpoint_step)
+    marked = owner_of(run_directory) is not None
+    return sorted((path for path in found if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
+
+
+def _owner(directory: Path) -> Owner | None:
+    """Whose a checkpoint in this place is: the run's around it."""
+    run = owner_of(directory.parent.parent)
+    return run and run.at(f"checkpoints/{directory.name}")
 
 
 def checkpoint_step(directory: Path) -> int:
@@ -228,17 +239,18 @@ class _Found:
 
 
 def forget_after(run_directory: Path, step: int) -> None:
-    """Delete checkpoints of later steps, which will be made anew."""
+    """Delete the run's own checkpoints of later steps, which will be made anew."""
     for directory in checkpoint_directories(run_directory):
         if checkpoint_step(directory) > step:
-            shutil.rmtree(directory)
+            remove(directory, _owner(directory))
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete all but the last ``keep_last`` checkpoints (0 keeps all) and those at multiples of ``keep_every``."""
+    """Delete all but the last ``keep_last`` of the run's own checkpoints (0 keeps all) and those at multiples of
+    ``keep_every``."""
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
         if not (keep_every and checkpoint_step(directory) % keep_every == 0):
-            shutil.rmtree(directory)
+            remove(directory, _owner(directory))
 
 
 class SaveQueue(Generic[T]):

@@ -18,6 +18,10 @@ class UsageError(RetrainError):
     exit_status = 2
 
 
+class NotOurs(UsageError):
+    """Something that was not written by this run lies where it would write; it is left as it is."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a configuration file.

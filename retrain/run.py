@@ -26,9 +26,10 @@ from retrain.credit import CreditResult, Modes, needs_entropy
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
 from retrain.errors import CheckpointError, RetrainError, UsageError
-from retrain.files import copy_files, publish_directory, read_jsonl
+from retrain.files import aside_of, read_jsonl
 from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, learning_rate, sepa_gate_open, sepa_lambda, sepa_start
+from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.adapter_io import read_adapter, write_peft
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
@@ -185,10 +186,7 @@ class Run:
     @property
     def export(self) -> Path | None:
         """The user's directory that also receives the final adapter."""
-        path = self.config.backend.adapter_path
-        if path is None:
-            return None
-        return Path(path) / self.run_id if self.spec.is_campaign else Path(path)
+        return self.spec.export
 
     @property
     def finished(self) -> bool:
@@ -352,15 +350,20 @@ class Run:
             target = self.directory / "final"
             self._publish_adapter(target, saved)
             if self.export is not None:
-                copy_files(target, self.export)
+                install(target, self.export, self._owner("adapter_path"))
             self._record_save("final", saved.step, directory, target, epoch)
             self.recorder.flush()  # the pages as well, before the run counts as done
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 
     def _publish_adapter(self, directory: Path, saved: Snapshot) -> None:
-        aside = directory.with_name(f".{directory.name}.tmp")
+        aside = aside_of(directory)
         write_peft(aside, saved.adapter, saved.peft)
-        publish_directory(aside, directory)
+        publish(aside, directory, self._owner("final"))
+
+    def _owner(self, place: str) -> Owner | None:
+        """As whose what the run writes as ``place`` is marked."""
+        run = owner_of(self.directory)
+        return run and run.at(place)
 
     def _epoch(self, position: int) -> int:
         return position // max(1, len(self.cursor.problems))

@@ -20,6 +20,7 @@ from retrain.campaign.squeeze import squeeze, squeeze_after_run
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
+from retrain.ownership import claim
 from retrain.record.observer import NullObserver
 
 
@@ -221,9 +222,12 @@ def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
 
 
 def test_a_run_whose_records_cannot_be_written_fails_alone(model, tmp_path):
-    (tmp_path / "out/runs/grpo+none_s1").mkdir(parents=True)
-    (tmp_path / "out/runs/grpo+none_s1/emergence").write_text("a file where a folder must be")
-    outcome = train(campaign(tmp_path, model, steps=2), tmp_path / "out")
+    class Plants(NullObserver):
+        def plan(self, specs):
+            claim(tmp_path / "out/runs/grpo+none_s1", claim(tmp_path / "out").at("runs/grpo+none_s1"))
+            (tmp_path / "out/runs/grpo+none_s1/emergence").write_text("a file where a folder must be")
+
+    outcome = train(campaign(tmp_path, model, steps=2), tmp_path / "out", Plants())
     assert outcome.exit_status == 1
     runs = {run["run_id"]: run for run in read_json(tmp_path / "out/manifest.json")["runs"]}
     failed = runs.pop("grpo+none_s1")

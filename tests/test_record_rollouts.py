@@ -17,7 +17,7 @@ from record_cases import completion, config, context, evaluation, find_conversat
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder
 from retrain.record.html import visible
-from retrain.record.rollout_files import remove_after, write_pages
+from retrain.record.rollout_files import remove_files, write_pages
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Completion, Group, Problem, Prompt, RewardResult
@@ -304,11 +304,12 @@ def test_pages_can_be_switched_off_and_the_last_step_has_one(tmp_path):
     assert not (tmp_path / "last" / "train_iteration_000002.html").exists()
 
 
-def test_only_what_is_ours_is_removed(tmp_path):
-    names = ("notes_iteration_000009.html", "train_iteration_9.html", "train_iteration_000009.txt", "x.html")
+def test_only_the_files_of_one_iteration_are_removed(tmp_path):
+    names = {"train_iteration_9.html", "train_iteration_000009.txt", "train_iteration_000010.html",
+             "eval_b_iteration_000003.html"}  # fmt: skip
     for name in (*names, "train_iteration_000009.html", "eval_a_iteration_000003_logtree.json"):
         (tmp_path / name).write_text("")
-    remove_after(tmp_path, 3)
+    remove_files(tmp_path, "train", 9)
     assert {path.name for path in tmp_path.iterdir()} == {*names, "eval_a_iteration_000003_logtree.json"}
-    remove_after(tmp_path, 0)
-    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    remove_files(tmp_path, "eval/a", 3)
+    assert {path.name for path in tmp_path.iterdir()} == names

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
+from retrain.ownership import claim
 from retrain.record import RunRecorder
 from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.status import last_row, read_status, status_view
@@ -54,14 +55,14 @@ def test_a_campaign_from_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
-        ("manifest.json", '{"runs": [', UsageError),
-        ("manifest.json", '{"runs": [{"run_id": 3}]}', UsageError),
-        ("manifest.json", "[]", UsageError),
+        ("manifest.json", '{"format": 1, "runs": [', UsageError),
+        ("manifest.json", '{"format": 1, "runs": [{"run_id": 3}]}', UsageError),
         ("metrics.jsonl", "nonsense\n", CheckpointError),
         ("metrics.jsonl", "[1]\n", CheckpointError),
     ],
 )
 def test_damaged_files_are_named_in_one_line(tmp_path, name, text, error):
+    claim(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(error, match=rf"{name} is damaged \(") as told:
         read_status(tmp_path)

@@ -16,6 +16,7 @@ from retrain.backends import OwnEngine, backend_base, load_backend
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
+from retrain.campaign.outputs import run_place
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import is_source, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
@@ -31,6 +32,7 @@ from retrain.errors import CheckpointError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
+from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel, base_of, tokenizer_hash
 from retrain.policy.lora import Lanes
@@ -255,8 +257,10 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         ranges=chart_ranges(plugins, tasks),
         folder=shared.folder,
     )
+    directory = run_directory(shared.directory, spec)
+    claim(directory, claim(shared.directory).at(run_place(spec)) if spec.is_campaign else None)
     return RunRecorder(
-        run_directory(shared.directory, spec),
+        directory,
         context,
         warn=lambda text: shared.observer.message(f"{spec.run_id}: {text}", "warning"),
         token_text=lambda completion: completion_offsets(completion, shared.base),

@@ -22,13 +22,15 @@ from retrain.campaign.manifest import (
     update_plan,
     write_plan,
 )
+from retrain.campaign.outputs import check_places
 from retrain.campaign.plan import RunSpec, plan
 from retrain.campaign.references import check_references
 from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
-from retrain.files import refuse_links, remove_leftovers, write_json
+from retrain.files import write_json
+from retrain.ownership import remove_leftovers
 from retrain.record.environment import Surroundings, run_facts
 from retrain.record.observer import Observer
 
@@ -51,11 +53,13 @@ def launch(
 
     Finished runs are not repeated, unless the file asks for more steps; failed ones only with ``retry_failed``.
     ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    Raises StorageError when the directory cannot be written, LeaseLost when another process has taken it over.
+    Raises NotOurs, with nothing touched, when something of somebody else's lies where it would write, StorageError when
+    the directory cannot be written, LeaseLost when another process has taken it over.
     """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     approval = approval or Approval()
     check_references(loaded)
+    check_places(directory, specs)
     with DirectoryLock(directory, observer.message) as lock:
         name = loaded.config.campaign.name or loaded.path.stem
         with _open(directory, name, specs, loaded.path.parent, observer, approval) as manifest:
@@ -79,6 +83,7 @@ def resume(
     runs; failed runs only with ``retry_failed``. As ``launch`` in all else."""
     directory = Path(directory)
     specs, folder = read_plan(directory, sets)
+    check_places(directory, specs)
     approval = approval or Approval()
     with (
         DirectoryLock(directory, observer.message) as lock,
@@ -93,7 +98,6 @@ def _open(
     directory: Path, name: str, specs: Sequence[RunSpec], folder: Path, observer: Observer, approval: Approval
 ) -> Manifest:
     """The directory's manifest, once what differs from its records has been approved."""
-    refuse_links(directory)
     remove_leftovers(directory)
     entries = {}
     if (directory / MANIFEST).is_file():

@@ -7,6 +7,7 @@ is stopped half-way has complete pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from retrain.config import Condition, Config, Loaded, parse_dict
@@ -32,6 +33,14 @@ class RunSpec:
     config: Config
     is_campaign: bool
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def export(self) -> Path | None:
+        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
+        path = self.config.backend.adapter_path
+        if path is None:
+            return None
+        return Path(path) / self.run_id if self.is_campaign else Path(path)
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:

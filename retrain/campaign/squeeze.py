@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.manifest import MANIFEST, run_directory
+from retrain.campaign.manifest import MANIFEST, read_manifest, run_directory
+from retrain.campaign.outputs import ADAPTER_FILES
 from retrain.campaign.plan import RunSpec
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
-from retrain.files import prepare_directory, publish_directory, read_json, read_jsonl, write_json
+from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
+from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
@@ -30,7 +33,7 @@ def find_adapter(directory: Path) -> Path:
         if (directory / row["sampler_path"] / "adapter_model.safetensors").is_file():
             return directory / row["sampler_path"]
     if (directory / MANIFEST).is_file():
-        for run in read_json(directory / MANIFEST)["runs"]:
+        for run in read_manifest(directory)["runs"]:
             if run["state"] == "done" and run["path"] != ".":
                 return find_adapter(directory / run["path"])
     raise UsageError(f"{directory} holds no adapter: give a run directory, its final/ or a PEFT adapter directory")
@@ -96,7 +99,8 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
     With ``pattern`` every module gets a rank of its own: the fewest altogether that keep the total energy of ``rank``
-    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter.
+    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
+    ``out`` holds an adapter that was not compressed from this one.
     """
     from retrain.maths.squeeze import rank_pattern
     from retrain.policy.adapter_stream import AdapterFile, write_streamed
@@ -124,18 +128,22 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
             "alpha_pattern": {name: float(each) for name, each in own.items()},
         }  # fmt: skip
         prepare_directory(out.parent)
-        if out.is_file():
-            raise UsageError(f"{out} is a file: give a directory with --out")
-        if out.exists() and any(out.iterdir()) and not (out / "adapter_config.json").exists():
-            raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
-        aside = out.with_name(f".{out.name}.tmp")
+        owner = _owner(adapter, "squeezed")
+        check_publish(out, ADAPTER_FILES, owner)
+        aside = aside_of(out)
         scale = alpha / rank
         pairs = (
             (name, _truncated(*file.factors(name), file.scales[name], ranks[name], scale)) for name in file.modules
         )
         write_streamed(aside, layout, pairs, config)
-    publish_directory(aside, out)
+    publish(aside, out, owner)
     return out
+
+
+def _owner(adapter: Path, place: str) -> Owner:
+    """As whose what is made of an adapter is marked: its run's, or of an adapter from elsewhere its path's."""
+    here = Owner(hashlib.blake2b(str(adapter.resolve()).encode(), digest_size=16).hexdigest())
+    return (owner_of(adapter) or here).at(place)
 
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
@@ -165,7 +173,9 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
         analysis["compressed"] = str(compress_adapter(adapter, to, target, pattern))
     elif out is not None:
         prepare_directory(out)
-        write_json(out / "analysis.json", analysis)
+        with TemporaryDirectory() as aside:
+            write_json(Path(aside) / "analysis.json", analysis)
+            install(Path(aside), out, _owner(adapter, "analysed"))
     return analysis
 
 
@@ -236,6 +246,6 @@ def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: 
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:
         return known
-    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=".tmp") as aside:
+    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
         return verify_ranks(spec, folder, adapter, smaller, out)

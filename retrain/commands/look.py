@@ -27,6 +27,7 @@ FILE_COLUMNS = ("file", "what it holds")
 CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
+    ("retrain.json", "the mark of whose this directory is"),
     ("comparison.json", "conditions against the first, paired by seed"),
     ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
@@ -41,6 +42,7 @@ CAMPAIGN_FILES = (
 ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
 
 RUN_FILES = (
+    ("retrain.json", "the mark of whose this directory is; also in every checkpoint and adapter"),
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
     ("code.diff", "uncommitted changes of the code around"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from retrain.files import write_bytes, write_json
-from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile
+from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile, absolute_base
 from retrain.policy.lora import Adapter, LayerShape
 
 
@@ -74,7 +74,7 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
         flat[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
     # As bytes and not by safetensors' own writer, whose errors on a full disk are no OSError.
     write_bytes(directory / WEIGHTS, save(flat, metadata={"format": "pt"}))
-    write_json(directory / CONFIG, config)
+    write_json(directory / CONFIG, absolute_base(config))
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

@@ -21,7 +21,7 @@ from retrain.record.environment import Surroundings, without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
-from retrain.record.rollout_files import remove_after, write_pages, write_summaries
+from retrain.record.rollout_files import remove_files, write_pages, write_summaries
 from retrain.record.rollouts import TRAIN, Batch, TokenText
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
@@ -227,18 +227,27 @@ class RunRecorder:
     def truncate(self, step: int) -> None:
         """Forget everything at and after ``step`` (the next step to run) and lines torn by a kill."""
         self.flush()
-        for name in STEP_FILES:
-            truncate_jsonl(self.directory / name, step)
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
+        self._remove_rollouts(step, done)
+        for name in STEP_FILES:
+            truncate_jsonl(self.directory / name, step)
         truncate_jsonl(self.directory / "evals.jsonl", done)
         truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
-        remove_after(self.directory, step)
         rows = read_jsonl(self.directory / "metrics.jsonl")
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
         self._noted = {row["key"] for row in read_jsonl(self.directory / "notes.jsonl")}
         self.log(f"records truncated to the {step} finished steps")
+
+    def _remove_rollouts(self, step: int, done: int) -> None:
+        """Delete the rollouts of the steps and evaluations whose rows are about to go: those that were recorded."""
+        for row in read_jsonl(self.directory / "metrics.jsonl"):
+            if row["step"] >= step:
+                remove_files(self.directory, TRAIN, row["step"])
+        for row in read_jsonl(self.directory / "evals.jsonl"):
+            if row["step"] >= done:
+                remove_files(self.directory, f"eval/{row['name']}", row["step"])
 
     def state(self) -> dict[str, Any]:
         """What must be saved for an exact continuation, as JSON."""

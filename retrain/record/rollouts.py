@@ -55,18 +55,19 @@ class Batch:
     @property
     def name(self) -> str:
         """Stem of the files: ``train_iteration_000010``, ``eval_<name>_iteration_000010``."""
-        kind, _, name = self.split.partition("/")
-        return (
-            f"{kind}_{sanitised(name)}_iteration_{self.iteration:06d}"
-            if name
-            else f"{kind}_iteration_{self.iteration:06d}"
-        )
+        return batch_name(self.split, self.iteration)
 
     @property
     def title(self) -> str:
         """In words."""
         _, _, name = self.split.partition("/")
         return f"evaluation {name}, step {self.iteration}" if name else f"step {self.iteration}"
+
+
+def batch_name(split: str, iteration: int) -> str:
+    """Stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
+    kind, _, name = split.partition("/")
+    return f"{kind}_{sanitised(name)}_iteration_{iteration:06d}" if name else f"{kind}_iteration_{iteration:06d}"
 
 
 def sanitised(name: str) -> str:

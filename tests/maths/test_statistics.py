@@ -23,6 +23,8 @@ from retrain.maths.statistics import (
     iqm,
     paired_comparison,
     probability_of_improvement,
+    sampled_sign_flip_p,
+    score_interval,
     sign_flip_p,
     smallest_p,
     tost_p,
@@ -268,3 +270,26 @@ def test_equal_differences_prove_no_more_than_the_scale_of_the_results_can():
     rounded = np.random.default_rng(0).uniform(size=(2, 200_000)).round(2)
     exact = np.random.default_rng(0).uniform(size=(2, 200_000))
     assert np.std((rounded - exact)[0] - (rounded - exact)[1]) == pytest.approx(0.01 / 6**0.5, rel=0.01)
+
+
+def test_an_accuracy_is_never_known_better_than_from_independent_samples():
+    """Samples of one problem that differ more than chance would have a clustered error below the binomial one."""
+    correct = [1, 0] * 9 + [1, 1]
+    clusters = [problem for problem in range(10) for _ in range(2)]
+    found, p = accuracy_interval(correct, clusters), 11 / 20
+    expected = score_interval(p, 20, stats.t.ppf(0.975, 9))
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    for share in (0, 1):  # without an error the problems count, not the samples
+        found = accuracy_interval([share] * 40, [i // 4 for i in range(40)])
+        expected = score_interval(share, 10, stats.t.ppf(0.975, 9))
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    found = accuracy_interval([1] * 4 + [0] * 4 + [1] * 4, [i // 4 for i in range(12)])
+    assert found.high - found.low > 0.9  # three problems all or nothing: as few trials as problems
+
+
+def test_a_sampled_p_value_counts_the_pattern_that_was_seen():
+    assert sampled_sign_flip_p([1.0] * 60, patterns=1000) == 1 / 1001
+    assert sampled_sign_flip_p([0.0] * 60, patterns=1000) == 1.0
+    d = [0.3, -0.1, 0.4, 0.2, -0.2, 0.5, 0.1]
+    assert sampled_sign_flip_p(d, patterns=20_000) == pytest.approx(sign_flip_p(d), abs=0.01)
+    assert sampled_sign_flip_p(d, patterns=1) in (0.5, 1.0)
