@@ -111,13 +111,16 @@ LOSS = [
 
 REWARD = [
     _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
-            tinker="env/all/reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
+            tinker="reward/total env/all/reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
     _metric("reward_std", "standard deviation (population) of total reward over completions", "reward",
             telescope="reward_sum_std"),
     _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
     _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
-    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups where it exists "
-            "(no negative reward, sum above 0)", "0 equal to 1 concentrated", telescope="reward_gini_mean"),
+    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups with at least two "
+            "graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; where rewards "
+            "can be negative, from the `reward_min` that the reward or data source declares, or from the group's "
+            "smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
+            telescope="reward_gini_mean"),
     _metric("reward_failed", "completions that could not be graded; they count as not correct and have no reward",
             "completions", "0"),
     _metric("rewards/<name>/mean", "mean of this reward component or sample metric over completions", "",
@@ -125,7 +128,8 @@ REWARD = [
     _metric("rewards/<name>/std", "standard deviation (population)", telescope="reward_<name>_std"),
     _metric("rewards/<name>/min", "smallest", telescope="reward_<name>_min"),
     _metric("rewards/<name>/max", "largest", telescope="reward_<name>_max"),
-    _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient", "0 equal to 1 concentrated",
+    _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient, as in reward_gini; the smallest value is "
+            "declared as `metrics_ranges.<name>.min`", "0 equal to 1 concentrated",
             telescope="reward_<name>_gini_mean"),
     _metric("correct_rate", "share of all sampled completions that are correct", "share", "rising",
             wandb="train/rewards/correct_rate", tinker="env/all/correct"),
@@ -152,10 +156,11 @@ REWARD = [
 ADVANTAGE = _spread("advantage_{}", "advantage over the completions that trained", "reward")
 
 POLICY = [
-    _metric("entropy", "mean full-vocabulary entropy over trained tokens, of the distribution sampled from; null where "
-            "the engine cannot give it", "nats", "falling slowly, not to 0",
+    _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
+            "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
             trl="policy/entropy_avg objective/entropy"),
-    _metric("entropy_sampled", "minus the mean sampler logprob over trained tokens", "nats", "close to entropy"),
+    _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
+            "close to entropy"),
     _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob on trained tokens, before the update",
             "nats", "near 0", tinker="optim/kl_sample_train_v1"),
     _metric("kl_sample_train_v2", "half the mean of d², before the update", "nats²",
@@ -165,9 +170,9 @@ POLICY = [
             "nats", "near 0 on-policy"),
     _metric("kl", "k3 to the frozen base; null unless `kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly",
             trl="objective/kl"),
-    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over completions", "reward",
-            requires="kl"),
-    _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward", requires="kl"),
+    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over the completions that the "
+            "trainer ran; 0 without `kl_coef`", "reward"),
+    _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
     _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens", "nats²"),
     _metric("policy/clipfrac_avg", "share of trained tokens whose ratio was clipped", "share", "below 0.2"),
     _metric("val/ratio", "mean importance ratio over trained tokens", "", "1 on-policy"),
@@ -204,8 +209,9 @@ CREDIT = [
     _metric("exec_weight_var_unpooled", "that variance without pooling", "", requires="pooling"),
     _metric("plan_weight_change", "largest change of a planning token's weight by pooling", "",
             "rounding: pooling keeps every planning weight", requires="pooling"),
-    _metric("sepa_lambda", "pooling strength λ of SEPA", "0 to 1", wandb="train/sepa_lambda"),
-    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened", "boolean",
+    _metric("sepa_lambda", "pooling strength λ of SEPA; 0 in other transform modes", "0 to 1",
+            wandb="train/sepa_lambda"),
+    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened; false in other transform modes", "boolean",
             wandb="train/sepa_gate_open"),
 ]
 
@@ -261,9 +267,9 @@ TOOL_USE = [
 ]
 
 BACK_PRESSURE = [
-    _metric("bp_action", "hold, increase or throttle; null when back pressure is off",
+    _metric("bp_action", "hold, increase or throttle; off without back pressure",
             wandb="train/backpressure/action"),
-    _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound",
+    _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",
             wandb="train/backpressure/regime"),
     _metric("bp_p_star", "load with the highest predicted throughput", "sequences", wandb="train/backpressure/p_star"),
     _metric("bp_sigma", "contention σ of the Universal Scalability Law", wandb="train/backpressure/sigma"),
@@ -288,6 +294,8 @@ TIME = [
     _metric("time/other", "the rest, so that the parts add up to step_time_s", "s", "below 2 % of the step"),
     _metric("timing_waiting_for_data", "seconds in which the trainer waited for graded rollouts: rollout + score in a "
             "synchronous loop", "s"),
+    _metric("timing_step_active", "seconds of the step in which this run's trainer did not wait: step_time_s without "
+            "timing_waiting_for_data and time/cohort", "s"),
     *(
         _metric(f"timing_{part}_total", f"inside the update: {words}", "s")
         for part, words in (
@@ -447,7 +455,6 @@ def _markdown_row(metric: Metric) -> str:
             note = " (×100)" if factor == 100.0 else f" ({offset:g} − value)" if factor == -1.0 else ""
             aliases.append(f"`{alias}`{note} {tool}")
     needs = {
-        "kl": "with KL",
         "critic": "with a critic",
         "tools": "with tools",
         "evaluation": "with evaluation",

@@ -45,14 +45,16 @@ class RunContext:
         names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
         return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
+    def lowest(self, name: str) -> float | None:
+        """The smallest value that ``ranges`` declares for this number; None where it declares none."""
+        return self.ranges.get(name, {}).get("min")
+
     @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         config, found = self.config, set()
         if setting(config, "evaluation.problems", 0):
             found.add("evaluation")
-        if setting(config, "algorithm.kl_coef", 0) or setting(config, "logging.log_kl", False):
-            found.add("kl")
         if setting(config, "algorithm.advantage_mode", "") == "gae":
             found.add("critic")
         transform = setting(config, "algorithm.transform_mode", "")

@@ -33,6 +33,9 @@ ENV_KEYS = (
 )
 """What is said of each tag, besides the reward parts."""
 
+_OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
+"""What stands in the row of a run without the controller in question."""
+
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
 
 
@@ -71,9 +74,10 @@ def step_row(
     samples = collect(record.groups) if samples is None else samples
     values: Row = {
         **_general(record, context, samples, (totals or Totals()).plus(samples)),
-        **_rewards(samples),
+        **_OFF,
+        **_rewards(samples, context),
         **_advantages(samples),
-        **_policy(record, samples),
+        **_policy(record, context, samples),
         **_credit(record, context),
         **_lengths(samples),
         **_discarded(record.groups, samples),
@@ -92,7 +96,7 @@ def step_row(
         for alias, factor, offset in aliases_of(metric, tools):
             row[alias] = _scaled(row[metric.key], factor, offset)
     names = tuple(sorted({*context.component_names, *samples.parts}))
-    _add_parts(row, samples, names, tools)
+    _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
         _add_tag(row, samples, tag, names)
     row.update(empty_evaluation(context) | (evaluations or {}))
@@ -140,7 +144,7 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
     }
 
 
-def _rewards(samples: Samples) -> Row:
+def _rewards(samples: Samples, context: RunContext) -> Row:
     numbers = spread(samples.reward_N)
     by_group = samples.by_group(samples.reward_N)
     everyone = env_metrics(samples)
@@ -149,7 +153,7 @@ def _rewards(samples: Samples) -> Row:
         "reward_std": numbers["std"],
         "reward_min": numbers["min"],
         "reward_max": numbers["max"],
-        "reward_gini": mean_gini(by_group),
+        "reward_gini": mean_gini(by_group, context.lowest("reward")),
         "reward_failed": int(np.isnan(samples.reward_N).sum()),
         "correct_rate": everyone["correct"],
         "env/all/format": everyone["format"],
@@ -166,23 +170,24 @@ def _advantages(samples: Samples) -> Row:
     return {f"advantage_{key}": value for key, value in spread(samples.advantage_N[samples.trained_N]).items()}
 
 
-def _policy(record: StepRecord, samples: Samples) -> Row:
-    """Entropy of the trained tokens from what the sampler reported; ages are 0 unless the update says otherwise."""
+def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
+    """Entropy of all sampled tokens from what the sampler reported, and the score with its KL penalty; ages are 0
+    unless the update says otherwise."""
     completions = [completion for group in record.groups for completion in group.completions]
-    trained = [completions[i] for i in np.flatnonzero(samples.trained_N)]
-    entropies = [c.entropy_T for c in trained if c.entropy_T is not None]
-    known = len(entropies) == len(trained)
-    row: Row = {
+    entropies = [c.entropy_T for c in completions if c.entropy_T is not None]
+    known = len(entropies) == len(completions)
+    penalty = record.update.get("objective/non_score_reward")
+    if penalty is None and not setting(context.config, "algorithm.kl_coef", 0):
+        penalty = 0.0
+    score = mean(samples.reward_N)
+    return {
         "entropy": _mean_of(entropies) if known else None,
-        "entropy_sampled": _minus(_mean_of([c.logprobs_T for c in trained])),
+        "entropy_sampled": _minus(_mean_of([c.logprobs_T for c in completions])),
         "off_policy_steps_mean": 0.0,
         "off_policy_steps_max": 0,
+        "objective/non_score_reward": penalty,
+        "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
-    non_score = record.update.get("objective/non_score_reward")
-    score = mean(samples.reward_N)
-    if non_score is not None and score is not None:
-        row["objective/rlhf_reward"] = score + non_score
-    return row
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
@@ -262,6 +267,7 @@ def _times(record: StepRecord, samples: Samples) -> Row:
     spent = sum(value for key, value in row.items() if key.startswith("time/"))
     row["time/other"] = max(0.0, total - spent)
     row["timing_waiting_for_data"] = row["time/rollout"] + row["time/score"]
+    row["timing_step_active"] = max(0.0, total - row["timing_waiting_for_data"] - row["time/cohort"])
     if total > 0:
         tokens = float(samples.length_N.sum())
         row["perf/completion_tokens_per_s"] = tokens / total
@@ -270,15 +276,16 @@ def _times(record: StepRecord, samples: Samples) -> Row:
     return row
 
 
-def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], tools: tuple[str, ...]) -> None:
+def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
     """``rewards/<name>/…`` and their aliases; an alias never replaces a key that already stands in the row."""
     for name in names:
         values_N = samples.parts.get(name, np.full(len(samples), math.nan))
-        numbers: Row = {**spread(values_N), "gini": mean_gini(samples.by_group(values_N))}
+        by_group = samples.by_group(values_N)
+        numbers: Row = {**spread(values_N), "gini": mean_gini(by_group, context.lowest(name))}
         for metric in PART_METRICS:
             value = numbers[metric.key.rsplit("/", 1)[1]]
             row[fill(metric.key, name=name)] = value
-            for alias, factor, offset in aliases_of(metric, tools, name=name):
+            for alias, factor, offset in aliases_of(metric, context.aliases, name=name):
                 row.setdefault(alias, _scaled(value, factor, offset))
 
 
