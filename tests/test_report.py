@@ -122,8 +122,8 @@ def test_a_whole_campaign(tmp_path):
     assert "3 conditions" not in reader.text
     assert "2 conditions × 3 seeds" in reader.text
     pooling = text[text.index("SEPA: pooling λ") :].partition("</figure>")[0]
-    assert "rloo+none" in pooling
-    assert "grpo+none" not in pooling  # λ is 0 where there is no SEPA
+    assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
+    assert "var(--c2)" in pooling  # its condition's colour
     assert "SEPA: gate open" not in reader.text
     assert "easy/correct_rate" in reader.text
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
