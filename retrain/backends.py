@@ -109,6 +109,7 @@ class OwnEngine:
     """Samples every run's prompts with that run's own backend; checks what comes back."""
 
     max_rows: int | None = None
+    sync_seconds: float | None = None
 
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy

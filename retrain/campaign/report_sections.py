@@ -94,7 +94,9 @@ def curves_section(campaign: Campaign) -> str:
         if key == "mean_reward" and _same_as_correct(campaign):
             continue  # a reward of 0 and 1: the curve above once more
         if key.startswith("sepa_"):  # 0 throughout in the conditions without it
-            found = [each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in found]
+            found = [
+                each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in found
+            ]
         if not any(each.seeds for each in found):
             continue
         series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]

@@ -75,6 +75,23 @@ def _spread(pattern: str, what: str, unit: str = "", requires: str = "", alias: 
     ]
 
 
+TIMED_PARTS = {
+    "forward": "inside the update: forward passes",
+    "backward": "inside the update: backward passes",
+    "loss_computation": "inside the update: the loss and its statistics from the logprobs",
+    "compute_kl": "inside the update: KL to the base, with the base's forward passes; 0 without `kl_coef` and `log_kl`",
+    "compute_entropy": "inside the update: entropy of whole distributions and its gradient; 0 without `entropy_coef` "
+    "(`entropy` itself comes from the sampler)",
+    "data_to_device": "inside the update: copying micro-batches to the device",
+    "prepare_tensors": "inside the update: padding and packing",
+    "weight_sync_trainer": "inside the update: the optimizer's step, which writes the new weights where the sampler "
+    "reads them; 0 when nothing trained",
+    "weight_sync_inference": "inside the rollout: merging or stacking the new weights of all runs of the cohort for "
+    "the decode batch",
+}
+"""Parts of a step that ``timing_<part>_total`` and ``timing_<part>_microbatch_mean`` tell apart; a backend of the
+user's own may report them, and is null in those that it does not."""
+
 # fmt: off
 
 GENERAL = [
@@ -161,15 +178,17 @@ POLICY = [
             trl="policy/entropy_avg objective/entropy"),
     _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
             "close to entropy"),
-    _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob on trained tokens, before the update",
-            "nats", "near 0", tinker="optim/kl_sample_train_v1"),
-    _metric("kl_sample_train_v2", "half the mean of d², before the update", "nats²",
+    _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob over the tokens that the trainer ran, "
+            "before the update: those that trained, or, where nothing trained, those of the first completions of the "
+            "step (4, one of each group first), which it then scores by a forward pass; null with a backend of your "
+            "own that does not report it", "nats", "near 0", tinker="optim/kl_sample_train_v1"),
+    _metric("kl_sample_train_v2", "half the mean of d² over the same tokens, before the update", "nats²",
             "below 1e-6 in float32, below 1e-3 in bfloat16: more means that sampler and trainer disagree",
             tinker="optim/kl_sample_train_v2"),
-    _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d: k3 of the current policy against the rollout policy",
-            "nats", "near 0 on-policy"),
-    _metric("kl", "k3 to the frozen base; null unless `kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly",
-            trl="objective/kl"),
+    _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d over the same tokens: k3 of the current policy against "
+            "the rollout policy", "nats", "near 0 on-policy"),
+    _metric("kl", "k3 to the frozen base over the same tokens; null unless `kl_coef` > 0 or `log_kl` is on", "nats",
+            "rising slowly", trl="objective/kl"),
     _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over the completions that the "
             "trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
@@ -211,8 +230,8 @@ CREDIT = [
             "rounding: pooling keeps every planning weight", requires="pooling"),
     _metric("sepa_lambda", "pooling strength λ of SEPA; 0 in other transform modes", "0 to 1",
             wandb="train/sepa_lambda"),
-    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened; false in other transform modes", "boolean",
-            wandb="train/sepa_gate_open"),
+    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened; false in other transform modes",
+            "boolean", wandb="train/sepa_gate_open"),
 ]
 
 LENGTH = [
@@ -296,20 +315,12 @@ TIME = [
             "synchronous loop", "s"),
     _metric("timing_step_active", "seconds of the step in which this run's trainer did not wait: step_time_s without "
             "timing_waiting_for_data and time/cohort", "s"),
+    *(_metric(f"timing_{part}_total", words, "s") for part, words in TIMED_PARTS.items()),
+    _metric("timing_microbatches", "micro-batches of the update, or of the forward pass where nothing trained",
+            "micro-batches"),
     *(
-        _metric(f"timing_{part}_total", f"inside the update: {words}", "s")
-        for part, words in (
-            ("forward", "forward passes"),
-            ("backward", "backward passes"),
-            ("loss_computation", "the loss from the logprobs"),
-            ("data_to_device", "copying the batch to the device"),
-            ("prepare_tensors", "padding and packing"),
-            ("weight_sync_trainer", "handing the new weights to the sampler"),
-        )
-    ),
-    *(
-        _metric(f"timing_{part}_microbatch_mean", f"mean over micro-batches of timing_{part}_total", "s")
-        for part in ("forward", "backward", "loss_computation", "data_to_device", "prepare_tensors")
+        _metric(f"timing_{part}_microbatch_mean", f"timing_{part}_total / timing_microbatches", "s")
+        for part in TIMED_PARTS
     ),
     _metric("perf/completion_tokens_per_s", "completion tokens / step_time_s", "tokens/s"),
     _metric("perf/tokens_per_s", "prompt and completion tokens / step_time_s", "tokens/s",

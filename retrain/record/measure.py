@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from retrain.files import jsonable
-from retrain.record.catalogue import METRICS, aliases_of, fill, row_metrics
+from retrain.record.catalogue import METRICS, TIMED_PARTS, aliases_of, fill, row_metrics
 from retrain.record.context import RunContext, setting
 from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread
@@ -87,6 +87,7 @@ def step_row(
     if values.get("planning_fraction") is not None:
         given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in given.items() if value is not None or key not in values})
+    values = _microbatch_means(values) | values
     if not values["num_datums"]:
         values["loss"] = values["reported_loss"] = None  # nothing was differentiated
     tools = context.aliases
@@ -274,6 +275,15 @@ def _times(record: StepRecord, samples: Samples) -> Row:
         row["perf/tokens_per_s"] = (tokens + float(samples.prompt_length_N.sum())) / total
         row["perf/episodes_per_s"] = len(samples) / total
     return row
+
+
+def _microbatch_means(values: Row) -> Row:
+    """Each timed part per micro-batch, where there was one."""
+    count = values.get("timing_microbatches")
+    totals = {part: values.get(f"timing_{part}_total") for part in TIMED_PARTS}
+    return {
+        f"timing_{part}_microbatch_mean": total / count for part, total in totals.items() if count and total is not None
+    }
 
 
 def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
