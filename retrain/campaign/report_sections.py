@@ -44,7 +44,7 @@ CURVES = (
     ("sepa_lambda", "SEPA: pooling λ", "", True, False),
     ("sepa_gate_open", "SEPA: gate open (share of runs)", "", True, False),
     ("bp_throughput", "Back pressure: tokens per second", "", False, False),
-    ("bp_p_star", "Back pressure: best number of sequences", "", False, False),
+    ("bp_p_star", "Back pressure: best number of prompts at once", "", False, False),
 )
 """Metric, title, unit, whether it is a share, whether it is noisy enough to be smoothed."""
 

@@ -31,12 +31,15 @@ Finished = Callable[[int, list[Completion]], None]
 
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: whether completions carry full-vocabulary entropies. ``max_rows``: most sequences
-    to decode at once, None for as many as fit; it changes speed and memory only. ``sync_seconds``: what the last
-    ``sample`` took to make the adapters' weights its own; None where the engine cannot tell."""
+    to decode at once, None for as many as fit; it changes speed and memory only."""
 
     gives_entropy: bool
     max_rows: int | None
-    sync_seconds: float | None
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """What the last ``sample`` took to make the adapters' weights its own; None where the engine cannot tell."""
+        ...
 
     def sample(
         self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None

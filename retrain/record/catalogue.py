@@ -107,13 +107,14 @@ GENERAL = [
 ]
 
 LOSS = [
-    _metric("loss", "the loss that was differentiated; null when no completion trained", "",
+    _metric("loss", "the loss that was differentiated, or the placeholder for it; null when no completion trained", "",
             "near 0 on-policy: the advantages of a group cancel, the gradient does not",
             wandb="train/loss", trl="loss/policy_avg"),
-    _metric("reported_loss", "what the backend returned as its loss; the same value unless that is a placeholder",
+    _metric("reported_loss", "what the backend returned as its loss, placeholder or not: the same value as `loss` "
+            "unless a backend of your own reports another under this name",
             wandb="train/reported_loss"),
-    _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: `loss` is then null, and "
-            "`reported_loss` is what it returned, if anything", "boolean",
+    _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: what stands in `loss` and "
+            "`reported_loss` is then not that loss, or null if it returned nothing", "boolean",
             wandb="train/loss_is_placeholder"),
     _metric("backend_reports_sync_loss", "the loss belongs to this very step", "boolean",
             wandb="train/backend/reports_sync_loss"),
@@ -290,7 +291,10 @@ BACK_PRESSURE = [
             wandb="train/backpressure/action"),
     _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",
             wandb="train/backpressure/regime"),
-    _metric("bp_p_star", "load with the highest predicted throughput", "sequences", wandb="train/backpressure/p_star"),
+    _metric("bp_p_star", "load, of those allowed, with the highest throughput that the fit predicts; like σ, κ and "
+            "utilization null before there are 4 measurements at 3 loads. The load follows it once κ is "
+            "certainly above 0 and loads on both sides of it were measured", "prompts",
+            wandb="train/backpressure/p_star"),
     _metric("bp_sigma", "contention σ of the Universal Scalability Law", wandb="train/backpressure/sigma"),
     _metric("bp_kappa", "coherency κ of the Universal Scalability Law", wandb="train/backpressure/kappa"),
     _metric("bp_utilization", "throughput / best predicted throughput", "share of peak",
