@@ -99,6 +99,19 @@ def test_reinforce_pp_is_whitened_over_the_batch(base):
     assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
 
 
+def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
+    """Completions of different lengths, and one without a reward between them: mean 0 and variance 1 over tokens."""
+    texts = ["so x = 4 notice that we can check", "so", "so x = 4", "notice that x"]
+    groups = [group(base, [1.0, None, 0.0, 0.0], texts), group(base, [3.0, 1.0], texts[2:])]
+    fill_advantages(groups, "reinforce_pp")
+    pairs = [(a, len(c)) for g in groups for a, c in zip(g.advantages_N, g.completions, strict=True)]
+    values, counts = np.array([pair for pair in pairs if np.isfinite(pair[0])]).T
+    assert len(set(counts)) > 2
+    assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
+    assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
+    assert abs(values.mean()) > 0.05  # it is not the plain mean that is 0
+
+
 def test_denominators_count_skipped_groups(base):
     """A group without signal trains nothing, and stays in the count that the loss is divided by."""
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
@@ -138,10 +151,18 @@ def test_groups_without_signal_train_when_they_are_not_discarded(base):
     assert not any(s.advantages_T.any() for s in results[False].sequences[2:])
     assert all(s.loss_mask_T.all() for s in results[False].sequences)
     assert results[True].denominators == results[False].denominators
-    paper = [group(base, [1.0, 1.0]), group(base, [0.0, 0.0])]
-    fill_advantages(paper, "grpo")
-    changes = {"transform_mode": "gtpo_paper", "discard_group_zero_advantage": False}
-    assert len(assign_credit(paper, parse_dict({"algorithm": changes}), 0.0, ("placebo",)).sequences) == 4
+
+
+@pytest.mark.parametrize("change", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"discard_group_zero_advantage": False}])
+def test_gtpo_paper_keeps_its_uniform_groups_where_all_train(base, change):
+    """It makes their advantages 0, and would otherwise discard them for that."""
+    for kept, algorithm in ((True, change), (False, {})):
+        groups = [group(base, [1.0, 1.0]), group(base, [1.0, 0.0])]
+        fill_advantages(groups, "grpo")
+        config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **algorithm}})
+        result = assign_credit(groups, config, 0.0, ("placebo",))
+        assert [g.discarded for g in groups] == [None if kept else "zero_advantage", None]
+        assert len(result.sequences) == (4 if kept else 2)
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
