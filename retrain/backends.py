@@ -49,9 +49,9 @@ class TrainBatch:
 class Backend(Protocol):
     """One run's policy. It is made with the run's resolved configuration: ``Class(config)``.
 
-    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows have
-    no loss and say so. ``preserves_token_advantages``: every token trains with its own advantage; where it is false,
-    token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
+    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows mark
+    theirs as a placeholder. ``preserves_token_advantages``: every token trains with its own advantage; where it is
+    false, token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
 
     May also have ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts
     become their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies; by default not).
@@ -109,6 +109,7 @@ class OwnEngine:
     """Samples every run's prompts with that run's own backend; checks what comes back."""
 
     max_rows: int | None = None
+    sync_seconds: float | None = None
 
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy
@@ -150,13 +151,13 @@ class OwnEngine:
 def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
     """One step of a backend of the user's, its numbers checked, under the catalogue's keys.
 
-    ``loss`` is None where the backend does not report the step's own; what it returned as one is then
-    ``reported_loss``. Raises PluginError for something else than numbers by name or a name that is measured here,
-    RunFailed for a loss that is not finite.
+    What it returned as its loss is ``loss`` and ``reported_loss``, also where the backend does not report the step's
+    own (rows then mark it as a placeholder). Raises PluginError for something else than numbers by name or a name that
+    is measured here, RunFailed for a loss that is not finite.
     """
     known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
     if not batch.sequences:  # no group had signal: nothing to train on
-        return known | {"loss": 0.0 if backend.reports_sync_loss else None, "reported_loss": None}
+        return known | {"loss": None, "reported_loss": None}
     returned = backend.train_step(batch)
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
@@ -172,4 +173,4 @@ def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
     loss = told.pop("loss", None)
     if isinstance(loss, float) and not math.isfinite(loss):
         raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
-    return known | {"reported_loss": loss} | told | {"loss": loss if backend.reports_sync_loss else None}
+    return known | {"reported_loss": loss} | told | {"loss": loss}

@@ -6,7 +6,8 @@ The formulas are in ``retrain.maths``; this file lays groups out as padded tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from retrain.policy.logprobs import TrainSequence
 from retrain.policy.update import Denominators
 from retrain.rng import uniforms
 from retrain.types import Completion, Group, Problem, RewardResult
+
+PROBE_SIZE = 4
+"""Completions of a step without signal on which sampler and trainer are compared: one small forward pass."""
 
 Mode = str | Callable[..., Any]
 """The name of one of the formulas in ``retrain.maths``, or a function of the user's."""
@@ -83,6 +87,8 @@ class CreditResult:
     denominators: Denominators
     stats: dict[str, float | None]
     exec_variance: float | None
+    probe: list[TrainSequence] = field(default_factory=list)
+    """A few completions that the trainer scores where nothing trains (see ``probe_of``)."""
 
 
 def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "reward") -> None:
@@ -184,23 +190,25 @@ def assign_credit(
     modes: Modes | None = None,
 ) -> CreditResult:
     """Token credit for every completion that has a reward; sequences only from groups with signal, or from all of
-    them when the loss has a KL or entropy term (they are then no longer marked as discarded).
+    them when the loss has a KL or entropy term or ``discard_group_zero_advantage`` is off (they are then no longer
+    marked as discarded). The denominators count all of them either way.
 
     ``config`` is the run's configuration; ``placebo_stream`` names the random stream of the HICRA placebo; ``modes``
     are loaded from ``config`` by default. Where the transform makes its own advantages (``gtpo_paper``, one of the
     user's), what it returns decides which groups have signal.
     """
     modes = modes or load_modes(config.algorithm)
-    if config.algorithm.regularised:
+    keeps_all, probe = config.algorithm.keeps_uniform_groups, probe_of(groups)
+    if keeps_all:
         for group in groups:
             group.discarded = None if group.discarded == "zero_advantage" else group.discarded
     rows = [(g, i) for g in groups for i in range(len(g.completions)) if np.isfinite(g.advantages_N[i])]
     if not rows:
-        return CreditResult([], Denominators(0, 0), {}, None)
+        return CreditResult([], Denominators(0, 0), {}, None, probe)
     credit, lengths = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
     advantages, loss_mask = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
     own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
-    if own and not config.algorithm.regularised:
+    if own and not keeps_all:
         signal = {id(group) for (group, _), row in zip(rows, advantages, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if id(group) in signal else "zero_advantage"
@@ -220,7 +228,25 @@ def assign_credit(
         sequences=sum(length > 0 for length in lengths),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
     )
-    return CreditResult(sequences, denominators, credit.stats, credit.exec_variance)
+    return CreditResult(sequences, denominators, credit.stats, credit.exec_variance, probe)
+
+
+def probe_of(groups: Sequence[Group], size: int = PROBE_SIZE) -> list[TrainSequence]:
+    """The first completion of every group, then the second, and so on, up to ``size`` of them, without advantages.
+
+    Which ones depends on the order of the prompts alone, so a repeated or resumed step scores the same.
+    """
+    longest = max((len(group.completions) for group in groups), default=0)
+    found = (
+        (group.prompt, group.completions[i])
+        for i in range(longest)
+        for group in groups
+        if i < len(group.completions) and len(group.completions[i])
+    )
+    return [
+        TrainSequence(p.token_ids, c.token_ids, c.logprobs_T, np.zeros(len(c)), np.ones(len(c), dtype=bool))
+        for p, c in islice(found, size)
+    ]
 
 
 def _token_credit(

@@ -288,6 +288,7 @@ class Run:
             (*self.stream, "dropout", self.step),
             self.budget,
             workers,
+            credit.probe,
         )
 
     def mark(self) -> Mark:

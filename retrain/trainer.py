@@ -63,6 +63,7 @@ class Cohort:
         self.observer, self.stop, self.workers = observer, stop, workers or Workers()
         self.pressure = self._new_pressure()
         self.saves: SaveQueue[Run] = SaveQueue()
+        self.sync_seconds: float | None = None
 
     def train(self) -> None:
         """Step until every run has finished or failed. Raises Interrupted, with all saved, when asked to stop."""
@@ -118,6 +119,7 @@ class Cohort:
             begin = time.time()
             with _span(runs, "rollout"):
                 sampled = self.engine.sample(requests, [run.adapter for run in runs], scoring.add)
+            self.sync_seconds = self.engine.sync_seconds
             if self.pressure is not None:
                 tokens, rows = sum(len(c) for group in sampled for c in group), sum(r.samples for r in requests)
                 context = sum(r.samples * len(r.prompt_ids) for r in requests) / rows + tokens / (2 * rows)
@@ -219,7 +221,11 @@ class Cohort:
             "batch_size": config.training.batch_size,
             "group_size": config.training.group_size,
             "cohort_size": cohort_size,
+<<<<<<< HEAD
             "epoch": run.cursor.position / max(1, len(run.cursor.problems)),
+=======
+            "timing_weight_sync_inference_total": self.sync_seconds,
+>>>>>>> m4
             "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
             **(run.pressure.metrics() if run.pressure else {}),
         }

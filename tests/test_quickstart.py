@@ -50,7 +50,7 @@ def test_sepa_ramps_and_leaves_planning_tokens_alone(quickstart):
     assert ramp == sorted(ramp)
     assert rows[-1]["exec_surprisal_mean"] is not None
     plain = read_jsonl(quickstart / "runs" / "grpo+none_s1" / "metrics.jsonl")
-    assert {row["sepa_lambda"] for row in plain} == {None}
+    assert {(row["sepa_lambda"], row["sepa_gate_open"], row["bp_action"]) for row in plain} == {(0.0, False, "off")}
 
 
 def snippet(mark: str) -> str:

@@ -58,19 +58,39 @@ def test_group_shares():
         ([0, 0, 0, 5], 1.0),
         ([0, 1], 1.0),
         ([1, 3], 0.5),
-        ([0, 0], None),
-        ([-1, 3], None),
+        ([0, 0], 0.0),
         ([2], None),
     ],
 )
 def test_gini(values, expected):
     result = gini(np.array(values, dtype=float))
     assert result == (None if expected is None else pytest.approx(expected, abs=1e-12))
-    if expected is not None:
+    if expected is not None and any(values):
         x = np.array(values, dtype=float)
         n = len(x)
         pairs = np.abs(x[:, None] - x[None, :]).sum()
         assert result == pytest.approx(pairs / (2 * n * n * x.mean()) * n / (n - 1))
+
+
+def test_the_gini_of_a_row_counts_uniform_groups_and_shifts_negative_rewards():
+    """Means over groups worked by hand: uniform groups count 0, penalties from what is declared or found."""
+
+    def gini_of(*groups, ranges=None):
+        row = step_row(step(list(groups)), context(ranges=ranges or {}))
+        return row["reward_gini"], row["reward_gini_mean"]
+
+    half, zero, one = group([1.0, 3.0], [2, 2]), group([0.0, 0.0], [2, 2]), group([1.0, 1.0], [2, 2])
+    assert gini_of(half, zero, one, group([None, 1.0], [2, 2])) == pytest.approx((0.5 / 3,) * 2)
+    penalised = group([-1.0, 3.0], [2, 2])
+    assert gini_of(penalised) == (1.0, 1.0)  # from its own −1: 0 and 4
+    declared = {"reward": {"min": -3.0, "max": 3.0}}
+    assert gini_of(penalised, ranges=declared) == pytest.approx((0.5, 0.5))  # from −3: 2 and 6
+    assert gini_of(half, ranges={"reward": {"min": -1.0}}) == pytest.approx((1 / 3,) * 2)  # 2 and 4
+    parts = group([RewardResult(0.0, sample_metrics={"delay": delay}) for delay in (-1.0, 3.0)], [2, 2])
+    ranges = {"delay": {"min": -3.0}, "reward": {"min": -100.0}}
+    row = step_row(step([parts]), context(ranges=ranges))
+    assert row["rewards/delay/gini"] == row["reward_delay_gini_mean"] == pytest.approx(0.5)
+    assert row["reward_gini"] == 0.0
 
 
 def test_failed_grading_is_neither_zero_reward_nor_lost():
@@ -89,8 +109,9 @@ def test_failed_grading_is_neither_zero_reward_nor_lost():
 
 def test_a_step_where_nothing_could_be_graded():
     row = step_row(step([group([None, None], [3, 3], discarded="no_reward")]), context())
-    for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "entropy", "entropy_sampled"):
+    for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "objective/rlhf_reward"):
         assert row[key] is None
+    assert (row["entropy"], row["entropy_sampled"]) == (0.5, 1.0)  # what the sampler knows needs no grading
     assert row["correct_rate"] == 0.0
     assert row["discarded_no_reward_pct"] == 100.0
     assert row["env/all/by_group/frac_mixed"] is None
@@ -178,12 +199,14 @@ def test_tags_of_single_completions():
     assert row["env/short/ac_tokens_per_turn"] == 2.0
 
 
-def test_policy_numbers_come_from_the_step_and_entropy_from_trained_tokens():
-    groups = [group([1.0, 0.0], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
+def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
+    """104 tokens of 0.5 nats, of which 50 have 9.0: trained or not, with a reward or without."""
+    groups = [group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
     groups[1].completions[0].entropy_T = np.full(50, 9.0)
+    groups[1].completions[1].logprobs_T = np.full(50, -3.0)
     row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
-    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == 0.5
-    assert row["entropy_sampled"] == 1.0
+    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == (54 * 0.5 + 50 * 9.0) / 104
+    assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
     groups[0].completions[1].entropy_T = None
@@ -201,6 +224,34 @@ def test_state_numbers_and_the_mirrored_entropy_names():
     record.state["exec_entropy_mean"] = 0.7
     row = step_row(record, context(config=shannon))
     assert (row["exec_surprisal_mean"], row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.7, None)
+
+
+def test_controllers_that_are_off_say_so_in_every_row():
+    from retrain.record.trackers import tracker_values
+
+    row = step_row(step([group([1.0], [2])]), context())
+    off = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
+    assert {key: row[key] for key in off} == off
+    assert row["sepa_gate_open"] is False
+    shown = tracker_values(row)
+    assert (shown["train/sepa_lambda"], shown["train/sepa_gate_open"]) == (0.0, 0)
+    assert shown["train/backpressure/action"] == shown["train/backpressure/regime"] == "off"
+    on = step_row(step([], bp_action="hold", bp_regime="optimal"), context())
+    assert (on["bp_action"], on["bp_regime"]) == ("hold", "optimal")
+
+
+def test_the_score_and_its_penalty_stand_in_every_row():
+    """0 and the mean reward without KL; with it what the update says, and null where nobody can say."""
+
+    def objective(config=None, **update):
+        made = step([group([1.0, 0.5], [2, 2])], update={f"objective/{key}": value for key, value in update.items()})
+        row = step_row(made, context(**({"config": config} if config else {})))
+        return row["objective/non_score_reward"], row["objective/rlhf_reward"], row["reward/total"]
+
+    assert objective() == (0.0, 0.75, 0.75)
+    with_kl = config(algorithm={"kl_coef": 0.1})
+    assert objective(with_kl, non_score_reward=-0.25) == (-0.25, 0.5, 0.75)
+    assert objective(with_kl) == (None, None, 0.75)
 
 
 def test_planning_fraction():
@@ -427,6 +478,7 @@ def test_waiting_in_a_cohort_has_its_own_time():
     record.spans.append(("cohort", record.step_end - 0.75, record.step_end))
     row = step_row(record, context())
     assert (row["time/cohort"], row["time/other"]) == (0.75, 0.25)
+    assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.25)
     assert step_row(step([]), context())["time/cohort"] == 0.0
 
 

@@ -50,7 +50,7 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
         append_jsonl(folder / "metrics.jsonl", [
             {"step": s, "num_tokens": 100 * s, "correct_rate": 0.4 + 0.1 * s, "mean_reward": 0.4 + 0.1 * s,
              "completions/mean_length": 20.0 + s, "entropy": 0.5 - 0.1 * s, "time/update": 1.0, "cohort_size": 2,
-             "sepa_lambda": s / 4 if better else None}
+             "sepa_lambda": s / 4 if better else 0.0, "sepa_gate_open": False}
             for s in range(steps)
         ])  # fmt: skip
         (folder / "train_iteration_000000.html").write_text("page")
@@ -122,7 +122,10 @@ def test_a_whole_campaign(tmp_path):
     assert "made <b>" in reader.text
     assert "3 conditions" not in reader.text
     assert "2 conditions × 3 seeds" in reader.text
-    assert "SEPA: pooling λ" in reader.text
+    pooling = text[text.index("SEPA: pooling λ") :].partition("</figure>")[0]
+    assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
+    assert "var(--c2)" in pooling  # its condition's colour
+    assert "SEPA: gate open" not in reader.text
     assert "easy/correct_rate" in reader.text
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
     assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links

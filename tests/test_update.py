@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch
 from lane_cases import rollout, totals, trained
 from toymodels import toy_base
 
-from retrain.errors import RunFailed
+from retrain.errors import NonFinite, RunFailed
+from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.threads import Workers
+from retrain.policy.trunk import trunk_of
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.record.catalogue import TIMED_PARTS
 from retrain.rng import generator
 
 
@@ -294,6 +298,94 @@ def test_no_sequences_is_a_step_that_changes_nothing(base, lanes):
     assert metrics["val/ratio"] is None
 
 
+def score(base, lanes, adapter, probe, settings=None):
+    """What a step without sequences tells of ``probe``; sees that neither weights nor optimizer move."""
+    before, optimizer = adapter.flat.detach().clone(), new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.1)
+    settings = settings or LossSettings()
+    version = adapter.flat._version
+    metrics = train_step(base, lanes, adapter, optimizer, [], settings, Denominators(7, 2), 1e-3, probe=probe)
+    assert torch.equal(before, adapter.flat)
+    assert adapter.flat._version == version
+    assert not optimizer.state
+    return metrics
+
+
+def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(base, lanes):
+    """The same numbers as of training these sequences, with an own loss untouched and no ratio or clipping told."""
+    adapter = trained(lanes, 0)
+    probe = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in off_policy(base, lanes)[:4]]
+    metrics = score(base, lanes, adapter, probe)
+    _, expected = gradient(base, lanes, 0, [replace(s, advantages_T=s.advantages_T + 1) for s in probe], LossSettings())
+    for key in MISMATCH_METRICS:
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-5)
+        assert metrics[key] > 1e-3 or key == "kl_sample_train_v1"
+    assert {metrics[key] for key in RATIO_METRICS if key not in MISMATCH_METRICS} == {None}
+    assert (metrics["num_datums"], metrics["loss"], "kl" in metrics) == (0, 0.0, False)
+    assert metrics["timing_microbatches"] == 1
+    assert metrics["timing_forward_total"] > 0
+
+    def own_loss(*_):
+        raise AssertionError("a user's loss is for what trains")
+
+    other = score(base, lanes, adapter, probe, LossSettings(loss=own_loss, entropy_coef=0.1, tis_cap=2.0, kl_coef=0.5))
+    assert [other[key] for key in MISMATCH_METRICS] == pytest.approx([metrics[key] for key in MISMATCH_METRICS])
+    _, with_kl = gradient(base, lanes, 0, probe, LossSettings(kl_coef=0.5))
+    for key in ("kl", "objective/non_score_reward"):
+        assert other[key] == pytest.approx(with_kl[key], rel=1e-5)
+        assert abs(other[key]) > 1e-4
+    logged = score(base, lanes, adapter, probe, LossSettings(log_kl=True))
+    assert (logged["kl"], logged["objective/non_score_reward"]) == (other["kl"], 0.0)
+
+
+def test_a_probe_that_the_trainer_cannot_score_counts_as_a_step_that_is_not_finite(base, lanes):
+    probe = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in rollout(base, lanes, trained(lanes, 0))]
+    broken = trained(lanes, 0)
+    with torch.no_grad():
+        broken.flat.fill_(torch.nan)
+    optimizer = new_optimizer(broken, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    with pytest.raises(NonFinite, match="trainer logprob is nan"):
+        train_step(base, lanes, broken, optimizer, [], LossSettings(), Denominators(0, 0), 1e-3, probe=probe[:4])
+
+
+def test_groups_without_signal_change_no_bit_of_the_update(base, lanes):
+    """What ``discard_group_zero_advantage`` decides: they are counted and scored, or not; the gradient is the same."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    uniform = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in sequences[:6]]
+    for settings in (LossSettings(), LossSettings(normalizer="sequences", micro_batch_tokens=40)):
+        kept, told = gradient(base, lanes, 0, [*uniform, *sequences[6:]], settings, totals(sequences))
+        left_out, other = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
+        assert torch.equal(kept, left_out)
+        assert told["loss"] == other["loss"]
+        assert (told["num_datums"], other["num_datums"]) == (len(sequences), len(sequences) - 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ({}, {"compute_kl", "compute_entropy"}),
+        ({"log_kl": True}, {"compute_entropy"}),
+        ({"entropy_coef": 0.1, "kl_coef": 0.1}, set()),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_part_of_the_update_is_timed(base, lanes, options, zero, workers):
+    """Each is in the catalogue, and 0 exactly where there is no such work; together they are within the step."""
+    adapter, sequences = trained(lanes, 0), rollout(base, lanes, trained(lanes, 0))
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    settings = LossSettings(micro_batch_tokens=100, **options)
+    begin = time.perf_counter()
+    metrics = train_step(
+        base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, workers=Workers(workers)
+    )
+    whole = time.perf_counter() - begin
+    parts = {key[7:-6]: value for key, value in metrics.items() if key.startswith("timing_") and key.endswith("_total")}
+    assert set(parts) == set(TIMED_PARTS) - {"weight_sync_inference"}
+    assert {part for part, seconds in parts.items() if seconds == 0} == zero
+    assert sum(parts.values()) < 1.05 * whole
+    signal = [s for s in sequences if s.advantages_T.any()]
+    assert metrics["timing_microbatches"] == len(split_microbatches(signal, 100, packed=trunk_of(base).packs)) > 1
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(base, lanes):
     sequences = rollout(base, lanes, trained(lanes, 0))
     sequences[0].advantages_T = np.full(
@@ -376,6 +468,8 @@ def test_a_completion_without_a_trained_token_costs_nothing(base, lanes):
     without, other = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
     assert torch.equal(whole, without)
     assert metrics["num_datums"] == len(sequences)
+    _, idle = gradient(base, lanes, 0, masked[:6], settings, totals(sequences))
+    assert (idle["num_datums"], idle["loss"], "optim/grad_norm" in idle) == (0, 0.0, False)
     assert other["val/ratio"] == metrics["val/ratio"]
 
 

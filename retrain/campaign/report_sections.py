@@ -43,7 +43,7 @@ CURVES = (
     ("sepa_lambda", "SEPA: pooling λ", "", True, False),
     ("sepa_gate_open", "SEPA: gate open (share of runs)", "", True, False),
     ("bp_throughput", "Back pressure: tokens per second", "", False, False),
-    ("bp_p_star", "Back pressure: best number of sequences", "", False, False),
+    ("bp_p_star", "Back pressure: best number of prompts at once", "", False, False),
 )
 """Metric, title, unit, whether it is a share, whether it is noisy enough to be smoothed."""
 
@@ -102,6 +102,10 @@ def curves_section(campaign: Campaign) -> str:
         found = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
         if key == "mean_reward" and _same_as_correct(campaign):
             continue  # a reward of 0 and 1: the curve above once more
+        if key.startswith("sepa_"):  # 0 throughout in the conditions without it
+            found = [
+                each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in found
+            ]
         if not any(each.seeds for each in found):
             continue
         series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]

@@ -101,6 +101,10 @@ class Algorithm(Section):
     """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap)."""
     icepop_band: Annotated[list[float] | None, AfterValidator(_band)] = None
     """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train."""
+    discard_group_zero_advantage: bool = True
+    """Groups whose advantages are all 0 do not go through the trainer. They count in the divisor of the loss either
+    way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
+    statistics of trained tokens, and where no group has signal the optimizer still takes its step, by its momentum."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence to the frozen base in the loss. Groups without signal then train too."""
     entropy_coef: NotNegative = 0.0
@@ -114,6 +118,11 @@ class Algorithm(Section):
     def regularised(self) -> bool:
         """Whether the loss has a term besides the advantages', so that every completion trains."""
         return self.kl_coef > 0 or self.entropy_coef > 0
+
+    @property
+    def keeps_uniform_groups(self) -> bool:
+        """Whether groups without signal go through the trainer."""
+        return self.regularised or not self.discard_group_zero_advantage
 
 
 class Gtpo(Section):

@@ -7,6 +7,7 @@ per token from its own stream and inverts the cumulative distribution: batching 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +57,7 @@ class LocalEngine:
         self.base, self.lanes, self.max_rows, self.workers = base, lanes, max_rows, workers or Workers()
         self.tell = tell
         self.fitting: int | None = None
+        self._syncs: list[float] = []
         self.graphs = StepGraphs(base.device.type == "cuda", tell)
         self.decoder = dense_decoder(base) if dense else None
 
@@ -63,6 +65,11 @@ class LocalEngine:
     def fast(self) -> bool:
         """Whether the model decodes as plain matrix products."""
         return self.decoder is not None
+
+    @property
+    def sync_seconds(self) -> float:
+        """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
+        return sum(self._syncs)
 
     def sample(
         self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
@@ -78,6 +85,7 @@ class LocalEngine:
                 "lower [training] max_tokens"
             )
         done: list[list[Completion]] = [[] for _ in requests]
+        self._syncs = []
 
         def keep(request: int, completions: list[Completion]) -> None:
             done[request] = completions
@@ -111,8 +119,10 @@ class LocalEngine:
         pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
+            begin = time.perf_counter()
             with torch.no_grad():
                 blocks = self.decoder.blocks([adapters[lane] for lane in lanes])
+            self._synced(begin)
             self.workers.map(
                 lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
             )
@@ -139,7 +149,9 @@ class LocalEngine:
         self, requests: Sequence[SampleRequest], wave: list[Row], adapters: Sequence[Adapter], keep: Finished
     ) -> None:
         used = sorted({requests[row.request].lane for row in wave})
+        begin = time.perf_counter()
         with torch.no_grad(), self.lanes.stacked([adapters[lane] for lane in used]):
+            self._synced(begin)
             grid = Grid(self.base, requests, wave, used)
             logits = grid.prefill()
             for step in range(grid.max_tokens):
@@ -150,6 +162,12 @@ class LocalEngine:
             completions = grid.completions()
         for request in dict.fromkeys(row.request for row in wave):
             keep(request, [completion for row, completion in completions if row.request == request])
+
+    def _synced(self, begin: float) -> None:
+        """Note that the adapters' weights are there, asked for at ``begin``."""
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        self._syncs.append(time.perf_counter() - begin)
 
     def _pieces(self, requests: Sequence[SampleRequest], work: list[Row], most: int) -> list[list[Row]]:
         """The work cut into one piece per worker, ``most`` at most, of whole requests: each lane's are dealt out

@@ -36,6 +36,11 @@ class Engine(Protocol):
     gives_entropy: bool
     max_rows: int | None
 
+    @property
+    def sync_seconds(self) -> float | None:
+        """What the last ``sample`` took to make the adapters' weights its own; None where the engine cannot tell."""
+        ...
+
     def sample(
         self, requests: Sequence[SampleRequest], adapters: Sequence[Adapter], finished: Finished | None = None
     ) -> list[list[Completion]]:

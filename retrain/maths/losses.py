@@ -24,6 +24,8 @@ MAX_LOG_RATIO = 20.0
 """|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
 
 NORMALIZERS = ("tokens", "sequences", "constant")
+MISMATCH_METRICS = ("kl_sample_train_v1", "kl_sample_train_v2", "kl_divergence_inference")
+"""The catalogue keys that compare sampler and trainer on the same tokens, trained or not."""
 RATIO_METRICS = (
     "val/ratio",
     "val/ratio_var",
@@ -34,9 +36,7 @@ RATIO_METRICS = (
     "clip_ratio/high_mean",
     "clip_ratio/high_max",
     "clip_ratio/region_mean",
-    "kl_sample_train_v1",
-    "kl_sample_train_v2",
-    "kl_divergence_inference",
+    *MISMATCH_METRICS,
 )
 """The catalogue keys that ``loss_metrics`` fills."""
 

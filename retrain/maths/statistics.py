@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 EXACT_SIGN_FLIP_PAIRS = 40
+EQUAL_SHARE = 1e-8
+"""Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 MIN_PAIRS_FOR_VERDICT = 6
 """With fewer pairs the exact test cannot reach p <= 0.05: 5 pairs give 0.0625 at best."""
 
@@ -105,16 +107,24 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
     return Interval(p, max(centre - reach, 0.0), min(centre + reach, 1.0))
 
 
-def gini(values: Sequence[float] | np.ndarray) -> float | None:
+def gini(values: Sequence[float] | np.ndarray, lowest: float | None = None) -> float | None:
     """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
 
-    None where undefined: a negative value, a sum of 0, or fewer than two values. Raises ValueError for NaN.
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
+    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
+    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
+    NaN.
     """
     x = np.sort(_vector(values, "values"))
-    n, largest = len(x), float(x[-1]) if len(x) else 0.0
-    if n < 2 or x[0] < 0.0 or largest == 0.0:
+    n = len(x)
+    if n < 2:
         return None
-    x = x / largest  # keeps the sum finite for huge values
+    origin = min(0.0, float(x[0]), 0.0 if lowest is None else lowest)
+    largest = max(abs(float(x[0])), abs(float(x[-1])), -origin)
+    x = 0.5 * x - 0.5 * origin  # halves: a difference of huge values stays finite
+    if x[-1] - x[0] <= 0.5 * EQUAL_SHARE * largest:
+        return 0.0
+    x = x / x[-1]  # keeps the sum finite
     pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
     return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 

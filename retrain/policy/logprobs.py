@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from retrain.policy.base import BaseModel
+from retrain.policy.head import Lap, no_lap
 from retrain.policy.packing import Layout
 from retrain.policy.trunk import trunk_of, whole_logits
 
@@ -37,6 +38,10 @@ class MicroBatch:
     loss_mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
@@ -83,7 +88,7 @@ def split_microbatches(
 
 
 def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool = True) -> MicroBatch:
-    """The tensors of these sequences on the base's device. ``share``: prompts that repeat are computed once."""
+    """The tensors of these sequences, on the host. ``share``: prompts that repeat are computed once."""
     length = max(len(s.completion_ids) for s in sequences)
     rows = len(sequences)
     real = np.float64 if base.dtype == torch.float64 else np.float32
@@ -95,34 +100,39 @@ def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool 
         targets[i, :t] = s.completion_ids
         floats[0, i, :t], floats[1, i, :t] = s.advantages_T, s.sampler_logprobs_T
         masks[0, i, :t], masks[1, i, :t] = True, s.loss_mask_T
-    device = base.device
     return MicroBatch(
         layout=trunk_of(base).layout(sequences, base, share),
-        targets_BT=torch.from_numpy(targets).to(device),
-        completion_BT=torch.from_numpy(masks[0]).to(device),
-        loss_mask_BT=torch.from_numpy(masks[1]).to(device),
-        advantages_BT=torch.from_numpy(floats[0]).to(device),
-        sampler_logprobs_BT=torch.from_numpy(floats[1]).to(device),
+        targets_BT=torch.from_numpy(targets),
+        completion_BT=torch.from_numpy(masks[0]),
+        loss_mask_BT=torch.from_numpy(masks[1]),
+        advantages_BT=torch.from_numpy(floats[0]),
+        sampler_logprobs_BT=torch.from_numpy(floats[1]),
     )
 
 
 def token_logprobs(
-    base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False
+    base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False, lap: Lap = no_lap
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability [B, T] of each completion token at this temperature, and the full-vocabulary entropy [B, T].
 
     The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
-    fp32 (fp64 for fp64 bases). Padding columns hold 0.
+    fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the base's device; ``lap`` as in
+    ``Head.logprobs``.
     """
     trunk, layout = trunk_of(base), batch.layout
     targets_M = batch.targets_BT[batch.completion_BT]
     if trunk.head is not None:
-        chosen_M, entropy_M = trunk.head.logprobs(trunk.hidden(layout), targets_M, temperature, entropy=entropy)
+        hidden_MH = trunk.hidden(layout)
+        chosen_M, entropy_M = trunk.head.logprobs(hidden_MH, targets_M, temperature, entropy=entropy, lap=lap)
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
         logprobs_MV = torch.log_softmax(whole_logits(base, layout).to(real) / temperature, dim=-1)
         chosen_M = logprobs_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
-        entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1) if entropy else None
+        entropy_M = None
+        if entropy:
+            lap("forward")
+            entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+            lap("compute_entropy")
     return _table(chosen_M, batch), None if entropy_M is None else _table(entropy_M, batch)
 
 

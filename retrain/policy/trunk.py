@@ -60,11 +60,12 @@ class Trunk:
     notes: tuple[str, ...]
 
     def layout(self, sequences: Sequence[HasTokens], base: BaseModel, share: bool = True) -> Layout:
-        """The layout that this model and these lengths allow. ``share``: one prompt for all that begin with it."""
-        longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences)
+        """The layout, on the host, that this model and these lengths allow. ``share``: one prompt for all that begin
+        with it."""
+        longest, host = max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences), torch.device("cpu")
         if self.packs and longest <= self.window:
-            return packed_layout(sequences, base.device, share)
-        return padded_layout(sequences, base.device, base.pad_id)
+            return packed_layout(sequences, host, share)
+        return padded_layout(sequences, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> torch.Tensor:
         """Hidden states [M, H] of the places that predict a completion token."""

@@ -13,13 +13,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from retrain.errors import NonFinite
 from retrain.maths.losses import (
+    MISMATCH_METRICS,
     RATIO_METRICS,
     Loss,
     NotFiniteError,
@@ -38,6 +39,7 @@ from retrain.maths.losses import (
 from retrain.models.sizes import cpu_token_budget
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.head import Lap, no_lap
 from retrain.policy.logprobs import MicroBatch, TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import available_memory, kept_bytes
@@ -45,6 +47,18 @@ from retrain.policy.packing import Layout
 from retrain.policy.threads import Workers
 from retrain.policy.trunk import as_in_forward, checkpointed, trunk_of
 from retrain.rng import torch_seed
+
+UPDATE_PARTS = (
+    "forward",
+    "backward",
+    "loss_computation",
+    "compute_kl",
+    "compute_entropy",
+    "data_to_device",
+    "prepare_tensors",
+    "weight_sync_trainer",
+)
+"""What the seconds of an update are told apart by; the catalogue says what each is (``timing_<part>_total``)."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +122,36 @@ def train_step(
     dropout_stream: tuple[int | str, ...] = (),
     budget: Budget | None = None,
     workers: Workers | None = None,
+    probe: Sequence[TrainSequence] = (),
 ) -> dict[str, Any]:
     """Accumulate gradients over all sequences and take one optimizer step.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
     side by side, which changes no bit of the result. Returns the catalogue's update metrics. With no sequences (no
-    group had signal) nothing changes and the loss is 0. Raises NonFinite when the loss or the gradient is not finite
-    and RunFailed when one sequence does not fit in memory; the weights are then untouched.
+    group had signal) nothing changes and the loss is 0; the sequences of ``probe`` (without advantages) then go
+    through the forward pass, so that sampler and trainer are compared in every step. Raises NonFinite when the loss
+    or the gradient is not finite and RunFailed when one sequence does not fit in memory; the weights are then
+    untouched.
     """
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(sequences)}
     trained = [s for s in sequences if s.loss_mask_T.any()]
     if not trained:
-        return metrics | {"loss": 0.0, "reported_loss": 0.0} | dict.fromkeys(RATIO_METRICS)
+        metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
+        if not probe:
+            return metrics
     assert adapter.flat.grad is not None
-    work = _Work(base, lanes, adapter, settings, denominators, dropout_stream)
+    asked = settings if trained else _without_gradient(settings)
+    work = _Work(base, lanes, adapter, asked, denominators, dropout_stream)
     try:
         loss_total, sums, clock = work.gradient(
-            trained, budget or Budget(settings.micro_batch_tokens), workers or Workers()
+            trained or probe, budget or Budget(settings.micro_batch_tokens), workers or Workers()
         )
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
+    ratios = loss_metrics(sums)
+    metrics |= _kl_metrics(sums, settings.kl_coef, len(sequences if trained else probe))
+    if not trained:
+        return metrics | {key: ratios[key] for key in MISMATCH_METRICS} | clock.metrics()
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
@@ -136,13 +160,26 @@ def train_step(
         adapter.flat.grad.mul_(settings.grad_clip_norm / (norm + 1e-6))
     for group in optimizer.param_groups:
         group["lr"] = lr
+    clock.begin()
     optimizer.step()
+    clock.lap("weight_sync_trainer")
     metrics.update({"loss": loss_total, "reported_loss": loss_total})
     metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})
-    if "kl" in sums and sums["tokens"] > 0:
-        metrics["kl"] = float(sums["kl"] / sums["tokens"])
-        metrics["objective/non_score_reward"] = 0.0 - settings.kl_coef * float(sums["kl"]) / len(sequences)
-    return metrics | loss_metrics(sums) | clock.metrics()
+    return metrics | ratios | clock.metrics()
+
+
+def _without_gradient(settings: LossSettings) -> LossSettings:
+    """The same forward passes, that to the base included, with a loss that has no gradient without advantages."""
+    log_kl = settings.log_kl or settings.kl_coef > 0
+    return replace(settings, loss="reinforce", kl_coef=0.0, entropy_coef=0.0, log_kl=log_kl)
+
+
+def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
+    """KL to the base per token, and what it takes from the reward of a completion; nothing where it was not asked."""
+    if "kl" not in sums or sums["tokens"] == 0:
+        return {}
+    total = float(sums["kl"])
+    return {"kl": total / float(sums["tokens"]), "objective/non_score_reward": 0.0 - kl_coef * total / sequences}
 
 
 @dataclass
@@ -184,6 +221,7 @@ class _Work:
         for part in reason:
             sums = add_sums(sums, part.sums)
             clock.add(part.clock, 1 / min(workers.count, len(reason)))
+        clock.microbatches = len(reason)
         return float(torch.stack([part.loss for part in reason]).sum()), sums or {}, clock
 
     def _micro_batches(self, sequences: Sequence[TrainSequence], tokens: int) -> list[tuple[list[TrainSequence], bool]]:
@@ -229,17 +267,23 @@ class _Work:
         base, settings, clock = self.base, self.settings, _Clock(self.base.device)
         batch = collate(sequences, base, share=settings.dropout == 0)
         clock.lap("prepare_tensors")
+        batch = batch.to(base.device)
+        clock.lap("data_to_device")
         if settings.dropout > 0:
             torch.manual_seed(torch_seed(*self.dropout_stream, number))
         reference_BT = _reference_logprobs(base, batch, settings)
+        if reference_BT is not None:
+            clock.lap("compute_kl")
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
         gradient = None
         with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, settings.dropout), layers:
             logprobs_BT, entropy_BT = token_logprobs(
-                base, batch, settings.temperature, entropy=settings.entropy_coef > 0
+                base, batch, settings.temperature, entropy=settings.entropy_coef > 0, lap=clock.lap
             )
             clock.lap("forward")
-            loss, sums = microbatch_loss(batch, logprobs_BT, settings, self.denominators, reference_BT, entropy_BT)
+            loss, sums = microbatch_loss(
+                batch, logprobs_BT, settings, self.denominators, reference_BT, entropy_BT, clock.lap
+            )
             clock.lap("loss_computation")
             if wanted and apart:
                 gradient = self.adapter.gradient_of(loss)
@@ -256,10 +300,15 @@ class _Work:
 
 
 class _Clock:
-    """Seconds of the update's parts; on a GPU each lap waits for the device, a few times per micro-batch."""
+    """Seconds of ``UPDATE_PARTS``; on a GPU each lap waits for the device, a few times per micro-batch."""
 
     def __init__(self, device: torch.device):
-        self.device, self.totals, self.laps = device, dict[str, float](), dict[str, int]()
+        self.device, self.microbatches = device, 0
+        self.totals: dict[str, float] = {part: 0.0 for part in UPDATE_PARTS}
+        self.begin()
+
+    def begin(self) -> None:
+        """The next lap counts from here."""
         self.last = time.perf_counter()
 
     def lap(self, part: str) -> None:
@@ -267,22 +316,18 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        self.totals[part] = self.totals.get(part, 0.0) + now - self.last
-        self.laps[part] = self.laps.get(part, 0) + 1
+        self.totals[part] += now - self.last
         self.last = now
 
     def add(self, other: _Clock, share: float) -> None:
         """Count another's laps too; ``share`` of their time, when several ran at once."""
         for part, seconds in other.totals.items():
-            self.totals[part] = self.totals.get(part, 0.0) + share * seconds
-            self.laps[part] = self.laps.get(part, 0) + other.laps[part]
+            self.totals[part] += share * seconds
 
     def metrics(self) -> dict[str, float]:
         """The catalogue's timing_* keys."""
         found = {f"timing_{part}_total": seconds for part, seconds in self.totals.items()}
-        return found | {
-            f"timing_{part}_microbatch_mean": found[f"timing_{part}_total"] / n for part, n in self.laps.items()
-        }
+        return found | {"timing_microbatches": self.microbatches}
 
 
 def _reference_logprobs(base: BaseModel, batch: MicroBatch, settings: LossSettings) -> torch.Tensor | None:
@@ -300,18 +345,22 @@ def microbatch_loss(
     denominators: Denominators,
     reference_BT: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
+    lap: Lap = no_lap,
 ) -> tuple[torch.Tensor, Sums]:
     """This micro-batch's share of the step's loss (0-dim), and its statistics.
 
     ``reference_BT`` (log-probabilities of the base) is needed for ``kl_coef`` and adds the sum ``kl`` (k3);
-    ``entropy_BT``, with its gradient, for ``entropy_coef``.
+    ``entropy_BT``, with its gradient, for ``entropy_coef``. ``lap`` hears of "loss_computation" before and of
+    "compute_kl" after the KL to the base.
     """
     mask_BT = batch.loss_mask_BT
     per_token_BT, sums = _policy_part(batch, logprobs_BT, settings)
     if reference_BT is not None:
+        lap("loss_computation")
         sums["kl"] = kl_terms("k3", logprobs_BT.detach(), reference_BT, mask_BT).double().sum()
         if settings.kl_coef > 0:
             per_token_BT = per_token_BT + settings.kl_coef * kl_terms("k2", logprobs_BT, reference_BT, mask_BT)
+        lap("compute_kl")
     if entropy_BT is not None and settings.entropy_coef > 0:
         per_token_BT = per_token_BT + entropy_loss(entropy_BT, mask_BT, settings.entropy_coef)
     weights_BT = token_weights(

@@ -188,6 +188,8 @@ def _unchanged(recent: Recent) -> Finding:
         why, remedy = "no completion had anything to train on", "see why the groups were discarded (discarded_*_pct)"
     elif not any(row.get("optim/lr") for row in rows):
         why, remedy = "the learning rate is 0", "set [training] lr, or a shorter [optimizer] warmup_steps"
+    elif all(row.get("optim/grad_norm") is None for row in rows):
+        return None  # a backend that does not tell, or a gradient that is not a number
     else:
         why, remedy = "the gradient is 0", "check the loss settings: a clip range or mask may leave no token"
     return f"the adapter has not changed for 5 steps: {why}", remedy
@@ -197,7 +199,7 @@ def _unchanged(recent: Recent) -> Finding:
 
 
 def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> Finding:
-    if max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
+    if recent.now.get("loss_is_placeholder") or max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
         return None
     return (
         "the loss is near 0: on-policy that is normal, the advantages of a group cancel in its value",
@@ -256,7 +258,8 @@ def _grad_clipped(recent: Recent, flags: list[bool], norms: list[float]) -> Find
 
 def _no_gradient_number(recent: Recent) -> Finding:
     row = recent.now
-    if not row.get("num_datums") or "optim/grad_norm" not in row or row["optim/grad_norm"] is not None:
+    told = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # by a backend that tells norms at all
+    if not row.get("num_datums") or row.get("optim/grad_norm") is not None or not (told or row.get("optim/skipped")):
         return None
     return (
         "the gradient is not a number (NaN or infinite)",

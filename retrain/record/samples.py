@@ -122,9 +122,9 @@ def spread(values: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def mean_gini(groups: Sequence[np.ndarray]) -> float | None:
-    """Mean over the groups where the coefficient exists."""
-    found = [value for value in map(gini, groups) if value is not None]
+def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
+    """Mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    found = [value for value in (gini(group, lowest) for group in groups) if value is not None]
     return float(np.mean(found)) if found else None
 
 

@@ -205,6 +205,13 @@ def test_entropy_mask_details():
             entropy_mask(flat, mask, rho)
 
 
+@pytest.mark.parametrize(("rho", "tokens", "kept"), [(0.07, 100, 7), (0.1, 30, 3), (0.2, 5, 1), (0.29, 100, 29)])
+def test_the_share_is_the_decimal_that_was_written(rho, tokens, kept):
+    """0.07 · 100 is 7.000000000000001 in floating point, and the number nearest to 0.1 is above it."""
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    assert int(entropy_mask(torch.ones(1, tokens), mask, rho).sum()) == kept
+
+
 def test_entropy_mask_denominators():
     batch = Batch()
     kept = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2))

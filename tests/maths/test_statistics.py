@@ -114,8 +114,11 @@ def test_perfect_and_tiny_evaluations():
 def test_gini_is_the_pairwise_definition(values):
     got = gini(values)
     n, total = len(values), sum(values)
-    if n < 2 or total == 0:
+    if n < 2:
         assert got is None
+        return
+    if total == 0:
+        assert got == 0.0
         return
     pairs = sum(abs(a - b) for a, b in itertools.product(values, repeat=2))
     assert got == pytest.approx(pairs / (2 * n * n * (total / n)) * n / (n - 1), abs=1e-9)
@@ -125,13 +128,24 @@ def test_gini_is_the_pairwise_definition(values):
 def test_gini_edges():
     assert gini([0, 0, 0, 5]) == 1.0
     assert gini([3, 3, 3]) == 0.0
-    assert gini([-1, 2]) is None
-    assert gini([0, 0]) is None
+    assert gini([0, 0]) == gini([-2, -2]) == gini([-0.3, -(0.1 + 0.2)]) == 0.0
     assert gini([1]) is None
     assert gini([]) is None
     assert gini([1e308, 1e308, 0.0]) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="finite"):
         gini([math.nan, 1.0])
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), st.none() | st.floats(-200, 5))
+def test_gini_counts_negative_values_from_the_smallest_there_can_be(values, lowest):
+    """Declared or found, the origin is the same for all; without negative values it is 0."""
+    origin = min(0.0, min(values), 0.0 if lowest is None else lowest)
+    assert gini(values, lowest) == pytest.approx(gini([value - origin for value in values]), abs=1e-6)
+    assert gini([-1, 3]) == 1.0
+    assert gini([-1, 3], -3) == gini([2, 6]) == pytest.approx(0.5)
+    assert gini([-1e308, 1e308, 1e308]) == pytest.approx(0.5)
+    assert gini([-1, 3], -0.5) == 1.0  # a declaration that a value disproves
+    assert gini([1, 3], -1) == gini([2, 4])  # one scale for groups with and without negative values
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20))
