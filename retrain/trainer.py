@@ -400,8 +400,9 @@ class Cohort:
             run.fail(error)
 
     def _guarded_and_told(self, run: Run, work: Callable[[], None]) -> None:
+        before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
         self._guarded(run, work)
-        if run.error is not None:
+        if run.error is not None and before is None:
             self.observer.run_finished(run.spec, "failed", run.error)
 
 

@@ -176,7 +176,6 @@ def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path):
     ("path", "words"),
     [
         ("here", "type: retrain init here.toml"),
-        ("missing/dir/a.toml", "type: mkdir -p missing/dir"),
         ("/proc/a.toml", "/proc/a.toml cannot be written: "),
     ],
 )
@@ -187,6 +186,15 @@ def test_init_refuses_other_paths(tmp_path, monkeypatch, path, words):
     (line,) = result.stderr.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_init_makes_the_directories_above_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "not/there/a.toml").exit_code == 0
+    assert run("check", "not/there/a.toml").exit_code == 0
+    refused = run("init", "not/there/a.toml/b.toml")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "not/there/a.toml/b.toml cannot be written: " in refused.stderr
 
 
 def test_schema_is_a_schema_that_the_quickstart_obeys():
@@ -204,6 +212,18 @@ def test_doctor_names_every_package_and_extra():
     assert result.exit_code == 0
     for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
         assert name in result.output
+
+
+def test_doctor_says_ok_of_what_is_there_only(monkeypatch):
+    found = setup.version_of
+    monkeypatch.setattr(setup, "version_of", lambda package: None if package == "trackio" else found(package))
+    result = run("doctor")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    (absent,) = [line for line in lines if "[trackio]" in line]
+    assert absent.split(maxsplit=2)[0] == "-"
+    assert absent.endswith("not installed (Trackio tracking); type: pip install '.[trackio]'")
+    assert not [line for line in lines if line.startswith("ok ") and "not installed" in line]
 
 
 def test_doctor_fails_when_a_required_package_is_missing(monkeypatch):

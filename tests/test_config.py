@@ -726,3 +726,32 @@ def test_a_judge_url_with_a_password_is_refused():
         parse_dict({"reward": reward})
     assert "secret" not in str(error.value)
     parse_dict({"reward": reward | {"judge_url": "http://host:1/v1/a@b"}})
+
+
+@pytest.mark.parametrize(
+    ("toml", "told"),
+    [
+        ("[campaign]\nseeds = []", "is an empty list, but must be a list of integers ≥ 0, at least one: seeds = [1, 2"),
+        (
+            "[campaign]\nseeds = [1, 9223372036854775808]",
+            "is [1, 9223372036854775808], but must be a list of integers ≥ 0 and ≤ 9223372036854775807: seeds",
+        ),
+        ("[training]\nseed = 9223372036854775808", "must be an integer ≥ 0 and ≤ 9223372036854775807: seed = 0"),
+        ("[training]\nbatch_size = 3000000000", "must be an integer ≥ 1 and ≤ 2147483647: batch_size = "),
+        (
+            '[backend]\nbackend = "my:Own"\noptions = { a = 1, layers = [1, 2] }',
+            'has layers = [1, 2], a list, but its values must be true or false, or a number, or a string: layers = "1, 2"',
+        ),
+        (
+            '[reward]\nmetrics_ranges = { steps = { min = "a" } }',
+            'has steps.min = "a", a string, but its values must be true or false, or a number: metrics_ranges = {}',
+        ),
+    ],
+)
+def test_a_value_that_looks_right_is_told_what_is_wrong_with_it(tmp_path, toml, told):
+    file = tmp_path / "f.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    (problem,) = caught.value.problems
+    assert told in str(problem)

@@ -126,6 +126,12 @@ def test_uniform_groups_are_told_apart(changes, words):
     assert note.remedy
 
 
+def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
+    (note,) = explain(rows(1, reward_failed=20), config())
+    assert " run.log" in str(note)
+    assert "Run.log" not in str(note)
+
+
 def test_what_counts_as_disagreement_depends_on_the_precision():
     made = rows(1, kl_sample_train_v2=1e-4)
     assert "sampler_and_trainer_disagree" in keys(made, dtype="float32")

@@ -26,6 +26,7 @@ from retrain.campaign.report_sections import (
     title_of,
 )
 from retrain.campaign.words import amount, probability
+from retrain.errors import StorageError, UsageError
 from retrain.files import write_text
 from retrain.record import charts
 from retrain.record.charts import Row
@@ -65,12 +66,18 @@ nav.inside { font-size: .85rem; margin: 10px 0 0; } nav.inside a { margin-right:
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Make ``report.html`` of a campaign's directory (or ``out``) and return where it is.
+    """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
+    where it is; directories above it are made.
 
-    Raises UsageError when the directory holds no campaign.
+    Raises UsageError when the directory holds no campaign, or the file cannot be written.
     """
     target = out or directory / REPORT
-    write_text(target, report_html(read_campaign(directory)))
+    target = target / REPORT if target.is_dir() else target
+    text = report_html(read_campaign(directory))
+    try:
+        write_text(target, text)
+    except StorageError as error:
+        raise UsageError(f"{error}; give another path") from error
     return target
 
 

@@ -38,7 +38,9 @@ class Note:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.remedy[:1].upper()}{self.remedy[1:]}."
+        first = self.remedy.partition(" ")[0].rstrip(",:;")
+        remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}" if first.isalpha() else self.remedy  # run.log, a key
+        return f"{self.text}. {remedy}."
 
 
 @dataclass(frozen=True)
