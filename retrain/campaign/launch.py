@@ -11,6 +11,7 @@ from typing import Any
 
 from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
 from retrain.campaign.cohorts import planned_cohorts
+from retrain.campaign.design import without_sepa
 from retrain.campaign.lease import DirectoryLock
 from retrain.campaign.manifest import (
     MANIFEST,
@@ -194,7 +195,10 @@ def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
     return {
         "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
         "margin": campaign.equivalence_margin,
-        "warnings": [f"{words}: what it shows is exploratory." for words in changed],
+        "warnings": [
+            *(f"{words}: what it shows is exploratory." for words in changed),
+            *(f"{words}." for words in without_sepa(specs)),
+        ],
     }
 
 
