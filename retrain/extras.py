@@ -39,7 +39,16 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def package_of(module: str) -> str:
+    """The package with this module of an extra."""
+    return EXTRAS[EXTRA_OF[module]].packages[module]
+
+
+def install_line(module: str) -> str:
+    """What to type, in the checkout, for the package with this module."""
+    return f"pip install '.[{EXTRA_OF[module]}]'"
+
+
 def missing(feature: str, module: str) -> MissingExtra:
-    """The error to raise when ``feature`` needs this module of an extra, and it is not there."""
-    name = EXTRA_OF[module]
-    return MissingExtra(feature, EXTRAS[name].packages[module], name)
+    """The error to raise when ``feature`` needs this module, and it is not there."""
+    return MissingExtra(feature, package_of(module), install_line(module))

@@ -741,7 +741,8 @@ def test_a_judge_url_with_a_password_is_refused():
         ("[training]\nbatch_size = 3000000000", "must be an integer ≥ 1 and ≤ 2147483647: batch_size = "),
         (
             '[backend]\nbackend = "my:Own"\noptions = { a = 1, layers = [1, 2] }',
-            'has layers = [1, 2], a list, but its values must be true or false, or a number, or a string: layers = "1, 2"',
+            "has layers = [1, 2], a list, but its values must be true or false, or a number, or a string: "
+            'layers = "1, 2"',
         ),
         (
             '[reward]\nmetrics_ranges = { steps = { min = "a" } }',

@@ -24,7 +24,7 @@ from retrain.campaign.manifest import (
     write_plan,
 )
 from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references
+from retrain.campaign.references import check_references, require_packages
 from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
@@ -124,6 +124,7 @@ def _carry_out(
     if left and not retry_failed:
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
+        require_packages(spec.config for spec in todo)
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     elif not left:
         observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
