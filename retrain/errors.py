@@ -49,10 +49,10 @@ class ConfigError(UsageError):
 
 
 class MissingExtra(UsageError):
-    """An optional package is needed and absent; the message holds the one line that installs it."""
+    """An optional package is needed and absent; the message holds the line that installs it (``retrain.extras``)."""
 
-    def __init__(self, feature: str, package: str, extra: str):
-        super().__init__(f"{feature} needs the package {package}: pip install 'retrain[{extra}]'")
+    def __init__(self, feature: str, package: str, install: str):
+        super().__init__(f"{feature} needs the package {package}: {install}")
 
 
 class ModelError(RetrainError):

@@ -221,11 +221,8 @@ class Cohort:
             "batch_size": config.training.batch_size,
             "group_size": config.training.group_size,
             "cohort_size": cohort_size,
-<<<<<<< HEAD
             "epoch": run.cursor.position / max(1, len(run.cursor.problems)),
-=======
             "timing_weight_sync_inference_total": self.sync_seconds,
->>>>>>> m4
             "perf/peak_memory_gib": _peak_memory_gib(self.base.device),
             **(run.pressure.metrics() if run.pressure else {}),
         }
@@ -384,8 +381,9 @@ class Cohort:
             run.fail(error)
 
     def _guarded_and_told(self, run: Run, work: Callable[[], None]) -> None:
+        before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
         self._guarded(run, work)
-        if run.error is not None:
+        if run.error is not None and before is None:
             self.observer.run_finished(run.spec, "failed", run.error)
 
 

@@ -1,7 +1,7 @@
 """What flows through the house: Problem → Prompt → Completion → Group → StepRecord.
 
-Array suffixes: ``_T`` completion tokens, ``_N`` completions of one group. Arrays are numpy on the host; tensors
-live only inside ``policy``, ``engines`` and ``maths``.
+The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``logprobs_T``, ``mask_B_T``. Arrays
+are numpy on the host; tensors live only inside ``policy``, ``engines`` and ``maths``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
+DIMENSIONS = {
+    "P": "prompts",
+    "N": "completions of one group; texts",
+    "B": "rows of a padded batch, one completion each",
+    "T": "tokens of a completion",
+    "V": "vocabulary",
+    "D": "width of a vector",
+    "S": "replicates: seeds, problems, pairs of runs",
+    "r": "rank of an adapter",
+    "k": "ranks that are kept of it",
+    "in": "inputs of a linear layer",
+    "out": "outputs of a linear layer",
+}
+"""What each letter counts, everywhere. A 1 is an axis of one entry."""
 
 Message = Mapping[str, str]
 """One chat turn: ``{"role": "user", "content": "…"}``."""

@@ -37,6 +37,19 @@ def test_peft_loads_what_is_saved_and_computes_the_same(base, tmp_path):
         assert torch.allclose(model(input_ids=IDS).logits, expected, atol=1e-5)
 
 
+def test_the_configuration_is_peft_s_own(base, lanes, tmp_path):
+    from peft import LoraConfig, PeftConfig
+
+    adapter = trained(lanes, 0)
+    save_adapter(tmp_path, adapter, base.name, "main", 0.25)
+    written, read = read_json(tmp_path / "adapter_config.json"), PeftConfig.from_pretrained(str(tmp_path))
+    assert set(written) == set(LoraConfig().to_dict())  # whatever fields the installed peft has
+    assert isinstance(read, LoraConfig)
+    assert (read.r, read.lora_alpha, read.lora_dropout, read.revision) == (4, 8.0, 0.25, "main")
+    assert (read.peft_type, read.task_type, read.inference_mode) == ("LORA", "CAUSAL_LM", True)
+    assert written["target_modules"] == [shape.name for shape in lanes.shapes]  # in order, as sets are not
+
+
 def test_stacked_lanes_equal_each_lane_alone(base, lanes):
     adapters = [trained(lanes, 0, rank=4), trained(lanes, 1, rank=2), trained(lanes, 2, rank=7)]
     alone = torch.cat([lane_logits(base, lanes, adapter) for adapter in adapters])

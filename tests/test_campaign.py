@@ -37,6 +37,17 @@ def without_time(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in clock and not k.startswith(("time", "perf"))} for row in rows]
 
 
+class Ends(NullObserver):
+    """Remembers how each run was said to end, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+    def run_finished(self, spec, status, message=""):
+        self.told.append((spec.run_id, status))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("campaign")
@@ -198,8 +209,10 @@ def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, model
 def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
     out, _ = finished
     condition = 'reward = {custom_function = "fragile"}'
-    outcome = train(campaign(tmp_path, model, condition=condition), tmp_path / "out")
+    ends = Ends()
+    outcome = train(campaign(tmp_path, model, condition=condition), tmp_path / "out", ends)
     assert outcome.exit_status == 1
+    assert len(ends.told) == len(dict(ends.told)) == 4  # the end of each once
     runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
     states = {run["run_id"]: run["state"] for run in runs}
     assert states["grpo+none_s1"] == states["grpo+none_s2"] == "done"

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from snippets import blocks
+from typer.testing import CliRunner
 
 from retrain.campaign.launch import launch
+from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
@@ -99,6 +101,28 @@ def test_the_documented_way_to_load_the_final_adapter():
     names: dict[str, Any] = {}
     exec(text, names)
     assert names["model"].peft_config["default"].r == 16
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_first_try_of_few_steps_trains_and_says_what_it_is_worth(tmp_path, steps):
+    path, sets = ROOT / "campaigns" / "quickstart.toml", [f"campaign.max_steps={steps}"]
+    command = [str(path), "--set", *sets]
+    told = "λ is 0 for the whole run, which makes gtpo_sepa plain gtpo"
+    checked = CliRunner().invoke(app, ["check", *command])
+    assert (checked.exit_code, told in checked.stderr) == (0, True)
+    explained = CliRunner().invoke(app, ["explain", *command])
+    assert (
+        f"careful       maxrl+gtpo_sepa trains with λ = 0 in all of its {steps} steps: it is gtpo" in explained.stdout
+    )
+    if steps == 1:
+        return
+    sets += ["evaluation.problems=8", "training.batch_size=2", "training.max_tokens=16", "squeeze.enabled=false"]
+    outcome = launch(load(path, sets), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 0
+    assert any("maxrl+gtpo_sepa trains with λ = 0" in text for text in outcome.summary["comparison"]["warnings"])
+    assert "maxrl+gtpo_sepa trains with λ = 0" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    notes = [note["text"] for note in read_jsonl(tmp_path / "out/runs/maxrl+gtpo_sepa_s1/notes.jsonl")]
+    assert any("SEPA's λ was 0 in every one of the 2 steps" in text for text in notes)
 
 
 def test_the_minimal_loop_fits_a_screen_and_learns(capsys, tmp_path):

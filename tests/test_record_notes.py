@@ -35,6 +35,7 @@ HEALTHY: dict[str, Any] = {
     "sepa_lambda": 0.5,
 }
 
+SHORT_SEPA = config(algorithm={"transform_mode": "gtpo_sepa"}, training={"max_steps": 2, "max_tokens": 16})
 SEPA = config(algorithm={"transform_mode": "gtpo_sepa"}, training={"max_steps": 40, "max_tokens": 16})
 
 
@@ -89,6 +90,8 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("sepa_never_opened", rows(20, sepa_gate_open=False, sepa_lambda=0.0),
      rows(19, sepa_gate_open=False, sepa_lambda=0.0), SEPA),
     ("sepa_too_late", rows(40, sepa_lambda=0.2), rows(40, sepa_lambda=0.9), SEPA),
+    ("sepa_too_late", rows(2, sepa_lambda=0.0), rows(1, sepa_lambda=0.0), SHORT_SEPA),
+    ("sepa_too_late", rows(2, sepa_gate_open=False, sepa_lambda=0.0), rows(2, sepa_lambda=0.9), SHORT_SEPA),
     ("heldout_worse",
      rows(4, {"eval/heldout/ci_low": 0.5, "eval/heldout/correct_rate": 0.6}, eval__heldout__ci_high=0.3,
           eval__heldout__correct_rate=0.2),
@@ -132,6 +135,18 @@ def test_uniform_groups_are_told_apart(changes, words):
     note = next(note for note in explain(made, config()) if note.key == "groups_uniform")
     assert words in note.text
     assert note.remedy
+
+
+def test_a_run_without_sepa_is_said_to_be_gtpo():
+    (note,) = [note for note in explain(rows(2, sepa_lambda=0.0), SHORT_SEPA) if note.key == "sepa_too_late"]
+    assert note.level == "warning"
+    assert str(note).startswith("SEPA's λ was 0 in every one of the 2 steps: the run equals plain GTPO. Raise max_")
+
+
+def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
+    (note,) = explain(rows(1, reward_failed=20), config())
+    assert " run.log" in str(note)
+    assert "Run.log" not in str(note)
 
 
 def test_what_counts_as_disagreement_depends_on_the_precision():

@@ -368,8 +368,20 @@ def test_unknown_and_missing_trackers_stop_the_run(tmp_path, monkeypatch):
         make_trackers(context(config=config(logging={"report_to": ["mlfow"]})), tmp_path)
     monkeypatch.setitem(sys.modules, "trackio", None)
     recorder = RunRecorder(tmp_path, context(config=config(logging={"report_to": ["trackio"]})))
-    with pytest.raises(MissingExtra, match=r"pip install 'retrain\[trackio\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[trackio\]'"):
         recorder.start()
+
+
+def test_a_tracker_that_did_not_start_is_not_finished_and_nothing_is_said_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    heard: list[str] = []
+    settings = context(config=config(logging={"wandb_project": "p"}))
+    with (
+        pytest.raises(MissingExtra, match="needs the package wandb"),
+        RunRecorder(tmp_path, settings, warn=heard.append) as recorder,
+    ):
+        recorder.start()
+    assert heard == []
 
 
 def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):

@@ -185,6 +185,13 @@ def test_the_command(tmp_path):
     out = made(tmp_path)
     done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html")])
     assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / "r.html"))
+    for where, written in (("made/by/it/r.html", "made/by/it/r.html"), ("made", "made/report.html")):
+        done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / where)])
+        assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / written))
+        assert (tmp_path / written).is_file()
+    refused = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html/below.html")])
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert "below.html cannot be written: " in refused.stderr
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no manifest"):
         write_report(tmp_path / "empty")

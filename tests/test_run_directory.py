@@ -29,7 +29,7 @@ from retrain.campaign.manifest import fingerprint, planned_configs
 from retrain.campaign.plan import plan
 from retrain.config import load
 from retrain.config.root import sections
-from retrain.files import read_json, read_jsonl
+from retrain.files import jsonable, read_json, read_jsonl
 from retrain.record.catalogue import METRICS, is_timing_key
 from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
@@ -209,6 +209,13 @@ def content(path: Path) -> list[str]:
         return ["whatever a run needs to go on: nothing that others read"]
     if path.suffix == ".json":
         value = read_json(path)
+        if path.name == "adapter_config.json":
+            from peft import LoraConfig
+
+            defaults = {key: jsonable(item) for key, item in LoraConfig().to_dict().items()}
+            assert set(value) >= set(defaults)
+            value = {key: item for key, item in value.items() if item != defaults.get(key)}
+            return ["a peft.LoraConfig, with values of its own for", *merged([value])]
         if path.name == "config.json":
             value = {"config": {}} | {key: item for key, item in value.items() if key not in sections()}
         if path.name.endswith("_logtree.json"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
 from retrain.campaign.cohorts import planned_cohorts
+from retrain.campaign.design import without_sepa
 from retrain.campaign.lease import DirectoryLock
 from retrain.campaign.manifest import (
     MANIFEST,
@@ -24,7 +25,7 @@ from retrain.campaign.manifest import (
 )
 from retrain.campaign.outputs import check_places
 from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references
+from retrain.campaign.references import check_references, require_packages
 from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
@@ -127,6 +128,7 @@ def _carry_out(
     if left and not retry_failed:
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
+        require_packages(spec.config for spec in todo)
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     elif not left:
         observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
@@ -198,7 +200,10 @@ def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
     return {
         "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
         "margin": campaign.equivalence_margin,
-        "warnings": [f"{words}: what it shows is exploratory." for words in changed],
+        "warnings": [
+            *(f"{words}: what it shows is exploratory." for words in changed),
+            *(f"{words}." for words in without_sepa(specs)),
+        ],
     }
 
 

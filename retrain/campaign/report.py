@@ -27,7 +27,7 @@ from retrain.campaign.report_sections import (
     title_of,
 )
 from retrain.campaign.words import amount, probability
-from retrain.errors import NotOurs
+from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.record import charts
@@ -69,15 +69,21 @@ nav.inside { font-size: .85rem; margin: 10px 0 0; } nav.inside a { margin-right:
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Make ``report.html`` of a campaign's directory (or ``out``) and return where it is.
+    """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
+    where it is; directories above it are made.
 
-    Raises UsageError when the directory holds no campaign, NotOurs when another file than a report of this directory
-    has the name.
+    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when another file than
+    a report of this directory has the name.
     """
     target = out or directory / REPORT
+    target = target / REPORT if target.is_dir() else target
     if os.path.lexists(target) and not _is_report_of(directory, target):
         raise NotOurs(f"{target} is no report of {directory}, and stays as it is: give another file with --out")
-    write_text(target, report_html(read_campaign(directory)))
+    text = report_html(read_campaign(directory))
+    try:
+        write_text(target, text)
+    except StorageError as error:
+        raise UsageError(f"{error}; give another path") from error
     return target
 
 

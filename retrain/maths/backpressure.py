@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.maths.arrays import Table
+
 PARAMETERS = 3
 BEYOND_PEAK = 1.25
 """How far past an extrapolated n* exploration goes, so that the next measurement can bracket it."""
@@ -52,7 +54,7 @@ class UslFit:
         return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0
 
 
-def usl(n: float | np.ndarray, lam: float, sigma: float, kappa: float) -> float | np.ndarray:
+def usl(n: float | Table, lam: float, sigma: float, kappa: float) -> float | Table:
     """Throughput at load ``n``, in the unit of ``lam``."""
     return lam * n / (1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0))
 

@@ -39,7 +39,9 @@ class Note:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.remedy[:1].upper()}{self.remedy[1:]}."
+        first = self.remedy.partition(" ")[0].rstrip(",:;")
+        remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}" if first.isalpha() else self.remedy  # run.log, a key
+        return f"{self.text}. {remedy}."
 
 
 @dataclass(frozen=True)
@@ -338,10 +340,13 @@ def _sepa_shut(recent: Recent) -> Finding:
 def _sepa_too_late(recent: Recent) -> Finding:
     step, last = int(recent.now["step"]) + 1, recent.asked("training.max_steps", 0)
     value = recent.now.get("sepa_lambda")
-    if not _uses_sepa(recent) or step != last or last < 2:
+    if not _uses_sepa(recent) or step != last or value is None or value >= 0.5 or _sepa_shut(recent):
         return None
-    if value is None or value >= 0.5 or recent.now.get("sepa_gate_open") is False:
-        return None
+    if value == 0 and recent.asked("sepa.schedule", "linear") == "linear":  # which never falls again
+        return (
+            f"SEPA's λ was 0 in every one of the {last} steps: the run equals plain GTPO",
+            "raise max_steps, or lower [sepa] steps or delay_steps to fit it",
+        )
     return (
         f"the run ended with SEPA's λ at {value:.2f}: most of it was plain GTPO",
         "lower [sepa] steps or delay_steps to fit max_steps",

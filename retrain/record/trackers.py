@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from retrain.config.upkeep import trackers
-from retrain.errors import MissingExtra, PluginError, RetrainError
+from retrain.errors import PluginError, RetrainError
+from retrain.extras import missing
 from retrain.files import dumps
 from retrain.plugins import load_function
 from retrain.record.catalogue import wandb_name
@@ -379,4 +380,4 @@ def _import(module: str, asked_by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(asked_by, package, package) from error
+        raise missing(asked_by, package) from error

@@ -271,6 +271,7 @@ def test_gtpo_paper_normalises_jointly():
     assert (advantages[group & ~batch.correct[:, None]] < 0).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_gtpo_paper_wants_its_inputs():
     batch = Batch()
     with pytest.raises(ValueError, match="rewards_B, correct_B and group_B"):
@@ -310,6 +311,7 @@ def test_nan_is_located():
         huge.credit("gtpo")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_named():
     batch = Batch()
     with pytest.raises(ValueError, match="unknown transform mode 'sepa'"):

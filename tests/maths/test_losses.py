@@ -217,6 +217,7 @@ def test_far_off_policy_stays_finite(name, shift, advantage):
     assert math.isfinite(loss_metrics(sums)["val/ratio_var"])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_named():
     good = torch.zeros(1, 3)
     with pytest.raises(ValueError, match="unknown loss 'grpo'"):

@@ -76,6 +76,7 @@ def test_all_of_alpha_may_be_spent_at_the_end_and_more_as_pairs_come(spending):
     assert spent[-1] == pytest.approx(0.05)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_values_that_have_no_answer():
     assert sequential_looks([], 5) == []
     assert not stops([0.0] * 6)
