@@ -56,7 +56,7 @@ def sample(
 ) -> None:
     """Ask a trained adapter and its base the same, with the run's own template; print both answers."""
     require_directory(directory)
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     if prompts.count("-") > 1:
         raise UsageError("standard input is read once: give --prompt - only once")
     if not all(text.strip() for text in texts):

@@ -148,7 +148,9 @@ def advice_of(found: dict[str, Any]) -> list[str]:
     """What a person should know before a run of this costs hours."""
     grading, verdict, lines = found["grading"], found["verdict"], []
     if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
-        lines.append("all answers to a problem have the same reward: such groups teach nothing")
+        lines.append(
+            f"{plural(verdict['groups'], 'group')} tried, and none has rewards that differ: such groups teach nothing"
+        )
     if 2 * verdict["truncated"] > verdict["answers"]:
         lines.append(f"{verdict['truncated']} of {verdict['answers']} answers are cut off: raise [training] max_tokens")
     if grading["step_seconds"] > max(found["sampling"]["step_seconds"][1], 1.0):
