@@ -101,13 +101,18 @@ def trial(
         }  # fmt: skip
 
 
-def _spec(loaded: Loaded, condition: str | None) -> RunSpec:
-    """The first run of the condition, without trackers and other outputs."""
+def _chosen(loaded: Loaded, condition: str | None) -> tuple[RunSpec, list[RunSpec]]:
+    """The first run of the condition, and all runs of the file. Raises UsageError when there is no such condition."""
     specs = plan(loaded)
     labels = list(dict.fromkeys(spec.label for spec in specs))
     if condition is not None and condition not in labels:
         raise UsageError(f"--condition {condition!r} is none of {', '.join(labels)}")
-    spec = next(spec for spec in specs if condition in (None, spec.label))
+    return next(spec for spec in specs if condition in (None, spec.label)), specs
+
+
+def _spec(loaded: Loaded, condition: str | None) -> RunSpec:
+    """The run that is tried, without trackers and other outputs."""
+    spec, _ = _chosen(loaded, condition)
     data = spec.config.model_dump(mode="json", by_alias=True)
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
@@ -115,13 +120,15 @@ def _spec(loaded: Loaded, condition: str | None) -> RunSpec:
 
 
 def others(loaded: Loaded, condition: str | None) -> list[str]:
-    """Labels of the conditions whose problems, rewards or sampling are not those of the one that is tried."""
-    specs = plan(loaded)
-    tried = next(spec for spec in specs if condition in (None, spec.label))
+    """Labels of the conditions whose reward or sampling is not that of the one that is tried.
+
+    Raises UsageError when there is no such condition.
+    """
+    tried, specs = _chosen(loaded, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:
         training = spec.config.training
-        return spec.config.data, spec.config.reward, training.temperature, training.max_tokens
+        return spec.config.reward.grading, training.temperature, training.max_tokens
 
     return list(dict.fromkeys(spec.label for spec in specs if spec.seed == tried.seed and seen(spec) != seen(tried)))
 

@@ -101,7 +101,7 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
-    prompt_tokens = print_problems(conditions, loaded.path.parent)
+    prompt_tokens = print_problems(specs[0].config, loaded.path.parent)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_design(specs, pilot, detect)
     print_costs(specs, prompt_tokens)
@@ -115,24 +115,15 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
-def print_problems(conditions: list[Any], folder: Path) -> int | None:
-    """Print what there is to solve, each data set once with the conditions that it holds for; returns the usual length
-    of the first one's prompts in tokens, None where it is not known."""
+def print_problems(config: Any, folder: Path) -> int | None:
+    """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
+    where it is not known."""
     from retrain.commands.problems import problem_lines, read_problems
 
-    groups: dict[str, list[Any]] = {}
-    for spec in conditions:
-        config = spec.config
-        key = f"{config.data!r} {config.evaluation.problems} {config.training.max_examples} {config.model.model}"
-        groups.setdefault(key, []).append(spec)
-    typical = []
-    for group in groups.values():
-        found = read_problems(group[0].config, folder)
-        typical.append(found.typical)
-        having = "" if len(groups) == 1 else f"  ({', '.join(spec.label for spec in group)})"
-        for name, text in problem_lines(found, group[0].config.model.model):
-            print(f"{name:<14}{text}{having if name == 'data' else ''}")
-    return typical[0]
+    found = read_problems(config, folder)
+    for name, text in problem_lines(found, config.model.model):
+        print(f"{name:<14}{text}")
+    return found.typical
 
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:

@@ -106,19 +106,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
-_SHOWN = str.maketrans(
-    {
-        code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-        for code in (
-            *range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F),
-            *range(0x2066, 0x206A), *range(0xD800, 0xE000), 0xFEFF,
-        )
-    }
-)  # fmt: skip
+_OBEYED = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)
+}
+_SHOWN |= {ord("\n"): "\\n", ord("\t"): "\\t"}
 
 
 def visible(text: str) -> str:
-    """``text`` as it may stand on a terminal: what one would obey, or not show, is escaped; only line breaks stay."""
+    """``text`` on one line as it may stand on a terminal: what one would obey, or not show, is escaped."""
     return text.translate(_SHOWN)
 
 
@@ -128,8 +124,8 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
     if len(text) > limit:
         left_out = f"\n… {len(text) - limit:,} characters, which --json has …\n"
         text = text[: limit * 2 // 3] + left_out + text[-limit // 3 :]
-    for line in visible(text).split("\n"):
-        print(f"{' ' * indent}│ {line}")
+    for line in text.split("\n"):
+        print(f"{' ' * indent}│ {visible(line)}")
 
 
 def print_record(kind: str, **values: Any) -> None:

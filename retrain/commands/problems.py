@@ -115,4 +115,4 @@ def one_line(text: str) -> str:
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"
-    return '"' + visible(text).replace("\n", "\\n") + '"'
+    return '"' + visible(text) + '"'

@@ -35,7 +35,7 @@ def try_(
 
     loaded = read(file, sets)
     for label in others(loaded, condition):
-        tell(f"{label} has other problems, rewards or sampling: type --condition '{label}'")
+        tell(f"{label} has another reward or sampling: type --condition '{label}'")
     found = trial(loaded, problems, samples, condition, tell)
     if as_json:
         print(dumps({"file": str(file), **found}, indent=2))
