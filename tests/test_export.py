@@ -182,6 +182,19 @@ def test_other_base_weights_are_refused(home, tmp_path):
     assert "does not fit" in result.stderr
 
 
+def test_a_factor_that_no_layer_takes_is_told(home, tmp_path):
+    """peft warns and goes on, which would export the base under the adapter's name."""
+    adapter = tmp_path / "renamed"
+    shutil.copytree(home / "out" / "final", adapter)
+    weights = adapter / "adapter_model.safetensors"
+    tensors = {name.replace("model.layers", "model.blocks"): value for name, value in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    result = run("export", adapter, "--merge", "--out", tmp_path / "out")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "no layer takes" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", ["full", "file", "link"])
 @pytest.mark.parametrize("how", [("--merge",), ("--rank-pad", "16")])
 def test_nothing_that_is_there_is_overwritten(home, tmp_path, kind, how):

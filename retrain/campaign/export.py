@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,8 +44,6 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     ``tolerance`` and ``effect`` (adapter to base). Raises UsageError when ``out`` is in use, ModelError when base and
     adapter do not fit, or the written model differs by more than rounding to its number format explains.
     """
-    from peft import PeftModel
-
     out = _free(out)
     model_keys = source.config.model
     base = load_base(
@@ -56,10 +55,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     if source.fingerprint and changed:
         raise ModelError(f"{source.base} holds other weights than those that {source.adapter} was trained on")
     tokens = _probe(base.vocab_size, base.context_length)
-    try:
-        model: Any = PeftModel.from_pretrained(base.model.float(), str(source.adapter))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ModelError(f"{source.adapter} does not fit {source.base}: {str(error).splitlines()[0]}") from error
+    model = _with_adapter(base.model.float(), source)
     modules = sum(hasattr(module, "lora_A") for module in model.modules())
     with_adapter = _logits(model, tokens)
     with model.disable_adapter():
@@ -72,7 +68,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     with _published(out) as aside:
         _save(merged, base.tokenizer, aside)
         tokenizer = base.tokenizer
-        del base, model, merged  # two models at a time are enough memory
+        del base, model, merged  # one model at a time is enough memory
         gc.collect()
         own_code = model_keys.trust_remote_code
         again = load_base(str(aside), trust_remote_code=own_code, devices="cpu", dtype="float32")
@@ -90,6 +86,25 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
         "tolerance": tolerance,
         "effect": effect,
     }
+
+
+def _with_adapter(model: Any, source: Provenance) -> Any:
+    """The model with the adapter, as peft has it. Raises ModelError unless every factor of the file is on a layer."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with AdapterFile(source.adapter) as file:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # peft goes on with a warning where a factor has no layer
+                adapted: Any = PeftModel.from_pretrained(model, str(source.adapter))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ModelError(f"{source.adapter} does not fit {source.base}: {str(error).splitlines()[0]}") from error
+        loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        for name, where in file.modules.items():
+            for key, factor in zip((where.a_key, where.b_key), file.factors(name), strict=True):
+                if key not in loaded or not torch.equal(loaded[key].cpu(), factor.to(loaded[key].dtype)):
+                    raise ModelError(f"{source.adapter} does not fit {source.base}: no layer takes {key}")
+    return adapted
 
 
 def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:

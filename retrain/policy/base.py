@@ -192,7 +192,8 @@ def load_base(
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    return BaseModel(name, model, tokenizer, device, model.dtype, eos_ids, pad_id, _fingerprint(model))
+    kept = model.dtype if dtype == "stored" else torch_dtype
+    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
 
 
 def base_of(config: Any) -> BaseModel:
