@@ -351,7 +351,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_every_command_has_help_that_names_its_options(command):
-    result = run(command.callback.__name__, "--help")
+    result = run(command.name or command.callback.__name__, "--help")
     assert result.exit_code == 0
     (first, *_) = command.callback.__doc__.split("\n\n")
     assert " ".join(first.split()) in " ".join(result.output.split())

@@ -86,7 +86,7 @@ class AdapterFile:
         """Raise ModelError when there are tensors besides LoRA's factors."""
         if self.others or self.config.get("use_dora"):
             found = self.others[0] if self.others else "use_dora"
-            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one cannot be compressed")
+            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one is not rewritten")
 
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
         halves: dict[str, dict[str, str]] = {}

@@ -159,6 +159,8 @@ def load_base(
 ) -> BaseModel:
     """Load a causal LM by bundled name (``tiny-reasoner``), local directory or hub name, frozen and in eval mode.
 
+    ``dtype`` as in [inference], or "stored": that of the model's own files.
+
     Raises ModelError when it cannot be had, with what to do; the underlying error stays chained.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -173,7 +175,7 @@ def load_base(
         options["local_files_only"] = True
     else:
         options.update(revision=revision, local_files_only=local_files_only)
-    torch_dtype = resolve_dtype(dtype, device)
+    torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled or not sys.stderr.isatty():
         disable_progress_bar()
     try:
@@ -191,7 +193,8 @@ def load_base(
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    return BaseModel(name, model, tokenizer, device, torch_dtype, eos_ids, pad_id, _fingerprint(model))
+    kept = model.dtype if dtype == "stored" else torch_dtype
+    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
 
 
 def base_of(config: Any) -> BaseModel:
