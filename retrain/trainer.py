@@ -334,7 +334,15 @@ class Cohort:
             prompts.append(batch)
             stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
             requests += [
-                SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (*stream, "eval", run.step, i))
+                SampleRequest(
+                    lane,
+                    prompt.token_ids,
+                    samples,
+                    max_tokens,
+                    temperature,
+                    (*stream, "eval", run.step, i),
+                    **run.config.evaluation_truncation,
+                )
                 for i, prompt in enumerate(batch)
             ]
         counted = list(shared) if shared is not None else [[pair] for pair in due]
@@ -352,7 +360,8 @@ class Cohort:
                     self._graded(other, part)
                 temperature, samples, max_tokens = run.config.evaluation_sampling
                 seconds = time.time() - begin
-                records.append(EvalRecord("heldout", run.step, groups, temperature, samples, seconds, max_tokens))
+                how = (temperature, samples, seconds, max_tokens)
+                records.append(EvalRecord("heldout", run.step, groups, *how, **run.config.evaluation_truncation))
                 self._tell_evaluation([other for other, _ in pairs if other.error is None], records[-1])
         return records
 
@@ -431,7 +440,8 @@ def _correct_rate(groups: Sequence[Group]) -> float:
 def _evaluation_setting(run: Run) -> str:
     """Runs with the same text here score an untrained base alike."""
     config = run.config
-    return repr((config.evaluation_sampling, config.reward.grading, config.data, config.campaign.seed))
+    sampling = (*config.evaluation_sampling, config.evaluation_truncation)
+    return repr((sampling, config.reward.grading, config.data, config.campaign.seed))
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -133,7 +133,7 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
         requests = [
             SampleRequest(
                 0, prompt.token_ids, samples, max_tokens, temperature,
-                (config.campaign.seed, config.training.seed, "squeeze", i),
+                (config.campaign.seed, config.training.seed, "squeeze", i), **config.evaluation_truncation,
             )
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip

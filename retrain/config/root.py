@@ -16,7 +16,7 @@ from retrain.config.campaign import Campaign
 from retrain.config.describe import show
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.tasks import Data, Environment, Reward
-from retrain.config.training import Evaluation, Optimizer, Training
+from retrain.config.training import Evaluation, Optimizer, Training, truncation
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
 RULES = (
@@ -64,6 +64,23 @@ class Config(Section):
         evaluation, training = self.evaluation, self.training
         temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
         return temperature, evaluation.samples, evaluation.max_tokens or training.max_tokens
+
+    @property
+    def training_truncation(self) -> dict[str, Any]:
+        """``top_p``, ``top_k`` and ``min_p`` of sampling while training, as engines are asked for them."""
+        return truncation(self.training.top_p, self.training.top_k, self.training.min_p)
+
+    @property
+    def evaluation_truncation(self) -> dict[str, Any]:
+        """The same of held-out evaluation; those of training where unset, and none at temperature 0."""
+        evaluation, training = self.evaluation, self.training
+        if evaluation.temperature == 0:
+            return truncation(1.0, 0, 0.0)
+        return truncation(
+            training.top_p if evaluation.top_p is None else evaluation.top_p,
+            training.top_k if evaluation.top_k is None else evaluation.top_k,
+            training.min_p if evaluation.min_p is None else evaluation.min_p,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
