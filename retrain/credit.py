@@ -221,7 +221,14 @@ def assign_credit(
         if group.discarded is None:
             completion, prompt = group.completions[i], group.prompt.token_ids
             sequences.append(
-                TrainSequence(prompt, completion.token_ids, completion.logprobs_T, row[:length], trains[:length])
+                TrainSequence(
+                    prompt,
+                    completion.token_ids,
+                    completion.logprobs_T,
+                    row[:length],
+                    trains[:length],
+                    completion.support,
+                )
             )
     denominators = Denominators(
         tokens=int(credit.denominator_mask_B_T.sum()),

@@ -73,7 +73,7 @@ class Evaluator:
         requests = [
             SampleRequest(
                 lane, prompt.token_ids, samples, max_tokens, temperature,
-                (*subject.stream, "eval", *own, subject.step, i),
+                (*subject.stream, "eval", *own, subject.step, i), **held_out.truncation,
             )
             for lane, subject in enumerate(subjects)
             for i, prompt in enumerate(prompts)
@@ -87,7 +87,8 @@ class Evaluator:
             groups = [group for group in part if isinstance(group, Group)]
             error = next((group for group in part if isinstance(group, Exception)), None)
             seconds = time.time() - begin
-            record = EvalRecord(held_out.name, subject.step, groups, temperature, samples, seconds, max_tokens)
+            how = (temperature, samples, seconds, max_tokens)
+            record = EvalRecord(held_out.name, subject.step, groups, *how, **held_out.truncation)
             evaluated.append(Evaluated(record, error))
         return evaluated
 
@@ -104,4 +105,5 @@ class Evaluator:
 
     def _how(self, held_out: HeldOut, setting: str) -> str:
         problems = content_hash((), self.problems[held_out.name])
-        return repr((held_out.name, held_out.sampling, held_out.data, problems, setting))
+        sampling = (held_out.sampling, held_out.truncation)
+        return repr((held_out.name, sampling, held_out.data, problems, setting))

@@ -228,6 +228,7 @@ class Run:
                 training.max_tokens,
                 training.temperature,
                 (*self.stream, "sample", self.step, i),
+                **self.config.training_truncation,
             )
             for i, prompt in enumerate(prompts)
         ]

@@ -55,13 +55,25 @@ class Prompt:
     """The conversation that ``text`` was rendered from, system prompt and template included."""
 
 
+@dataclass(frozen=True)
+class Support:
+    """The tokens that each token of a completion was drawn among when sampling is truncated (top-p, top-k, min-p).
+
+    Token t was drawn among ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
+    [T + 1].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
 @dataclass
 class Completion:
     """One sampled answer.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
-    of the very distribution that was sampled from (temperature applied, full vocabulary); ``entropy_T`` is None
-    for engines that cannot give it.
+    of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
+    ``entropy_T`` is None for engines that cannot give it. ``support`` is None when sampling was not truncated.
     """
 
     token_ids: list[int]
@@ -69,6 +81,7 @@ class Completion:
     logprobs_T: np.ndarray
     entropy_T: np.ndarray | None
     stop_reason: StopReason
+    support: Support | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,7 +139,8 @@ class Group:
 class EvalRecord:
     """One held-out evaluation: every group with its samples (``advantages_N`` all NaN).
 
-    ``step`` counts the updates done; ``temperature``, ``samples`` per problem and ``max_tokens`` are how it sampled.
+    ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
+    ``min_p`` are how it sampled.
     """
 
     name: str
@@ -136,6 +150,9 @@ class EvalRecord:
     samples: int
     seconds: float
     max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass

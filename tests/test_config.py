@@ -312,8 +312,13 @@ SINGLE = [
     ("[gtpo]\nbeta = -1", "must be a number ≥ 0: beta = 0.1"),
     ("[gtpo]\nbeta = [0.5]", "is [0.5], but must be a number ≥ 0: beta = 0.5"),
     ("[hicra]\nalpha = 1.0\n[algorithm]\ntransform_mode = 'gtpo_hicra'", "must be a number ≥ 0 and < 1"),
-    ("[training]\ntop_p = 0.95", "every importance ratio would be wrong: top_p = 1.0"),
-    ("[training]\ntop_k = 50", "every importance ratio would be wrong: top_k = 0"),
+    ("[training]\ntop_p = 0", "must be a number > 0 and ≤ 1: top_p = 1.0"),
+    ("[training]\ntop_p = 95", "must be a number > 0 and ≤ 1: top_p = 1.0"),
+    ("[training]\ntop_k = 5000", "must be an integer ≥ 0 and ≤ 1024"),
+    ("[training]\ntop_k = -2", "must be an integer ≥ 0 and ≤ 1024"),
+    ("[training]\ntop_k = 1", "a group of equals teaches nothing: top_k = 20"),
+    ("[training]\nmin_p = 1.0", "must be a number ≥ 0 and < 1"),
+    ("[evaluation]\ntemperature = 0\ntop_p = 0.9", "has no effect at temperature 0, which is greedy: remove the line"),
     ("[training]\ntemperature = 0", "must be a number > 0"),
     ("[training]\ngroup_size = 1", "group_size = 8"),
     ("[training]\nclip_eps = 0\nclip_eps_high = 0.3", "clip_eps = 0 switches clipping off"),
@@ -472,11 +477,11 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
-    text = "[training]\ngroup_size = 0\nbatch_size = 0\ntop_p = 0.5\nmax_steps = 'ten'\n[optimizer]\nwarmup_steps = 500"
+    text = "[training]\ngroup_size = 0\nbatch_size = 0\ntop_k = 1\nmax_steps = 'ten'\n[optimizer]\nwarmup_steps = 500"
     assert [line.split("  ")[1] for line in lines(text, tmp_path)] == [
         "training.group_size",
         "training.batch_size",
-        "training.top_p",
+        "training.top_k",
         "training.max_steps",
     ]
 
@@ -510,8 +515,8 @@ def test_sepa_without_lambda_is_told_before_it_runs(steps, delay, gate):
 
 
 def test_direct_construction_is_held_to_the_same_rules():
-    with pytest.raises(ValidationError, match=r"training\.top_p is 0\.5"):
-        Config(training={"top_p": 0.5})  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"training\.top_k is 1"):
+        Config(training={"top_k": 1})  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="frozen"):
         Config().training.lr = 1.0
 
@@ -551,7 +556,7 @@ SETS = [
     ("=3", "--set  =3  is not of the form section.key=value"),
     ("training..lr=3", "is not of the form"),
     ("training=3", "--set  training  is 3, a number, but must be a table"),
-    ("training.top_p=0.5", "--set  training.top_p  is 0.5: a truncated sampler"),
+    ("training.top_k=1", "--set  training.top_k  is 1: all completions of a prompt"),
     ("training.lr=1\nx = 2", "a string, but must be a number"),
 ]
 

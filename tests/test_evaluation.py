@@ -124,6 +124,7 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
     assert shortened("short") == "short"
     facts = read_jsonl(tmp_path / "evals.jsonl")[1]
     assert (facts["temperature"], facts["samples"], facts["max_tokens"], facts["top_p"]) == (0.7, 2, 64, 1.0)
+    assert (facts["top_k"], facts["min_p"]) == (0, 0.0)
 
 
 def test_the_kept_base_is_the_base(tmp_path):

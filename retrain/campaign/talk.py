@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from retrain.campaign.export import uniform
 from retrain.campaign.provenance import Provenance
+from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import render
@@ -37,9 +39,10 @@ def answers(
     or adapter cannot be loaded, or a prompt is too long for it.
     """
     config = source.config
-    own_temperature, _, own_tokens = config.evaluation_sampling
-    temperature = own_temperature if temperature is None else temperature
-    max_tokens = max_tokens or own_tokens
+    asked = resolved(config, EvaluationSet(name=HELDOUT))
+    temperature = asked.temperature if temperature is None else temperature
+    max_tokens = max_tokens or asked.max_tokens
+    cut = replace(asked, temperature=temperature).truncation
     with ExitStack() as stack:
         base = load_base(
             source.base, revision=source.revision, local_files_only=config.model.local_files_only,
@@ -59,7 +62,7 @@ def answers(
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [
-            SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (seed, "talk", i))
+            SampleRequest(lane, prompt.token_ids, samples, max_tokens, temperature, (seed, "talk", i), **cut)
             for lane in range(len(lane_adapters))
             for i, prompt in enumerate(rendered)
         ]

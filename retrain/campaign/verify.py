@@ -185,6 +185,7 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
         return None
     told = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
     sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
+    sampling |= held_out.truncation
     if not told or told[-1]["step"] != steps or any(told[-1].get(key) != value for key, value in sampling.items()):
         return None
     rows = read_jsonl(run / "emergence/evaluations.jsonl")

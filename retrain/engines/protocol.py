@@ -15,7 +15,8 @@ class SampleRequest:
     """Draw ``samples`` completions of one prompt with the adapter of one lane.
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
-    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch.
+    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
+    and ``min_p`` cut the distribution (see ``engines.truncation``).
     """
 
     lane: int
@@ -24,6 +25,15 @@ class SampleRequest:
     max_tokens: int
     temperature: float
     stream: tuple[int | str, ...]
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no bound."""
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether completions are drawn from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 Finished = Callable[[int, list[Completion]], None]

@@ -7,6 +7,7 @@ it, nothing is computed twice, and what is kept is [rows, H]. The same for the e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,26 @@ def no_lap(part: str) -> None:
 
 
 @dataclass(frozen=True)
+class Supports:
+    """The tokens that each of M rows was drawn among (``engines.truncation``): row ``rows_K[k]`` may be ``ids_K[k]``.
+    Row m has the places ``offsets[m]`` to ``offsets[m + 1]``, on the host."""
+
+    rows_K: torch.Tensor
+    ids_K: torch.Tensor
+    offsets: list[int]
+
+    def to(self, device: torch.device) -> Supports:
+        """The same on another device."""
+        return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
+
+    def only(self, z_RV: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The logits of rows ``start`` and following [R, V] with −inf for what is not in a row's support."""
+        part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
+        places = (self.rows_K[part] - start, self.ids_K[part])
+        return torch.full_like(z_RV, -math.inf).index_put(places, z_RV[places])
+
+
+@dataclass(frozen=True)
 class Head:
     """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one."""
 
@@ -44,13 +65,15 @@ class Head:
         *,
         entropy: bool = False,
         lap: Lap = no_lap,
+        supports: Supports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature).
+        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature), over
+        ``supports`` where given.
 
         In fp32 (fp64 for fp64 weights). Gradients reach ``hidden_NH`` alone. ``lap`` hears of "forward" before and of
         "compute_entropy" after the entropy of each chunk.
         """
-        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy, lap)  # pyright: ignore[reportGeneralTypeIssues]
+        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
@@ -70,6 +93,7 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         lap: Lap,
+        supports: Supports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight_VH = head.weight_VH
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
@@ -93,6 +117,8 @@ class _Logprobs(torch.autograd.Function):
                 z_RV = tanh_RV * head.softcap
             if temperature != 1.0:
                 z_RV /= temperature
+            if supports is not None:
+                z_RV = supports.only(z_RV, start)
             logprobs_RV = torch.log_softmax(z_RV, -1)
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
             if not wanted and not entropy:
@@ -123,7 +149,7 @@ class _Logprobs(torch.autograd.Function):
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
             grad_NH.addcmul_(slopes[1], entropy_grad_N.unsqueeze(1).to(grad_NH.dtype))
-        return grad_NH, None, None, None, None, None
+        return grad_NH, None, None, None, None, None, None
 
 
 def split_head(model: Any) -> tuple[Any, Head] | None:

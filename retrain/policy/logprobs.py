@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,20 +10,26 @@ import numpy as np
 import torch
 
 from retrain.policy.base import BaseModel
-from retrain.policy.head import Lap, no_lap
+from retrain.policy.head import Lap, Supports, no_lap
 from retrain.policy.packing import Layout
 from retrain.policy.trunk import trunk_of, whole_logits
+from retrain.types import Support
 
 
 @dataclass
 class TrainSequence:
-    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say."""
+    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say.
+
+    ``support``: the tokens that each was drawn among where sampling was truncated; log-probabilities, of the base too,
+    and entropies are then over these, so that the ratio is that of the distributions sampled from.
+    """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     sampler_logprobs_T: np.ndarray
     advantages_T: np.ndarray
     loss_mask_T: np.ndarray
+    support: Support | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -38,10 +45,11 @@ class MicroBatch:
     loss_mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
+    supports: Supports | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        return MicroBatch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
 
 def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
@@ -107,31 +115,53 @@ def collate(sequences: Sequence[TrainSequence], base: BaseModel, *, share: bool 
         loss_mask_BT=torch.from_numpy(masks[1]),
         advantages_BT=torch.from_numpy(floats[0]),
         sampler_logprobs_BT=torch.from_numpy(floats[1]),
+        supports=_supports(sequences),
     )
+
+
+def _supports(sequences: Sequence[TrainSequence]) -> Supports | None:
+    """What the completion tokens were drawn among, sequence after sequence; None where it was the whole vocabulary."""
+    known = [s.support for s in sequences if s.support is not None]
+    if not known:
+        return None
+    if len(known) < len(sequences):
+        raise ValueError("some sequences were drawn from truncated distributions and some were not")
+    counts_M = np.concatenate([np.diff(support.offsets) for support in known])
+    rows_K = np.repeat(np.arange(len(counts_M)), counts_M)
+    ids_K = np.concatenate([support.ids for support in known]).astype(np.int64)
+    offsets = np.concatenate([[0], counts_M.cumsum()])
+    return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
 
 
 def token_logprobs(
     base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False, lap: Lap = no_lap
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability [B, T] of each completion token at this temperature, and the full-vocabulary entropy [B, T].
+    """Log-probability [B, T] of each completion token at this temperature, and the entropy [B, T].
 
-    The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
-    fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the base's device; ``lap`` as in
-    ``Head.logprobs``.
+    The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, or over
+    the recorded support of each token, in fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the
+    base's device; ``lap`` as in ``Head.logprobs``.
     """
     trunk, layout = trunk_of(base), batch.layout
     targets_M = batch.targets_BT[batch.completion_BT]
     if trunk.head is not None:
-        hidden_MH = trunk.hidden(layout)
-        chosen_M, entropy_M = trunk.head.logprobs(hidden_MH, targets_M, temperature, entropy=entropy, lap=lap)
+        chosen_M, entropy_M = trunk.head.logprobs(
+            trunk.hidden(layout), targets_M, temperature, entropy=entropy, lap=lap, supports=batch.supports
+        )
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
-        logprobs_MV = torch.log_softmax(whole_logits(base, layout).to(real) / temperature, dim=-1)
+        z_MV = whole_logits(base, layout).to(real) / temperature
+        if batch.supports is not None:
+            z_MV = batch.supports.only(z_MV)
+        logprobs_MV = torch.log_softmax(z_MV, dim=-1)
         chosen_M = logprobs_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
         entropy_M = None
         if entropy:
             lap("forward")
-            entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+            probs_MV = logprobs_MV.exp()
+            if batch.supports is not None:
+                logprobs_MV = logprobs_MV.masked_fill(logprobs_MV == -math.inf, 0.0)  # 0 · −inf
+            entropy_M = -(probs_MV * logprobs_MV).sum(-1)
             lap("compute_entropy")
     return _table(chosen_M, batch), None if entropy_M is None else _table(entropy_M, batch)
 

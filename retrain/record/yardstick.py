@@ -23,6 +23,7 @@ from retrain.files import dumps, write_bytes
 from retrain.types import Completion, EvalRecord, Group, Prompt, RewardResult
 
 FOLDER = "base"
+SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k", "min_p")
 
 
 class Yardstick:
@@ -71,7 +72,7 @@ class Yardstick:
             Group(prompt, completions[at : at + samples], rewards[at : at + samples], np.full(samples, np.nan))
             for at, prompt in zip(range(0, len(completions), samples), prompts, strict=True)
         ]
-        sampling = {key: facts[key] for key in ("temperature", "samples", "seconds", "max_tokens")}
+        sampling = {key: facts[key] for key in SAMPLING}
         return EvalRecord(facts["name"], 0, groups, **sampling)
 
     def put(self, setting: str, record: EvalRecord) -> None:
@@ -85,10 +86,7 @@ class Yardstick:
             return
         facts: dict[str, Any] = {
             "name": record.name,
-            "temperature": record.temperature,
-            "samples": record.samples,
-            "max_tokens": record.max_tokens,
-            "seconds": record.seconds,
+            **{key: getattr(record, key) for key in SAMPLING},
             "setting": setting,
             "problem_ids": [group.prompt.problem.id for group in record.groups],
             "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in completions],
