@@ -176,6 +176,15 @@ def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, 
                 assert all(set(support_of(a, t)) == set(support_of(b, t)) for t in range(len(a)))
 
 
+@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
+def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path):
+    adapter = trained(lanes, 0)
+    asked = [*asked_for(0, prompts=1, max_tokens=2), *asked_for(0, prompts=2, top_k=2)[1:]]
+    short, long = LocalEngine(base, lanes, dense=dense_path).sample(asked, [adapter])
+    assert all(c.support is None for c in short)
+    assert all(np.diff(c.support.offsets).tolist() == [2] * len(c) for c in long)
+
+
 def test_a_compiled_truncated_step_is_the_python_step(base, lanes, monkeypatch):
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]

@@ -412,6 +412,18 @@ def test_dropout_repeats_for_the_same_stream(base, lanes):
     assert not torch.allclose(grads[0], grads[2])
 
 
+def test_every_micro_batch_draws_its_own_dropout(base, lanes):
+    """Twice the same completion in two micro-batches: two masks, so not twice the gradient of one."""
+    one = max(rollout(base, lanes, trained(lanes, 0)), key=len)
+    denominators = totals([one])
+    for dropout in (0.0, 0.3):
+        settings = LossSettings(dropout=dropout, grad_clip_norm=0, micro_batch_tokens=1)
+        single, _ = gradient(base, lanes, 0, [one], settings, denominators)
+        double, _ = gradient(base, lanes, 0, [one, one], settings, denominators)
+        apart = float((double - 2 * single).norm() / single.norm())
+        assert apart > 0.1 if dropout else apart < 1e-5
+
+
 def test_updates_side_by_side_equal_one_after_the_other(base, lanes):
     """Each lane's update in a thread of its own: adapters, gradients and modes do not mix."""
     sequences = rollout(base, lanes, trained(lanes, 0))
@@ -458,6 +470,40 @@ def test_a_completion_without_signal_is_counted_but_not_differentiated(base, lan
     with_kl = LossSettings(grad_clip_norm=0, micro_batch_tokens=1, kl_coef=0.1)
     gradient(base, lanes, 0, sequences, with_kl)
     assert len(trained_tokens) == len(sequences[1::2]) + len(sequences)
+
+
+def test_signal_at_any_trained_token_is_signal(base, lanes):
+    """Token credit may leave the first tokens of a completion without an advantage, or out of the loss."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for i, s in enumerate(sequences):
+        place_T = np.arange(len(s.completion_ids))
+        s.advantages_T, s.loss_mask_T = np.where(place_T == place_T[-1], 1.5, 0.0), place_T >= i % 2
+    sequences = [s for s in sequences if len(s.completion_ids) > 2]
+    grad, _ = gradient(base, lanes, 0, sequences, LossSettings(loss="reinforce", grad_clip_norm=0))
+    expected, count = trained(lanes, 0), totals(sequences).tokens
+    expected.flat.grad.zero_()
+    for s in sequences:
+        with lanes.single(expected):
+            (-1.5 * token_logprobs(base, collate([s], base), 1.0)[0][0, -1] / count).backward()
+    assert expected.flat.grad.norm() > 0
+    assert float((grad - expected.flat.grad).norm() / expected.flat.grad.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes, all_tokens):
+    """With an entropy mask, the length of a completion is that of its trained tokens, or of all of them."""
+    sequences, expected = rollout(base, lanes, trained(lanes, 0)), 0.0
+    for s in sequences:
+        length = len(s.completion_ids)
+        s.loss_mask_T = np.arange(length) % 3 == 0
+        with torch.no_grad(), lanes.single(trained(lanes, 0)):
+            ratio_T = token_logprobs(base, collate([s], base), 1.0)[0][0].double().numpy() - s.sampler_logprobs_T
+        terms_T = -np.exp(ratio_T) * s.advantages_T * s.loss_mask_T
+        expected += terms_T.sum() / (length if all_tokens else s.loss_mask_T.sum()) / len(sequences)
+    settings = LossSettings(loss="ppo", normalizer="sequences", grad_clip_norm=0)
+    denominators = Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences), all_tokens)
+    _, metrics = gradient(base, lanes, 0, sequences, settings, denominators)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_completion_without_a_trained_token_costs_nothing(base, lanes):

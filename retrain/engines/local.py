@@ -99,7 +99,10 @@ class LocalEngine:
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        rows = min(self.max_rows or self._affordable_rows(longest), self.fitting or MOST_ROWS["cuda"])
+        rows = min(
+            self.max_rows or self._affordable_rows(longest, any(r.truncates for r in requests)),
+            self.fitting or MOST_ROWS["cuda"],
+        )
         while True:
             try:
                 self._decode(requests, work, adapters, rows, keep)
@@ -185,10 +188,11 @@ class LocalEngine:
                 dealt += 1
         return [piece for piece in pieces if piece]
 
-    def _affordable_rows(self, length: int) -> int:
+    def _affordable_rows(self, length: int, truncated: bool = False) -> int:
         """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""
         kind, row_bytes = self.base.device.type, length * cache_bytes(self.base)
-        logits_bytes = 5 * 4 * self.base.vocab_size  # fp32 logits, their mass, its sum and two temporaries
+        # fp32 logits, their mass, its sum and two temporaries; where truncated, what is left of the mass, twice
+        logits_bytes = (7 if truncated else 5) * 4 * self.base.vocab_size
         share = 0.8 if kind == "cuda" else 0.5
         # Resizing the batch copies the cache: twice its bytes.
         fitting = int(share * available_memory(self.base.device)) // (2 * row_bytes + logits_bytes)
