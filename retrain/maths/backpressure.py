@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -255,4 +255,4 @@ def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
 def _move(basis: str, regime: str, load: int, target: int, **known: float) -> Decision:
     """A decision that moves the load to ``target`` without claiming to know n*; ``known`` is what the fit says."""
     action = "increase" if target > load else "throttle" if target < load else "hold"
-    return Decision(action, regime, basis, target, **known)
+    return replace(Decision(action, regime, basis, target), **known)
