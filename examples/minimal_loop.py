@@ -1,12 +1,18 @@
 """Reinforcement learning with verifiable rewards in one screen: the loop that `retrain train` runs, without TOML.
 
-    python examples/minimal_loop.py [steps]
+    python examples/minimal_loop.py [steps] [directory]
 
 Each step samples a group of answers to each of a few problems, scores them, compares every answer with the others of
-its group (GRPO), and moves a LoRA adapter toward the better ones. The reward printed rises.
+its group (GRPO), and moves a LoRA adapter toward the better ones. The reward printed rises; every step is a line of
+metrics.jsonl in the directory (logs/minimal_loop):
+
+    pandas.read_json("logs/minimal_loop/metrics.jsonl", lines=True).plot(x="progress/batch", y="reward/total")
 """
 
+import json
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +27,11 @@ from retrain.rewards.rules import MatchReward
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 
 
-def main(steps: int = 20) -> list[float]:
+def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
+    record = Path(directory) / "metrics.jsonl"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    if record.exists():
+        sys.exit(f"{record} is there already: give another directory, python examples/minimal_loop.py {steps} DIR")
     base = load_base("tiny-reasoner", devices="cpu")
     lanes = Lanes(base)
     engine = LocalEngine(base, lanes)
@@ -32,6 +42,7 @@ def main(steps: int = 20) -> list[float]:
     data = problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
+        begin = time.perf_counter()
         # Sample: every prompt once through the model, SAMPLES answers each, with their log-probabilities.
         batch = data[step * PROMPTS : (step + 1) * PROMPTS]
         prompts = [render(problem, base.tokenizer, None) for problem in batch]
@@ -62,9 +73,15 @@ def main(steps: int = 20) -> list[float]:
         count = Denominators(tokens=sum(len(s.completion_ids) for s in sequences), sequences=len(sequences))
         metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, count, LR)
         history.append(float(np.mean(rewards)))
+        row = {
+            "step": step, "progress/batch": step, "progress/done_frac": (step + 1) / steps, "optim/lr": LR,
+            "reward/total": history[-1], "time/total": time.perf_counter() - begin,
+        }  # fmt: skip
+        with open(record, "a") as file:
+            file.write(json.dumps(row | metrics) + "\n")
         print(f"step {step:3d}  reward {history[-1]:.3f}  ratio {metrics['val/ratio']:.6f}", flush=True)
     return history
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, *sys.argv[2:3])

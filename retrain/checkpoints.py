@@ -6,7 +6,6 @@ step goes on. The copies are written in the order in which they were made.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import publish_directory, read_json, sha256, write_bytes, write_json, writing
+from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
+from retrain.ownership import Owner, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.record.recorder import ROW_FILES
 from retrain.record.status import last_row
@@ -38,10 +38,10 @@ class Snapshot:
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses, CheckpointError when the policy wrote a link; what had been
-    written aside is removed.
+    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names, CheckpointError
+    when the policy wrote a link; what had been written aside is removed.
     """
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with writing(aside):
@@ -53,7 +53,7 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
             raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
         hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in found}
         write_json(aside / MANIFEST, {"format": FORMAT, "sha256": hashes})
-        publish_directory(aside, directory)
+        publish(aside, directory, _owner(directory))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -94,9 +94,19 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Checkpoints of a run by step, oldest first (whole or not)."""
+    """Checkpoints that the run has written, by step, oldest first (whole or not).
+
+    Others that lie there are none; in a directory without a mark, which nothing is removed from, all count.
+    """
     found = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
-    return sorted(found, key=checkpoint_step)
+    marked = owner_of(run_directory) is not None
+    return sorted((path for path in found if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
+
+
+def _owner(directory: Path) -> Owner | None:
+    """Whose a checkpoint in this place is: the run's around it."""
+    run = owner_of(directory.parent.parent)
+    return run and run.at(f"checkpoints/{directory.name}")
 
 
 def checkpoint_step(directory: Path) -> int:
@@ -165,17 +175,18 @@ class _Found:
 
 
 def forget_after(run_directory: Path, step: int) -> None:
-    """Delete checkpoints of later steps, which will be made anew."""
+    """Delete the run's own checkpoints of later steps, which will be made anew."""
     for directory in checkpoint_directories(run_directory):
         if checkpoint_step(directory) > step:
-            shutil.rmtree(directory)
+            remove(directory, _owner(directory))
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete all but the last ``keep_last`` checkpoints (0 keeps all) and those at multiples of ``keep_every``."""
+    """Delete all but the last ``keep_last`` of the run's own checkpoints (0 keeps all) and those at multiples of
+    ``keep_every``."""
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
         if not (keep_every and checkpoint_step(directory) % keep_every == 0):
-            shutil.rmtree(directory)
+            remove(directory, _owner(directory))
 
 
 class SaveQueue(Generic[T]):

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import compare, look, setup, status, train
+from retrain.commands import adapters, compare, look, setup, status, train, trial
 from retrain.errors import RetrainError
 
 
@@ -49,11 +49,14 @@ RUN, LOOK, START = "Run", "Look", "Set up"
 app.command(rich_help_panel=RUN)(train.train)
 app.command(rich_help_panel=RUN)(train.resume)
 app.command(rich_help_panel=RUN)(train.squeeze)
+app.command(rich_help_panel=RUN)(adapters.export)
 app.command(rich_help_panel=LOOK)(look.check)
 app.command(rich_help_panel=LOOK)(look.explain)
+app.command(name="try", rich_help_panel=LOOK)(trial.try_)
 app.command(rich_help_panel=LOOK)(status.status)
 app.command(rich_help_panel=LOOK)(compare.compare)
 app.command(rich_help_panel=LOOK)(look.report)
+app.command(rich_help_panel=LOOK)(adapters.sample)
 app.command(rich_help_panel=START)(setup.init)
 app.command(rich_help_panel=START)(setup.schema)
 app.command(rich_help_panel=START)(setup.doctor)

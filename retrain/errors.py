@@ -18,6 +18,10 @@ class UsageError(RetrainError):
     exit_status = 2
 
 
+class NotOurs(UsageError):
+    """Something that was not written by this run lies where it would write; it is left as it is."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a configuration file.
@@ -45,10 +49,10 @@ class ConfigError(UsageError):
 
 
 class MissingExtra(UsageError):
-    """An optional package is needed and absent; the message holds the one line that installs it."""
+    """An optional package is needed and absent; the message holds the line that installs it (``retrain.extras``)."""
 
-    def __init__(self, feature: str, package: str, extra: str):
-        super().__init__(f"{feature} needs the package {package}: pip install 'retrain[{extra}]'")
+    def __init__(self, feature: str, package: str, install: str):
+        super().__init__(f"{feature} needs the package {package}: {install}")
 
 
 class ModelError(RetrainError):

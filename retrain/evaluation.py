@@ -67,7 +67,7 @@ class Evaluator:
                 problem,
                 subject.policy,
                 samples,
-                Sampling(max_tokens, temperature),
+                Sampling(max_tokens, temperature, **held_out.truncation),
                 (*subject.stream, "eval", *own, subject.step, i),
             )
             for subject, problems in zip(subjects, asked, strict=True)
@@ -80,7 +80,8 @@ class Evaluator:
             groups = [group for group in part if isinstance(group, Group)]
             error = next((group for group in part if isinstance(group, Exception)), None)
             seconds = time.time() - begin
-            record = EvalRecord(held_out.name, subject.step, groups, temperature, samples, seconds, max_tokens)
+            how = (temperature, samples, seconds, max_tokens)
+            record = EvalRecord(held_out.name, subject.step, groups, *how, **held_out.truncation)
             evaluated.append(Evaluated(record, error))
         return evaluated
 
@@ -105,4 +106,5 @@ class Evaluator:
 
 def _how(held_out: HeldOut, environment: Environment, setting: str) -> str:
     problems = content_hash((), environment.problems(held_out.name))
-    return repr((held_out.name, held_out.sampling, held_out.data, problems, setting))
+    sampling = (held_out.sampling, held_out.truncation)
+    return repr((held_out.name, sampling, held_out.data, problems, setting))

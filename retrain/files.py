@@ -20,6 +20,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
+ASIDE = ".retrain-tmp"
+"""End of the names of what is being written, and worth nothing before it is renamed."""
 
 
 def jsonable(value: Any) -> Any:
@@ -92,8 +94,8 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    durable = durable and not _is_aside(path.parent)
+    aside = aside_of(path)
+    durable = durable and not _is_aside(path.parent.name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -110,9 +112,18 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
             fsync(path.parent)
 
 
-def _is_aside(path: Path) -> bool:
-    """Whether the name says that this is being written, and worth nothing before it is renamed."""
-    return path.name.startswith(".") and path.name.endswith(".tmp")
+def aside_of(path: Path) -> Path:
+    """Where this process writes what is then renamed to ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
+
+
+def _is_aside(name: str) -> bool:
+    return name.startswith(".") and name.endswith(ASIDE)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a file or directory of this name was left by another process, killed in the middle of a write."""
+    return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -194,7 +205,7 @@ def publish_directory(aside: Path, final: Path) -> None:
             if path.is_dir() or path.is_file():
                 fsync(path)
         if final.exists():
-            old = final.with_name(f".{final.name}.old")
+            old = aside_of(final.with_name(f"{final.name}.old"))
             shutil.rmtree(old, ignore_errors=True)
             os.replace(final, old)
             os.replace(aside, final)
@@ -202,39 +213,3 @@ def publish_directory(aside: Path, final: Path) -> None:
         else:
             os.replace(aside, final)
         fsync(final.parent)
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Write every file below ``source`` to the same place below ``target``; whatever else lies there stays.
-
-    Raises StorageError when one cannot be written.
-    """
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            write_bytes(target / path.relative_to(source), path.read_bytes())
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Delete what other processes, killed in the middle of a write, left anywhere in ``directory``."""
-    for path in [*directory.rglob(".*.tmp"), *directory.rglob(".*.old")]:
-        if path.name.endswith(f".{os.getpid()}.tmp"):
-            continue  # of a thread of this process
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def refuse_links(directory: Path) -> None:
-    """Raise UsageError when something inside ``directory`` is a symbolic link, through which writes could leave it.
-
-    ``directory`` itself may be reached through links.
-    """
-    for folder, folders, files in os.walk(directory):
-        for name in (*folders, *files):
-            path = os.path.join(folder, name)
-            if os.path.islink(path):
-                raise UsageError(
-                    f"{path} is a symbolic link: nothing is written through links inside a run directory; "
-                    "put what it points to in its place (the whole directory may be a link)"
-                )

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from retrain.errors import PluginError, PluginMissing
+from retrain.extras import EXTRA_OF, install_line
 
 
 def search_folders(base_dir: Path | None) -> list[Path]:
@@ -77,7 +78,9 @@ def _found(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, C
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
-        raise PluginMissing(f"{told}: no module {error.name!r} here or in {', '.join(map(str, folders))}") from None
+        places = ", ".join(map(str, folders))
+        fix = f"; type: {install_line(error.name)}" if error.name in EXTRA_OF else ""
+        raise PluginMissing(f"{told}: no module {error.name!r} here or in {places}{fix}") from None
     except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
         raise PluginMissing(f"{told}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)

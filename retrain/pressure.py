@@ -77,7 +77,7 @@ class Pressure:
         return {
             "bp_action": decision.action,
             "bp_regime": decision.regime,
-            "bp_p_star": decision.n_star,
+            "bp_p_star": decision.best_load,
             "bp_sigma": decision.sigma,
             "bp_kappa": decision.kappa,
             "bp_utilization": decision.utilization,

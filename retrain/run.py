@@ -28,13 +28,14 @@ from retrain.engines.protocol import PolicyRef
 from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Environment
 from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
-from retrain.files import copy_files, dumps, publish_directory, read_jsonl
+from retrain.files import aside_of, dumps, read_jsonl
 from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
+from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, samples_of
+from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, probe_of, samples_of
 from retrain.record.environment import without_keys
-from retrain.record.observer import SpecLike
+from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest, Sampling
@@ -95,9 +96,8 @@ class Run:
     ``base_id`` identifies the frozen weights under its policy.
     """
 
-    spec: SpecLike
+    spec: RunSpecLike
     config: Config
-    is_campaign: bool
     directory: Path
     base_id: str
     policy: Policy
@@ -150,10 +150,7 @@ class Run:
     @property
     def export(self) -> Path | None:
         """The user's directory that also receives the final adapter."""
-        path = self.config.backend.adapter_path
-        if path is None:
-            return None
-        return Path(path) / self.run_id if self.is_campaign else Path(path)
+        return self.spec.export
 
     @property
     def finished(self) -> bool:
@@ -198,7 +195,7 @@ class Run:
     def rollout_requests(self) -> list[RolloutRequest]:
         """What to draw for the next step; moves the data cursor."""
         training = self.config.training
-        sampling = Sampling(training.max_tokens, training.temperature)
+        sampling = Sampling(training.max_tokens, training.temperature, **self.config.training_truncation)
         return [
             RolloutRequest(
                 self.environments["train"],
@@ -229,7 +226,8 @@ class Run:
         """
         self._check_grading(groups)
         samples, lr = samples_of(groups), self.lr()
-        batch = TrainBatch(samples, credit.denominators, self.step, self.stream)
+        probe = [] if samples else probe_of(groups)
+        batch = TrainBatch(samples, credit.denominators, self.step, self.stream, probe)
         try:
             numbers = {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
         except NonFinite as error:
@@ -293,6 +291,7 @@ class Run:
                 "uncertainty_kind": config.algorithm.uncertainty_kind,
                 "batch_size": config.training.batch_size,
                 "group_size": config.training.group_size,
+                "epoch": self.cursor.position / max(1, len(self.cursor.problems)),
             },
             spans=self.spans,
             step_start=self.last_end or now,
@@ -313,7 +312,7 @@ class Run:
         first: dict[str, dict[str, Any]] = {}
         for row in read_jsonl(self.directory / "evals.jsonl"):
             first.setdefault(row["name"], row)
-        return [first[name] for name in ("heldout",) if name in first]
+        return [first[name] for name in self.config.evaluation.names if name in first]
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""
@@ -364,14 +363,19 @@ class Run:
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, epoch)
         if final:
             target = self.directory / "final"
-            aside = target.with_name(f".{target.name}.tmp")
+            aside = aside_of(target)
             saved.policy.export(aside, directory)
-            publish_directory(aside, target)
+            publish(aside, target, self._owner("final"))
             if self.export is not None:
-                copy_files(target, self.export)
+                install(target, self.export, self._owner("adapter_path"))
             self._record_save("final", saved.step, directory, target, epoch)
             self.recorder.flush()  # the pages as well, before the run counts as done
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
+
+    def _owner(self, place: str) -> Owner | None:
+        """As whose what the run writes as ``place`` is marked."""
+        run = owner_of(self.directory)
+        return run and run.at(place)
 
     def _epoch(self, position: int) -> int:
         return position // max(1, len(self.cursor.problems))

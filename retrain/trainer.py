@@ -186,9 +186,7 @@ class Cohort:
         records = self._evaluate(held_out, list(alike.values()))
         for (setting, same), record in zip(alike.items(), records, strict=True):
             environment = same[0].environments[held_out.name]
-            self.saver.queue.submit(
-                same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record)
-            )
+            self.saver.queue.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
 
     def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
         """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is

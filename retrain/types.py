@@ -1,28 +1,15 @@
 """What flows through the house: Problem → Rollout (Turn, Turn, …) → Group → Sample → StepRecord.
 
-Shape suffixes, one spelling everywhere (``advantages_BT`` is [rows of a batch, tokens]):
-
-======  =====================================================================================================
-``_N``  rollouts: of one group, or of a whole step in sampling order
-``_G``  groups of a step
-``_T``  tokens that the policy drew: of one action, or of a rollout's actions one after the other
-``_L``  all tokens of a sequence, what it read and what it drew
-``_B``  rows of a (micro-)batch
-``_S``  sequences of a packed row
-``_M``  tokens that train, of a whole micro-batch, flattened
-``_R``  rows of a decode batch, with ``_K`` columns of its cache
-``_V``  vocabulary
-``_H``  hidden size
-======  =====================================================================================================
-
-Arrays here are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and ``maths``.
+The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``advantages_BT`` is [rows of a batch,
+tokens]. Arrays are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and
+``maths``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +18,27 @@ Message = Mapping[str, str]
 """One chat turn: ``{"role": "user", "content": "…"}``."""
 
 StopReason = Literal["stop", "length"]
+
+DIMENSIONS = {
+    "P": "prompts",
+    "N": "rollouts of one group, or of a step; texts",
+    "G": "groups of a step",
+    "B": "rows of a padded batch, one rollout each",
+    "T": "tokens that the policy drew, of one action or of a rollout's actions one after the other",
+    "L": "all tokens of a sequence, what was read and what was drawn",
+    "M": "drawn tokens of a micro-batch, one after the other",
+    "R": "rows of a decode batch",
+    "K": "columns of its cache; tokens that a draw kept",
+    "V": "vocabulary",
+    "H": "hidden size",
+    "D": "width of a vector",
+    "S": "replicates: seeds, problems, pairs of runs; sequences of a packed row",
+    "r": "rank of an adapter",
+    "k": "ranks that are kept of it",
+    "in": "inputs of a linear layer",
+    "out": "outputs of a linear layer",
+}
+"""What each letter counts, everywhere. A 1 is an axis of one entry."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,26 @@ class Prompt:
     """The conversation that ``text`` was rendered from, system prompt and template included."""
 
 
+@dataclass(frozen=True)
+class Support:
+    """The tokens that each token was drawn among when sampling is truncated (top-p, top-k, min-p).
+
+    Token t was drawn among ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
+    [T + 1].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
 @dataclass
 class Action:
     """What the policy drew in one turn.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
-    of the very distribution that was sampled from (temperature applied, full vocabulary); ``entropy_T`` is None
-    for engines that cannot give it. ``policy_version`` names the weights that drew it.
+    of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
+    ``entropy_T`` is None for engines that cannot give it. ``support`` is None when sampling was not truncated.
+    ``policy_version`` names the weights that drew it.
     """
 
     token_ids: list[int]
@@ -69,6 +90,7 @@ class Action:
     logprobs_T: np.ndarray
     entropy_T: np.ndarray | None
     stop_reason: StopReason
+    support: Support | None = None
     policy_version: int = 0
 
     def __len__(self) -> int:
@@ -83,6 +105,7 @@ class Turn:
     observation_ids: tuple[int, ...]
     action: Action
     messages: tuple[Message, ...] = ()
+
 
 @dataclass
 class RewardResult:
@@ -199,6 +222,7 @@ class Sample:
 
     ``action_mask`` marks the tokens that the policy drew; what it read has mask 0 and, in the float arrays, 0.
     ``loss_mask`` marks those of them that train. ``versions`` name the weights that drew a token (−1: none did).
+    ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
     """
 
     token_ids: np.ndarray
@@ -207,6 +231,7 @@ class Sample:
     versions: np.ndarray
     advantages: np.ndarray
     loss_mask: np.ndarray
+    support: Support | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -224,6 +249,7 @@ class Sample:
         logprobs_T: np.ndarray,
         advantages_T: np.ndarray,
         loss_mask_T: np.ndarray | None = None,
+        support: Support | None = None,
     ) -> Sample:
         """One action after one prompt, with what the sampler and credit say of each of its tokens."""
         read, drawn = len(prompt_ids), len(token_ids)
@@ -235,6 +261,7 @@ class Sample:
             versions=np.repeat([-1, 0], [read, drawn]),
             advantages=np.concatenate([np.zeros(read), advantages_T]),
             loss_mask=np.concatenate([np.zeros(read, dtype=bool), mask]),
+            support=support,
         )
 
 
@@ -251,6 +278,7 @@ def sample_of(rollout: Rollout) -> Sample:
         versions=np.full(length, -1, dtype=np.int64),
         advantages=np.zeros(length),
         loss_mask=np.zeros(length, dtype=bool),
+        support=_joined_support([turn.action.support for turn in rollout.turns]),
     )
     at = done = 0
     for turn in rollout.turns:
@@ -268,6 +296,21 @@ def sample_of(rollout: Rollout) -> Sample:
     return sample
 
 
+def _joined_support(parts: Sequence[Support | None]) -> Support | None:
+    """The support of several actions as that of one; all of them have one, or none has."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len(known) < 2:
+        return known[0] if len(known) == len(parts) else None
+    starts = np.cumsum([0, *(len(part.ids) for part in known)])
+    offsets = [part.offsets[bool(i) :] + start for i, (part, start) in enumerate(zip(known, starts, strict=False))]
+    return Support(np.concatenate([part.ids for part in known]), np.concatenate(offsets))
+
+
+def without_advantages(sample: Sample) -> Sample:
+    """The sample with an advantage of 0 for every token that was drawn, all of which count."""
+    return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
+
+
 def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[RewardResult]) -> Group:
     """The group of these answers to one prompt."""
     turns = [Turn(prompt.token_ids, action, prompt.messages) for action in actions]
@@ -282,7 +325,8 @@ Completion = Action
 class EvalRecord:
     """One held-out evaluation: every group with its rollouts, none of which has an advantage.
 
-    ``step`` counts the updates done; ``temperature``, ``samples`` per problem and ``max_tokens`` are how it sampled.
+    ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
+    ``min_p`` are how it sampled.
     """
 
     name: str
@@ -292,6 +336,9 @@ class EvalRecord:
     samples: int
     seconds: float
     max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from shapes import check_maths
 
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,10 +20,21 @@ os.environ["COLUMNS"] = "120"
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "_TYPER_FORCE_DISABLE_TERMINAL"):
     os.environ.pop(name, None)
 os.environ["NO_COLOR"] = "1"
+check_maths()  # in every test, whatever it trains
 # A shell's & and nohup start what they start with signals ignored, which retrain rightly leaves so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def unchecked():
+    """Calls with wrong shapes get through to the function, which has words of its own for them."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

@@ -134,10 +134,10 @@ def set_trap(point: str, moment: float) -> None:
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
         "torn checkpoint": lambda: at(checkpoints, "write_bytes", 8, half),
-        "before rename": lambda: at(checkpoints, "publish_directory", 6),
-        "after rename": lambda: at(checkpoints, "publish_directory", 6, after=True),
+        "before rename": lambda: at(checkpoints, "publish", 6),
+        "after rename": lambda: at(checkpoints, "publish", 6, after=True),
         "before line": lambda: at(run.Run, "_record_save", 6),
-        "final": lambda: at(run, "publish_directory", 2, after=late),
+        "final": lambda: at(run, "publish", 2, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(run, "prune", 4),
         "resuming": lambda: at(run, "forget_after", 2, after=late),
@@ -212,6 +212,7 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
 
     ``stopped``: a SIGTERM has left checkpoints between the scheduled ones; their lines are left out.
     """
+    from retrain.files import ASIDE
     from retrain.record.catalogue import is_timing_key
 
     found: dict[str, Any] = {}
@@ -237,7 +238,7 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
             run / "final/adapter_model.safetensors", last / "adapter_model.safetensors", last / "optimizer.safetensors"
         ):  # fmt: skip
             found[f"{entry['run_id']}/{path.relative_to(run)}"] = path.read_bytes().hex()
-        found[f"{entry['run_id']}/leftovers"] = [p.name for p in (*run.rglob(".*.tmp"), *run.rglob(".*.old"))]
+        found[f"{entry['run_id']}/leftovers"] = [p.name for p in run.rglob(f".*{ASIDE}")]
     return found
 
 

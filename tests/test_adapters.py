@@ -6,8 +6,10 @@ import pytest
 import torch
 from lane_cases import trained
 
-from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint
+from retrain.campaign.squeeze import compress_adapter
+from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint, snapshot
 from retrain.errors import CheckpointError, ModelError
+from retrain.files import read_json, write_json
 from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.lora import Lanes
@@ -33,6 +35,19 @@ def test_peft_loads_what_is_saved_and_computes_the_same(base, tmp_path):
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base.name), str(tmp_path / "adapter"))
     with torch.no_grad():
         assert torch.allclose(model(input_ids=IDS).logits, expected, atol=1e-5)
+
+
+def test_the_configuration_is_peft_s_own(base, lanes, tmp_path):
+    from peft import LoraConfig, PeftConfig
+
+    adapter = trained(lanes, 0)
+    save_adapter(tmp_path, adapter, base.name, "main", 0.25)
+    written, read = read_json(tmp_path / "adapter_config.json"), PeftConfig.from_pretrained(str(tmp_path))
+    assert set(written) == set(LoraConfig().to_dict())  # whatever fields the installed peft has
+    assert isinstance(read, LoraConfig)
+    assert (read.r, read.lora_alpha, read.lora_dropout, read.revision) == (4, 8.0, 0.25, "main")
+    assert (read.peft_type, read.task_type, read.inference_mode) == ("LORA", "CAUSAL_LM", True)
+    assert written["target_modules"] == [shape.name for shape in lanes.shapes]  # in order, as sets are not
 
 
 def test_stacked_lanes_equal_each_lane_alone(base, lanes):
@@ -128,3 +143,35 @@ def test_checkpoint_continues_exactly_and_damage_is_found(base, lanes, tmp_path)
     told: list[str] = []
     assert newest_whole(tmp_path, told) == run / "step_000003"
     assert "damaged" in told[0]
+
+
+def test_a_snapshot_does_not_change_while_training_goes_on(lanes):
+    """It is written by a thread during the next step: nothing in it may be the live weights."""
+    adapter = trained(lanes, 0)
+    optimizer = new_optimizer(adapter, 0.1, (0.9, 0.999), 1e-8, 0.0)
+    torch.nn.init.ones_(adapter.flat.grad)
+    optimizer.step()
+    saved = snapshot(adapter, "base", None, optimizer, {"step": 1})
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in saved.adapter.items()}
+    moments = {name: tensor.clone() for name, tensor in saved.optimizer.items()}
+    optimizer.step()
+    assert not all(torch.equal(now[0], before[name][0]) for name, now in adapter.tensors().items())
+    assert all(torch.equal(a, before[name][0]) and torch.equal(b, before[name][1])
+               for name, (a, b) in saved.adapter.items())  # fmt: skip
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in saved.optimizer.items())
+
+
+def test_a_base_on_this_machine_has_its_whole_path(lanes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/mine").mkdir(parents=True)
+    adapter, path = trained(lanes, 0), "base_model_name_or_path"
+    for name, told in (("models/mine", str(tmp_path / "models/mine")), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
+        save_adapter(tmp_path / "adapter", adapter, name)
+        assert read_json(tmp_path / "adapter/adapter_config.json")[path] == told
+        optimizer = new_optimizer(adapter, 0.1, (0.9, 0.999), 1e-8, 0.0)
+        save_checkpoint(tmp_path / "saved" / told[-4:], adapter, name, None, optimizer, {"step": 1})
+        assert read_json(tmp_path / "saved" / told[-4:] / "adapter_config.json")[path] == told
+    write_json(tmp_path / "adapter/adapter_config.json", read_json(tmp_path / "adapter/adapter_config.json")
+               | {path: "models/mine"})  # fmt: skip
+    compress_adapter(tmp_path / "adapter", 2, tmp_path / "small")
+    assert read_json(tmp_path / "small/adapter_config.json")[path] == str(tmp_path / "models/mine")

@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in ("my_backend", "slow_backend"):
+    for name in ("my_backend", "slow_backend", "nan_backend"):
         sys.modules.pop(name, None)
 
 
@@ -132,9 +132,24 @@ def test_a_placeholder_loss_is_called_one(folder):
     result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=1")
     assert result.exit_code == 0, result.output
     (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
-    assert (row["loss"], row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (None, True, False)
-    assert row["reported_loss"] is not None
+    assert (row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (True, False)
+    assert row["loss"] == row["reported_loss"] == row["loss/policy_avg"] != 0
     assert "loss=placeholder" in result.output
+
+
+def test_a_backend_that_tells_no_gradient_norm_is_not_told_what_it_is(folder):
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=7")
+    assert result.exit_code == 0, result.output
+    assert sum(row["num_datums"] > 0 for row in read_jsonl(folder / "out" / "metrics.jsonl")[-5:]) > 0
+    notes = {note["key"] for note in read_jsonl(folder / "out" / "notes.jsonl")}
+    assert not notes & {"gradient_not_a_number", "adapter_unchanged"}
+    told = CODE.replace(
+        '"table/rows": len', '"optim/grad_norm": float("nan") if batch.step else 1.0, "table/rows": len'
+    )
+    (folder / "nan_backend.py").write_text(told)
+    (folder / "nan.toml").write_text((TOML + REST).replace("my_backend:Table", "nan_backend:Table"))
+    assert run("train", "nan.toml", "--out", "nan", "--plain", "--set", "training.max_steps=3").exit_code == 0
+    assert "gradient_not_a_number" in {note["key"] for note in read_jsonl(folder / "nan" / "notes.jsonl")}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ import pytest
 from toycampaign import campaign
 
 from retrain.campaign.launch import launch, resume
-from retrain.campaign.squeeze import squeeze
-from retrain.config import load
+from retrain.campaign.manifest import read_plan
+from retrain.campaign.squeeze import squeeze, squeeze_after_run
+from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
+from retrain.ownership import claim
 from retrain.record.observer import NullObserver
 
 
@@ -32,6 +35,17 @@ def without_time(rows: list[dict]) -> list[dict]:
     clock = {metric.key for metric in METRICS if metric.is_timing}
     clock |= {alias for m in METRICS if m.is_timing for names in m.aliases.values() for alias in names}
     return [{k: v for k, v in row.items() if k not in clock and not k.startswith(("time", "perf"))} for row in rows]
+
+
+class Ends(NullObserver):
+    """Remembers how each run was said to end, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+    def run_finished(self, spec, status, message=""):
+        self.told.append((spec.run_id, status))
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +209,10 @@ def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, model
 def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
     out, _ = finished
     condition = 'reward = {custom_function = "fragile"}'
-    outcome = train(campaign(tmp_path, model, condition=condition), tmp_path / "out")
+    ends = Ends()
+    outcome = train(campaign(tmp_path, model, condition=condition), tmp_path / "out", ends)
     assert outcome.exit_status == 1
+    assert len(ends.told) == len(dict(ends.told)) == 4  # the end of each once
     runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
     states = {run["run_id"]: run["state"] for run in runs}
     assert states["grpo+none_s1"] == states["grpo+none_s2"] == "done"
@@ -219,9 +235,12 @@ def test_a_failing_run_leaves_the_others_alone(finished, model, tmp_path):
 
 
 def test_a_run_whose_records_cannot_be_written_fails_alone(model, tmp_path):
-    (tmp_path / "out/runs/grpo+none_s1").mkdir(parents=True)
-    (tmp_path / "out/runs/grpo+none_s1/emergence").write_text("a file where a folder must be")
-    outcome = train(campaign(tmp_path, model, steps=2), tmp_path / "out")
+    class Plants(NullObserver):
+        def plan(self, specs):
+            claim(tmp_path / "out/runs/grpo+none_s1", claim(tmp_path / "out").at("runs/grpo+none_s1"))
+            (tmp_path / "out/runs/grpo+none_s1/emergence").write_text("a file where a folder must be")
+
+    outcome = train(campaign(tmp_path, model, steps=2), tmp_path / "out", Plants())
     assert outcome.exit_status == 1
     runs = {run["run_id"]: run for run in read_json(tmp_path / "out/manifest.json")["runs"]}
     failed = runs.pop("grpo+none_s1")
@@ -254,6 +273,22 @@ def test_data_and_rewards_are_read_before_the_model(model, tmp_path, sets, reaso
         train(path, tmp_path / "out", sets=[*sets, f'model.model="{tmp_path / "nothing"}"'])
     assert error.value.exit_status == 2
     assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, monkeypatch, tmp_path, asked):
+    out, _ = finished
+    told: list[str] = []
+    monkeypatch.setattr(
+        "retrain.campaign.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
+    )
+    spec = read_plan(out)[0][0]
+    changed = spec.config.model_dump(by_alias=True)
+    changed["logging"]["report_to"] = ["wandb"]
+    changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}
+    copied = shutil.copytree(out, tmp_path / "copy")
+    squeeze_after_run(copied, replace(spec, config=parse_dict(changed)), tmp_path)
+    assert told == ([spec.run_id] if asked else [])
 
 
 def test_squeeze_of_a_run_directory(finished, tmp_path):

@@ -176,7 +176,6 @@ def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path):
     ("path", "words"),
     [
         ("here", "type: retrain init here.toml"),
-        ("missing/dir/a.toml", "type: mkdir -p missing/dir"),
         ("/proc/a.toml", "/proc/a.toml cannot be written: "),
     ],
 )
@@ -187,6 +186,15 @@ def test_init_refuses_other_paths(tmp_path, monkeypatch, path, words):
     (line,) = result.stderr.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_init_makes_the_directories_above_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "not/there/a.toml").exit_code == 0
+    assert run("check", "not/there/a.toml").exit_code == 0
+    refused = run("init", "not/there/a.toml/b.toml")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "not/there/a.toml/b.toml cannot be written: " in refused.stderr
 
 
 def test_schema_is_a_schema_that_the_quickstart_obeys():
@@ -204,6 +212,18 @@ def test_doctor_names_every_package_and_extra():
     assert result.exit_code == 0
     for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
         assert name in result.output
+
+
+def test_doctor_says_ok_of_what_is_there_only(monkeypatch):
+    found = setup.version_of
+    monkeypatch.setattr(setup, "version_of", lambda package: None if package == "trackio" else found(package))
+    result = run("doctor")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    (absent,) = [line for line in lines if "[trackio]" in line]
+    assert absent.split(maxsplit=2)[0] == "-"
+    assert absent.endswith("not installed (Trackio tracking); type: pip install '.[trackio]'")
+    assert not [line for line in lines if line.startswith("ok ") and "not installed" in line]
 
 
 def test_doctor_fails_when_a_required_package_is_missing(monkeypatch):
@@ -331,7 +351,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_every_command_has_help_that_names_its_options(command):
-    result = run(command.callback.__name__, "--help")
+    result = run(command.name or command.callback.__name__, "--help")
     assert result.exit_code == 0
     (first, *_) = command.callback.__doc__.split("\n\n")
     assert " ".join(first.split()) in " ".join(result.output.split())
@@ -341,3 +361,69 @@ def test_every_command_has_help_that_names_its_options(command):
     ]
     assert [name for name in options if name not in result.output] == []
     assert "default: (" not in result.output
+
+
+NEEDY = """\
+[data]
+source = "gsm8k"
+eval_source = "held.parquet"
+
+[planning]
+detector = "semantic"
+
+[reward]
+type = "weighted"
+components = [{ type = "match" }, { type = "math", weight = 0.5 }]
+
+[logging]
+report_to = ["tensorboard", "trackio"]
+wandb_project = "mine"
+"""
+
+
+def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_path, monkeypatch):
+    from retrain.campaign import references
+
+    file = tmp_path / "needy.toml"
+    file.write_text(NEEDY)
+    monkeypatch.setattr(references, "is_installed", lambda module: False)
+    expected = (
+        ("2  data.source", "is \"gsm8k\", which needs the package datasets: pip install '.[data]'"),
+        ("3  data.eval_source", "is \"held.parquet\", which needs the package pyarrow: pip install '.[data]'"),
+        ("6  planning.detector", 'is "semantic", which needs the package sentence-transformers: pip install'),
+        ("10  reward.components[2].type", "is \"math\", which needs the package math-verify: pip install '.[math]'"),
+        ("13  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
+        ("13  logging.report_to", 'is "trackio", which needs the package trackio'),
+        ("14  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
+    )
+    for command in (["check"], ["train", "--out", str(tmp_path / "out")]):
+        result = run(command[0], file, *command[1:])
+        assert result.exit_code == 2
+        lines = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+        assert len(lines) == len(expected)
+        for where, told in expected:
+            assert any(line.startswith(f"needy.toml:{where}  {told}") for line in lines), (where, told, lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plug_in_that_lacks_a_known_package_is_told_what_to_type(tmp_path):
+    (tmp_path / "tasks.py").write_text("import reasoning_gym_absent\n")
+    (tmp_path / "gym.py").write_text("raise ModuleNotFoundError('no', name='reasoning_gym')\n")
+    for module, told in (("tasks", ""), ("gym", "; type: pip install '.[gym]'")):
+        (tmp_path / "f.toml").write_text(f'[data]\nsource = "{module}:problems"\n')
+        result = run("check", tmp_path / "f.toml")
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.endswith(str(Path.cwd()) + told)
+
+
+def test_what_is_installed_is_not_missed_and_nothing_is_imported_to_know():
+    from retrain.extras import EXTRAS, is_installed
+
+    code = "from retrain.extras import *; print([is_installed(m) for e in EXTRAS.values() for m in e.packages])"
+    code += "; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    first, modules = done.stdout.splitlines()
+    names = [module for extra in EXTRAS.values() for module in extra.packages]
+    assert json.loads(first.lower()) == [is_installed(name) for name in names]
+    assert not set(names) & set(modules.split())

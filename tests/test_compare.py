@@ -19,7 +19,7 @@ from retrain.campaign.results import METRIC, Measure, RunResult, area_under
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import read_json
+from retrain.files import read_json, read_jsonl
 from retrain.maths.statistics import holm, pairs_for_verdict, sign_flip_p
 
 STATES = ("pending", "running", "interrupted", "done", "failed")
@@ -186,6 +186,17 @@ def test_metrics_and_baseline_are_chosen(tmp_path):
     assert result.exit_code == 2
     assert "did you mean correct_rate" in result.stderr
     assert "the conditions are a, b" in invoke(folder, "--baseline", "c").stderr
+
+
+def test_a_graded_reward_is_told_of_where_accuracy_decides(tmp_path):
+    folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)})
+    for path in folder.glob("runs/*/metrics.jsonl"):
+        told = [row | {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.4, "reward_std": 0.3}
+                for row in read_jsonl(path)]  # fmt: skip
+        path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    (note,) = [text for text in compare_directories([folder])["warnings"] if "other than 0 and 1" in text]
+    assert 'primary_metric = "final:reward_mean"' in note
+    assert not any("0 and 1" in text for text in compare_directories([folder], metric="mean_reward")["warnings"])
 
 
 def test_what_is_no_campaign_is_told(tmp_path):

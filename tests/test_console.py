@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from record_cases import context, evaluation, group, step
+from record_cases import config, context, evaluation, group, step
 from rich.console import Console
 
+from retrain.campaign.results import RunResult
+from retrain.files import read_jsonl
 from retrain.record import NullObserver, RunRecorder, eval_row, step_row
 from retrain.record.board import Board, printable
 from retrain.record.console import LiveConsole, PlainConsole, RecordingConsole, make_console
@@ -69,11 +72,12 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     assert lines[1] == "start run=grpo+none_s1 step=0 max_steps=10"
     first = dict(pair.split("=") for pair in next(line for line in lines if line.startswith("step ")).split()[1:])
     assert first["run"] == "grpo+none_s1"
-    assert first["step"] == "1/10"
+    assert (first["step"], first["done"]) == ("0", "1/10")
     assert (first["reward"], first["correct"], first["loss"], first["lambda"]) == ("0.667", "0.667", "-0.00123", "0.50")
     assert first["entropy"] == "0.500"
     ends = dict(pair.split("=") for pair in [line for line in lines if line.startswith("eval ")][-1].split()[1:])
     assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
+    assert ends["reward"] == "1.000"
     assert "warning: two" in lines
     assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
 
@@ -94,7 +98,7 @@ def test_the_live_view_fits_80_columns_and_24_lines(count):
     assert len(lines) <= 24
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
-    for word in ("step", "ETA", "reward", "correct", "held-out", "tok/s", "λ", "last steps"):
+    for word in ("done", "step", "ETA", "reward", "correct", "held-out", "tok/s", "λ", "last steps"):
         assert word in text
     assert "grpo+none_s1" in text
     assert "4/10" in text
@@ -309,7 +313,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number(width):
     text = draw(board, width=width)
     headings = [line.split() for line in text.splitlines() if line.startswith(("run ", "last steps "))]
     assert all(len(line) <= width for line in text.splitlines())
-    assert headings[0] == ["run", "step", "ETA", "correct"] if width < 50 else headings[0][-1] == "held-out"
+    assert headings[0] == ["run", "done", "ETA", "correct"] if width < 50 else headings[0][-1] == "held-out"
     assert headings[1][:5] == ["last", "steps", "step", "reward", "correct"]
     assert "interrupted" in text
     assert not any(word.endswith("…") for words in headings for word in words)
@@ -325,3 +329,30 @@ def test_tables_in_a_narrow_terminal():
     assert any(line.startswith("grpo+none ") and "50.0% → 70.0%" in line for line in lines)
     assert [line.split()[-1] for line in lines if "97.0%" in line] == ["<-"]
     assert "…" not in stream.getvalue()
+
+
+def test_a_step_has_one_number_everywhere(tmp_path):
+    """The third of three steps on the terminal, in its row, on its page, in the logtree, the timeline and the log."""
+    stream, board = io.StringIO(), Board()
+    plain, spec = PlainConsole(stream), specs(1)[0]
+    settings = config(logging={"rollouts_every": 1})
+    with RunRecorder(tmp_path, context(config=settings, max_steps=3)) as recorder:
+        for console in (plain, board):
+            console.plan([spec])
+            console.run_started(spec, 0, 3)
+        for number in range(3):
+            row = recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
+            for console in (plain, board):
+                console.step(spec, row)
+    assert row["step"] == 2
+    assert "step run=grpo+none_s1 step=2 done=3/3 " in stream.getvalue()
+    shown = draw(board)
+    assert "3/3" in shown
+    assert shown.splitlines()[-1].split()[:2] == ["grpo+none_s1", "2"]
+    assert "<h1>Step 2</h1>" in (tmp_path / "train_iteration_000002.html").read_text()
+    assert json.loads((tmp_path / "train_iteration_000002_logtree.json").read_text())["title"].endswith(": step 2")
+    timeline = (tmp_path / "timeline.html").read_text()
+    assert 'data-step="2"' in timeline
+    assert 'data-step="3"' not in timeline
+    recorded = RunResult("a_s1", "a", 1, "done", None, tmp_path, rows=read_jsonl(tmp_path / "metrics.jsonl"))
+    assert recorded.curve("mean_reward")[-1] == (2, 0.5)  # as the report draws it

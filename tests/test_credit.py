@@ -99,6 +99,19 @@ def test_reinforce_pp_is_whitened_over_the_batch(base):
     assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
 
 
+def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
+    """Completions of different lengths, and one without a reward between them: mean 0 and variance 1 over tokens."""
+    texts = ["so x = 4 notice that we can check", "so", "so x = 4", "notice that x"]
+    groups = [group(base, [1.0, None, 0.0, 0.0], texts), group(base, [3.0, 1.0], texts[2:])]
+    fill_advantages(groups, "reinforce_pp")
+    pairs = [(a, len(c)) for g in groups for a, c in zip(g.advantages_N, g.completions, strict=True)]
+    values, counts = np.array([pair for pair in pairs if np.isfinite(pair[0])]).T
+    assert len(set(counts)) > 2
+    assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
+    assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
+    assert abs(values.mean()) > 0.05  # it is not the plain mean that is 0
+
+
 def test_denominators_count_skipped_groups(base):
     """A group without signal trains nothing, and stays in the count that the loss is divided by."""
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
@@ -125,12 +138,58 @@ def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
     assert not any(s.advantages_T.any() for s in result.sequences[2:])
 
 
+def test_groups_without_signal_train_when_they_are_not_discarded(base):
+    """The divisor is the same either way: it counts what was graded, not what trains."""
+    results = {}
+    for discard in (True, False):
+        groups = [group(base, [1.0, 0.0]), group(base, [0.5, 0.5]), group(base, [None, None])]
+        fill_advantages(groups, "grpo")
+        config = parse_dict({"algorithm": {"discard_group_zero_advantage": discard}})
+        results[discard] = assign_credit(groups, config, 0.0, ("placebo",))
+        assert [g.discarded for g in groups] == [None, "zero_advantage" if discard else None, "no_reward"]
+    assert [len(results[discard].sequences) for discard in (True, False)] == [2, 4]
+    assert not any(s.advantages_T.any() for s in results[False].sequences[2:])
+    assert all(s.loss_mask_T.all() for s in results[False].sequences)
+    assert results[True].denominators == results[False].denominators
+
+
+@pytest.mark.parametrize("change", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"discard_group_zero_advantage": False}])
+def test_gtpo_paper_keeps_its_uniform_groups_where_all_train(base, change):
+    """It makes their advantages 0, and would otherwise discard them for that."""
+    for kept, algorithm in ((True, change), (False, {})):
+        groups = [group(base, [1.0, 1.0]), group(base, [1.0, 0.0])]
+        fill_advantages(groups, "grpo")
+        config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **algorithm}})
+        result = assign_credit(groups, config, 0.0, ("placebo",))
+        assert [g.discarded for g in groups] == [None if kept else "zero_advantage", None]
+        assert len(result.sequences) == (4 if kept else 2)
+
+
+def test_the_probe_is_one_completion_of_every_group_first(base):
+    """The same whatever the rewards are, without advantages; empty completions cannot be scored."""
+    texts = [["so x = 1", "so x = 2"], ["notice x = 3", "so x = 4"], ["so x = 5"]]
+    groups = [group(base, [0.0] * len(each), each) for each in texts]
+    groups[1].completions[0] = Completion([], "", np.zeros(0), None, "stop")
+    fill_advantages(groups, "grpo")
+    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
+    assert result.sequences == []
+    a, b, c = (g.completions for g in groups)
+    assert [s.completion_ids for s in result.probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
+    assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in result.probe)
+    assert result.probe[0].sampler_logprobs_T is a[0].logprobs_T
+    many = [group(base, [1.0, 0.0]) for _ in range(6)]
+    fill_advantages(many, "grpo")
+    probe = assign_credit(many, parse_dict({}), 0.0, ("placebo",)).probe
+    assert [s.completion_ids for s in probe] == [g.completions[0].token_ids for g in many[:4]]
+
+
 def test_no_reward_at_all_trains_nothing(base):
     groups = [group(base, [None, None])]
     fill_advantages(groups, "grpo")
     result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
     assert result.sequences == []
     assert result.denominators.tokens == 0
+    assert len(result.probe) == 2
 
 
 def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base):

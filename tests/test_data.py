@@ -108,7 +108,7 @@ def test_a_parquet_file_becomes_problems(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "sums.parquet").write_bytes(b"")
-    with pytest.raises(MissingExtra, match=r"retrain\[data\]"):
+    with pytest.raises(MissingExtra, match=r"'\.\[data\]"):
         load(tmp_path / "sums.parquet")
 
 
@@ -411,7 +411,7 @@ def test_without_a_hub_the_error_is_quick_and_says_how_to_use_a_file(
 
 def test_hub_data_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"retrain\[data\]"):
+    with pytest.raises(MissingExtra, match=r"'\.\[data\]"):
         load_data(section("gsm8k"), 10)
 
 

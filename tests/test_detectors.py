@@ -42,7 +42,7 @@ def test_a_missing_extra_is_one_line(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", no_sentences)
     load_embedder.cache_clear()
-    with pytest.raises(MissingExtra, match=r"pip install 'retrain\[semantic\]'") as caught:
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[semantic\]'") as caught:
         load_detector(parse_dict({"planning": {"detector": "semantic"}}))
     assert "\n" not in str(caught.value)
 

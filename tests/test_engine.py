@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from toymodels import toy_base
 
 from retrain.engines import dense, slots
 from retrain.engines.dense import DenseDecoder
-from retrain.engines.draw import cumulated
+from retrain.engines.draw import cumulated, draw
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LEAST_PIECE_ROWS, LocalEngine
 from retrain.engines.protocol import SampleRequest
@@ -25,9 +26,10 @@ from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 
 
+@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_logprobs_and_entropy_equal_a_fresh_forward(base, lanes, temperature):
-    engine, adapters = LocalEngine(base, lanes), [trained(lanes, 0), trained(lanes, 1, rank=2)]
+def test_logprobs_and_entropy_equal_a_fresh_forward(base, lanes, temperature, dense_path):
+    engine, adapters = LocalEngine(base, lanes, dense=dense_path), [trained(lanes, 0), trained(lanes, 1, rank=2)]
     asked = requests(0, temperature=temperature) + requests(1, temperature=temperature, samples=3)
     for request, group in zip(asked, engine.sample(asked, adapters), strict=True):
         assert len(group) == request.samples
@@ -313,6 +315,18 @@ def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(bas
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
     again = LocalEngine(base, lanes).sample(asked, adapters)
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
+
+
+@pytest.mark.parametrize("in_any_order", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability(dtype, in_any_order):
+    """u = 0, and the largest u below 1, which in fp32 times the total is the total: neither gives the impossible
+    tokens that stand first and last."""
+    logits_RV = torch.tensor([[-math.inf, -math.inf, 0.3, 1.0, 0.7, -math.inf]], dtype=dtype).expand(2, -1)
+    uniforms_R = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    token_R, logprob_R, _, _ = draw(logits_RV, uniforms_R, in_any_order=in_any_order)
+    assert token_R.tolist() == [2, 4]
+    torch.testing.assert_close(logprob_R, torch.log_softmax(logits_RV, -1)[0, [2, 4]])
 
 
 def test_masses_in_any_order_are_those_in_order():

@@ -23,7 +23,7 @@ from retrain.record.catalogue import BY_KEY
 from retrain.record.evaluation import SHOWN, empty_evaluation, shortened
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import evaluated
-from retrain.record.yardstick import Yardstick
+from retrain.record.base_evaluations import BaseEvaluations
 from retrain.rewards.rules import MatchReward
 from retrain.types import Completion, EvalRecord, Group, Problem, Prompt
 
@@ -124,10 +124,11 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
     assert shortened("short") == "short"
     facts = read_jsonl(tmp_path / "evals.jsonl")[1]
     assert (facts["temperature"], facts["samples"], facts["max_tokens"], facts["top_p"]) == (0.7, 2, 64, 1.0)
+    assert (facts["top_k"], facts["min_p"]) == (0, 0.0)
 
 
 def test_the_kept_base_is_the_base(tmp_path):
-    kept, made = Yardstick(tmp_path, "weights and problems"), record(GROUPS)
+    kept, made = BaseEvaluations(tmp_path, "weights and problems"), record(GROUPS)
     prompts = [group.prompt for group in GROUPS]
     assert kept.get("how", prompts) is None
     kept.put("how", made)
@@ -141,14 +142,14 @@ def test_the_kept_base_is_the_base(tmp_path):
         assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
         assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
     assert kept.get("otherwise", prompts) is None
-    assert Yardstick(tmp_path, "other weights").get("how", prompts) is None
+    assert BaseEvaluations(tmp_path, "other weights").get("how", prompts) is None
     assert kept.get("how", prompts[::-1]) is None  # other problems, or in another order
 
 
 def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
     made = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
     made.groups[0].rewards[1].error = "the judge did not answer"
-    Yardstick(tmp_path, "").put("how", made)
+    BaseEvaluations(tmp_path, "").put("how", made)
     assert not list(tmp_path.rglob("*.npz"))
 
 

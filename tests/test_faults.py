@@ -31,7 +31,8 @@ from retrain.checkpoints import (
 from retrain.config import parse_dict
 from retrain.environments import load_data
 from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
-from retrain.files import append_jsonl, read_jsonl, refuse_links, truncate_jsonl, write_json, writing
+from retrain.files import append_jsonl, aside_of, read_jsonl, truncate_jsonl, write_json, writing
+from retrain.ownership import claim, refuse_links
 from retrain.record.console import PlainConsole, message_text
 from retrain.record.recorder import RunRecorder
 from retrain.types import Group
@@ -169,7 +170,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
             events.clear()
             write_own_checkpoint(*own)
         there = [path.name for path in directory.rglob("*")]
-        aside = f".{directory.name}.{os.getpid()}.tmp"
+        aside = aside_of(directory).name
         end = events.index(f"-> {directory.name}")
         assert sorted(event for event in events[:end] if "->" not in event) == sorted([*there, aside])
         assert events[end + 1 :] == ["checkpoints"]
@@ -218,6 +219,7 @@ def test_a_power_cut_at_every_byte_of_the_last_rows(tmp_path):
 def test_a_torn_manifest_or_plan_is_told_in_one_line(tmp_path, name, read):
     run = {"run_id": "a_s1", "label": "a", "seed": 1, "state": "done", "step": 1, "path": ".", "config": {},
            "overrides": {}, "condition_index": 0, "is_campaign": False}  # fmt: skip
+    claim(tmp_path)
     write_json(tmp_path / name, {"format": 1, "folder": ".", "runs": [run]})
     data = (tmp_path / name).read_bytes()
     for length in range(len(data) - 2):
@@ -225,7 +227,7 @@ def test_a_torn_manifest_or_plan_is_told_in_one_line(tmp_path, name, read):
         with pytest.raises(UsageError, match="is damaged") as error:
             read(tmp_path)
         assert "\n" not in str(error.value)
-    for content in ("[]", "null", '{"runs": [3]}', '{"runs": {"a": 1}}'):
+    for content in ('{"format": 1, "runs": [3]}', '{"format": 1, "runs": {"a": 1}}'):
         (tmp_path / name).write_text(content)
         with pytest.raises(UsageError, match="is damaged"):
             read(tmp_path)
@@ -295,9 +297,10 @@ def test_links_inside_a_run_directory_are_found_wherever_they_are(tmp_path):
     (tmp_path / "real/runs/a").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "real")
     refuse_links(tmp_path / "out")  # the directory itself may be a link
-    for place in ("runs/a/metrics.jsonl", "runs/b", "final", "dangling"):
+    (tmp_path / "real/notes").symlink_to("/nonexistent")  # nothing that a run reads or writes
+    for place in ("runs/a/metrics.jsonl", "runs/b", "final", "squeeze"):
         link = tmp_path / "real" / place
-        link.symlink_to("/nonexistent" if place == "dangling" else tmp_path)
+        link.symlink_to("/nonexistent" if place == "squeeze" else tmp_path)
         with pytest.raises(UsageError, match="symbolic link"):
             refuse_links(tmp_path / "out")
         link.unlink()

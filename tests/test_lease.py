@@ -17,6 +17,7 @@ import pytest
 from retrain.campaign.lease import LEASE, DirectoryLock, machine, process_start
 from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
+from retrain.ownership import MARK, claim
 
 ELSEWHERE = {"host": "another-machine", "boot": "another-start"}
 
@@ -27,7 +28,7 @@ def lock(directory: Path, **changes) -> DirectoryLock:
 
 def lease(directory: Path, **changes) -> None:
     """The lease of some other owner."""
-    directory.mkdir(parents=True, exist_ok=True)
+    claim(directory)
     write_json(directory / LEASE, {"token": "other", "pid": 1, "process_start": "0", "count": 3, **ELSEWHERE} | changes)
 
 
@@ -37,7 +38,7 @@ def test_a_second_owner_is_refused_and_nothing_is_left(tmp_path):
             pass
         assert read_json(tmp_path / "run" / LEASE)["token"] == first.token
         first.check()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK}
 
 
 def test_where_file_locks_do_not_work_the_lease_decides(tmp_path, monkeypatch):
@@ -111,6 +112,7 @@ def test_an_owner_that_was_suspended_while_another_took_over_stops(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\x00\xff"])
 def test_a_damaged_lease_is_nobodys(tmp_path, text):
+    claim(tmp_path)
     (tmp_path / LEASE).write_text(text)
     with lock(tmp_path):
         assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()

@@ -101,6 +101,21 @@ def test_trackers_are_told_condition_and_seed():
     assert logging.wandb_run_name == "maxrl+gtpo_sepa_s4"
     assert logging.wandb_group == "maxrl+gtpo_sepa"
     assert logging.wandb_tags == ["maxrl+gtpo_sepa", "seed4", "mine", "x"]
+    named = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_run_name = "paper"')[-1].config
+    assert named.logging.wandb_run_name == "paper_maxrl+gtpo_sepa_s4"
+    assert plan(named)[0].config.logging == named.logging
+
+
+@pytest.mark.parametrize(
+    ("written", "reported"),
+    [("", False), ("[squeeze]", True), ("[squeeze]\nverify = 'off'", True), ("[squeeze]\nwandb = false", False)],
+)
+def test_the_squeeze_analysis_is_reported_where_the_file_asks_for_it(written, reported):
+    for kind in ("[campaign]\nseeds = [4]\n", ""):
+        config = planned(f'{kind}[logging]\nreport_to = "wandb"\n{written}')[0].config
+        assert config.logging.wandb
+        assert config.squeeze.wandb is reported
+        assert plan(config)[0].config.squeeze.wandb is reported
 
 
 def test_alpha_zero_is_twice_the_rank_of_each_run():
@@ -160,8 +175,7 @@ MISTAKES = [
     (conditions("hicra.alpha = 0.1"), 'has no effect with transform_mode = "gtpo_sepa"'),
     (conditions("uncertainty_kind = 'shannon_entropy'", modes="advantage_mode='grpo'\ntransform_mode='none'"),
      'has no effect with transform_mode = "none"'),
-    (conditions("sepa.delay_steps = 100"), "λ would be 0 for the whole run"),
-    (conditions("max_steps = 10\nsepa.delay_steps = 10"), "λ would be 0 for the whole run"),
+    (conditions("sepa.steps = 0"), "λ would be 0 for the whole run"),
     (conditions("group_size = 1"), "with one of them all are 0"),
     (conditions("model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
     (conditions("model.model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
@@ -186,7 +200,7 @@ MISTAKES = [
     ("[campaign]\n[hicra]\nalpha = 0.3\n" + conditions(""), "has no effect in any condition"),
     ('[campaign]\n[backpressure]\ntarget = "batch_size"', "batch sizes would differ between the conditions"),
     ('[campaign]\nallow_confounded = true\n[backpressure]\ntarget = "batch_size"', "is not available"),
-    ("[campaign]\nmax_steps = 5\n[sepa]\ndelay_steps = 5", "λ would be 0 for the whole run"),
+    ("[campaign]\nmax_steps = 5\n[sepa]\nsteps = 0", "λ would be 0 for the whole run"),
 ]  # fmt: skip
 
 
@@ -208,11 +222,11 @@ def test_mistakes_in_conditions_have_their_lines(tmp_path):
 
 def test_rules_point_at_the_condition_that_breaks_them(tmp_path):
     file = tmp_path / "c.toml"
-    file.write_text("[campaign]\nmax_steps = 50\n" + conditions("lr = 1e-3", "lr = 1e-4\nsepa.delay_steps = 60"))
+    file.write_text("[campaign]\nmax_steps = 50\n" + conditions("lr = 1e-3", "lr = 1e-4\nsepa.steps = 0"))
     with pytest.raises(ConfigError) as caught:
         load(file)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.key) == ("c.toml:11", "campaign.conditions[2].sepa.delay_steps")
+    assert (problem.where, problem.key) == ("c.toml:11", "campaign.conditions[2].sepa.steps")
 
 
 def test_warnings(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from toymodels import train_quietly
 
 from retrain.pressure import Pressure, decode_work
 
@@ -36,6 +37,33 @@ def test_experts_are_not_guessed(base):
     ))  # fmt: skip
     assert decode_work(SimpleNamespace(model=SimpleNamespace(config=experts))) is None
     assert decode_work(SimpleNamespace(model=None)) is None
+
+
+def test_a_real_run_tells_what_its_fit_predicts(tmp_path):
+    """The bundled model: from the fourth measurement at the third load on, every row has all of it."""
+    rows = train_quietly(
+        tmp_path,
+        """
+        [training]
+        max_steps = 6
+        batch_size = 8
+        group_size = 2
+        max_tokens = 12
+        [backpressure]
+        enabled = true
+        warmup_steps = 1
+        [backend]
+        devices = "cpu"
+        """,
+    )
+    keys = ("bp_p_star", "bp_utilization", "bp_sigma", "bp_kappa")
+    known = [all(row[key] is not None for key in keys) for row in rows]
+    assert known == [False] * 3 + [True] * 3  # loads 8, 8, 4, 2 and what follows from them
+    assert not any(row[key] is not None for row in rows[:3] for key in keys)
+    for row in rows[3:]:
+        assert 1 <= row["bp_p_star"] <= 8
+        assert row["bp_utilization"] > 0
+    assert {row["bp_action"] for row in rows} <= {"hold", "increase", "throttle"}
 
 
 @pytest.mark.parametrize(("gflops", "regime"), [(1e3, "compute_bound"), (1e6, "memory_bound"), (0.0, None)])

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from snippets import blocks
+from typer.testing import CliRunner
 
 from retrain.campaign.launch import launch
+from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
@@ -50,7 +52,7 @@ def test_sepa_ramps_and_leaves_planning_tokens_alone(quickstart):
     assert ramp == sorted(ramp)
     assert rows[-1]["exec_surprisal_mean"] is not None
     plain = read_jsonl(quickstart / "runs" / "grpo+none_s1" / "metrics.jsonl")
-    assert {row["sepa_lambda"] for row in plain} == {None}
+    assert {(row["sepa_lambda"], row["sepa_gate_open"], row["bp_action"]) for row in plain} == {(0.0, False, "off")}
 
 
 def snippet(mark: str) -> str:
@@ -101,11 +103,42 @@ def test_the_documented_way_to_load_the_final_adapter():
     assert names["model"].peft_config["default"].r == 16
 
 
-def test_the_minimal_loop_fits_a_screen_and_learns(capsys):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_first_try_of_few_steps_trains_and_says_what_it_is_worth(tmp_path, steps):
+    path, sets = ROOT / "campaigns" / "quickstart.toml", [f"campaign.max_steps={steps}"]
+    command = [str(path), "--set", *sets]
+    told = "λ is 0 for the whole run, which makes gtpo_sepa plain gtpo"
+    checked = CliRunner().invoke(app, ["check", *command])
+    assert (checked.exit_code, told in checked.stderr) == (0, True)
+    explained = CliRunner().invoke(app, ["explain", *command])
+    assert (
+        f"careful       maxrl+gtpo_sepa trains with λ = 0 in all of its {steps} steps: it is gtpo" in explained.stdout
+    )
+    if steps == 1:
+        return
+    sets += ["evaluation.problems=8", "training.batch_size=2", "training.max_tokens=16", "squeeze.enabled=false"]
+    outcome = launch(load(path, sets), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 0
+    assert any("maxrl+gtpo_sepa trains with λ = 0" in text for text in outcome.summary["comparison"]["warnings"])
+    assert "maxrl+gtpo_sepa trains with λ = 0" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    notes = [note["text"] for note in read_jsonl(tmp_path / "out/runs/maxrl+gtpo_sepa_s1/notes.jsonl")]
+    assert any("SEPA's λ was 0 in every one of the 2 steps" in text for text in notes)
+
+
+def test_the_minimal_loop_fits_a_screen_and_learns(capsys, tmp_path):
     path = ROOT / "examples" / "minimal_loop.py"
     assert len(path.read_text().splitlines()) <= 120
-    history = runpy.run_path(str(path))["main"](14)
+    main = runpy.run_path(str(path))["main"]
+    history = main(14, str(tmp_path / "loop"))
     assert sum(history[-4:]) / 4 > sum(history[:3]) / 3 + 0.15
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 14
+    rows = read_jsonl(tmp_path / "loop" / "metrics.jsonl")
+    assert [row["progress/batch"] for row in rows] == list(range(14))
+    assert [row["reward/total"] for row in rows] == history
+    assert all(row["loss"] is not None and row["time/total"] > 0 for row in rows)
+    before = (tmp_path / "loop" / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="is there already: give another directory"):
+        main(14, str(tmp_path / "loop"))
+    assert (tmp_path / "loop" / "metrics.jsonl").read_bytes() == before
     assert all("ratio 1.0000" in line or "ratio 0.9999" in line for line in lines)

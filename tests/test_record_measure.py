@@ -58,19 +58,39 @@ def test_group_shares():
         ([0, 0, 0, 5], 1.0),
         ([0, 1], 1.0),
         ([1, 3], 0.5),
-        ([0, 0], None),
-        ([-1, 3], None),
+        ([0, 0], 0.0),
         ([2], None),
     ],
 )
 def test_gini(values, expected):
     result = gini(np.array(values, dtype=float))
     assert result == (None if expected is None else pytest.approx(expected, abs=1e-12))
-    if expected is not None:
+    if expected is not None and any(values):
         x = np.array(values, dtype=float)
         n = len(x)
         pairs = np.abs(x[:, None] - x[None, :]).sum()
         assert result == pytest.approx(pairs / (2 * n * n * x.mean()) * n / (n - 1))
+
+
+def test_the_gini_of_a_row_counts_uniform_groups_and_shifts_negative_rewards():
+    """Means over groups worked by hand: uniform groups count 0, penalties from what is declared or found."""
+
+    def gini_of(*groups, ranges=None):
+        row = step_row(step(list(groups)), context(ranges=ranges or {}))
+        return row["reward_gini"], row["reward_gini_mean"]
+
+    half, zero, one = group([1.0, 3.0], [2, 2]), group([0.0, 0.0], [2, 2]), group([1.0, 1.0], [2, 2])
+    assert gini_of(half, zero, one, group([None, 1.0], [2, 2])) == pytest.approx((0.5 / 3,) * 2)
+    penalised = group([-1.0, 3.0], [2, 2])
+    assert gini_of(penalised) == (1.0, 1.0)  # from its own −1: 0 and 4
+    declared = {"reward": {"min": -3.0, "max": 3.0}}
+    assert gini_of(penalised, ranges=declared) == pytest.approx((0.5, 0.5))  # from −3: 2 and 6
+    assert gini_of(half, ranges={"reward": {"min": -1.0}}) == pytest.approx((1 / 3,) * 2)  # 2 and 4
+    parts = group([RewardResult(0.0, sample_metrics={"delay": delay}) for delay in (-1.0, 3.0)], [2, 2])
+    ranges = {"delay": {"min": -3.0}, "reward": {"min": -100.0}}
+    row = step_row(step([parts]), context(ranges=ranges))
+    assert row["rewards/delay/gini"] == row["reward_delay_gini_mean"] == pytest.approx(0.5)
+    assert row["reward_gini"] == 0.0
 
 
 def test_failed_grading_is_neither_zero_reward_nor_lost():
@@ -89,8 +109,9 @@ def test_failed_grading_is_neither_zero_reward_nor_lost():
 
 def test_a_step_where_nothing_could_be_graded():
     row = step_row(step([group([None, None], [3, 3], discarded="no_reward")]), context())
-    for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "entropy", "entropy_sampled"):
+    for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "objective/rlhf_reward"):
         assert row[key] is None
+    assert (row["entropy"], row["entropy_sampled"]) == (0.5, 1.0)  # what the sampler knows needs no grading
     assert row["correct_rate"] == 0.0
     assert row["discarded_no_reward_pct"] == 100.0
     assert row["env/all/by_group/frac_mixed"] is None
@@ -178,12 +199,14 @@ def test_tags_of_single_completions():
     assert row["env/short/ac_tokens_per_turn"] == 2.0
 
 
-def test_policy_numbers_come_from_the_step_and_entropy_from_trained_tokens():
-    groups = [group([1.0, 0.0], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
+def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
+    """104 tokens of 0.5 nats, of which 50 have 9.0: trained or not, with a reward or without."""
+    groups = [group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
     groups[1].completions[0].entropy_T = np.full(50, 9.0)
+    groups[1].completions[1].logprobs_T = np.full(50, -3.0)
     row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
-    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == 0.5
-    assert row["entropy_sampled"] == 1.0
+    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == (54 * 0.5 + 50 * 9.0) / 104
+    assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
     groups[0].completions[1].entropy_T = None
@@ -201,6 +224,34 @@ def test_state_numbers_and_the_mirrored_entropy_names():
     record.state["exec_entropy_mean"] = 0.7
     row = step_row(record, context(config=shannon))
     assert (row["exec_surprisal_mean"], row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.7, None)
+
+
+def test_controllers_that_are_off_say_so_in_every_row():
+    from retrain.record.trackers import tracker_values
+
+    row = step_row(step([group([1.0], [2])]), context())
+    off = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
+    assert {key: row[key] for key in off} == off
+    assert row["sepa_gate_open"] is False
+    shown = tracker_values(row)
+    assert (shown["train/sepa_lambda"], shown["train/sepa_gate_open"]) == (0.0, 0)
+    assert shown["train/backpressure/action"] == shown["train/backpressure/regime"] == "off"
+    on = step_row(step([], bp_action="hold", bp_regime="optimal"), context())
+    assert (on["bp_action"], on["bp_regime"]) == ("hold", "optimal")
+
+
+def test_the_score_and_its_penalty_stand_in_every_row():
+    """0 and the mean reward without KL; with it what the update says, and null where nobody can say."""
+
+    def objective(config=None, **update):
+        made = step([group([1.0, 0.5], [2, 2])], update={f"objective/{key}": value for key, value in update.items()})
+        row = step_row(made, context(**({"config": config} if config else {})))
+        return row["objective/non_score_reward"], row["objective/rlhf_reward"], row["reward/total"]
+
+    assert objective() == (0.0, 0.75, 0.75)
+    with_kl = config(algorithm={"kl_coef": 0.1})
+    assert objective(with_kl, non_score_reward=-0.25) == (-0.25, 0.5, 0.75)
+    assert objective(with_kl) == (None, None, 0.75)
 
 
 def test_planning_fraction():
@@ -259,6 +310,91 @@ def test_only_chosen_aliases_stand_in_a_row():
     none = step_row(step([group([1.0], [2])]), context(config=config(logging={"aliases": []})))
     assert "reward" not in none
     assert "mean_reward" in none
+
+
+# What each tool writes with its default settings, from its own sources and documents.
+DEFAULT_NAMES = {
+    # docs/rl/rl-logging, rl/train.py, rl/metrics.py, rl/metric_util.py and recipes/rl_loop.py of the Tinker cookbook
+    "tinker": """progress/batch progress/done_frac optim/lr optim/entropy optim/kl_sample_train_v1
+        optim/kl_sample_train_v2 kl_sample_train_v1 kl_sample_train_v2 entropy ac_tokens_per_turn time/total
+        reward/total env/all/reward/total env/all/correct env/all/format env/all/ac_tokens_per_turn
+        env/all/ob_tokens_per_turn env/all/turns_per_episode env/all/total_episodes env/all/total_turns
+        env/all/total_ac_tokens env/all/total_ob_tokens env/all/by_group/frac_mixed env/all/by_group/frac_all_good
+        env/all/by_group/frac_all_bad env/all/depth env/sums/reward/total env/sums/correct""",
+    # Logged metrics of TRL's GRPO trainer, of its PPO trainer, and what transformers' Trainer adds
+    "trl": """loss grad_norm learning_rate epoch num_tokens step_time reward reward_std frac_reward_zero_std entropy kl
+        completions/mean_length completions/min_length completions/max_length completions/mean_terminated_length
+        completions/min_terminated_length completions/max_terminated_length completions/clipped_ratio
+        rewards/depth/mean rewards/depth/std clip_ratio clip_ratio/region_mean clip_ratio/low_mean clip_ratio/low_min
+        clip_ratio/high_mean clip_ratio/high_max
+        eps lr episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+        policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg
+        val/ratio val/ratio_var val/num_eos_tokens""",
+    # Step metrics of Telescope's trainer and of the catalogue of its charts
+    "telescope": """grad_norm learning_rate entropy kl_divergence_inference off_policy_steps_mean
+        reward_sum_mean reward_sum_std reward_sum_min reward_sum_max reward_gini_mean
+        reward_depth_mean reward_depth_std reward_depth_min reward_depth_max reward_depth_gini_mean
+        advantage_mean advantage_std advantage_min advantage_max
+        length_prompt_mean length_prompt_std length_prompt_min length_prompt_max
+        length_completion_mean length_completion_std length_completion_min length_completion_max
+        length_sum_mean length_sum_std length_sum_min length_sum_max
+        stop_reason_length_pct group_length_gini_mean group_length_max_median_ratio_mean
+        discarded_count discarded_zero_advantage_pct discarded_max_async_pct discarded_stop_reason_length_pct
+        discarded_group_length_gini_mean discarded_group_length_max_median_ratio_mean
+        discarded_zero_advantage_all_zero_pct discarded_zero_advantage_all_positive_pct
+        discarded_zero_advantage_mean_reward discarded_reward_sum_mean
+        discarded_length_prompt_mean discarded_length_completion_max discarded_length_sum_std
+        timing_step_total timing_waiting_for_data timing_forward_total timing_backward_total
+        timing_loss_computation_total timing_data_to_device_total timing_prepare_tensors_total
+        timing_weight_sync_trainer_total timing_forward_microbatch_mean timing_backward_microbatch_mean
+        timing_loss_computation_microbatch_mean timing_data_to_device_microbatch_mean
+        timing_prepare_tensors_microbatch_mean tokens_per_second""",
+    # docs/logging.md and trainer.py of retrain 0.3
+    "retrain": """step condition advantage_mode transform_mode uncertainty_kind loss reported_loss loss_is_placeholder
+        backend_reports_sync_loss backend_preserves_token_advantages mean_reward correct_rate running_correct_rate
+        reward_tie_eligible_groups reward_tie_groups reward_uniform_groups reward_tie_group_rate
+        reward_uniform_group_rate reward_tie_pair_rate reward_unique_fraction_mean sepa_lambda sepa_gate_open
+        num_datums max_token_hit_rate step_time_s sample_time_s train_time_s batch_size group_size bp_warmup bp_action
+        bp_regime bp_p_star bp_sigma bp_kappa bp_utilization bp_throughput tokens_per_second clip_fraction
+        exec_entropy_mean exec_entropy_var plan_entropy_mean plan_entropy_var exec_surprisal_mean exec_surprisal_var
+        plan_surprisal_mean plan_surprisal_var lr""",
+}
+
+
+@pytest.mark.parametrize("tool", DEFAULT_NAMES)
+def test_the_aliases_of_one_tool_are_all_its_default_names(tool):
+    settings = config(logging={"aliases": [tool]}, algorithm={"advantage_mode": "gae", "kl_coef": 0.1})
+    groups = [group([RewardResult(1.0, {"depth": 2.0}), 0.0], [4, 5], tags=("sums",)), group([1.0], [3])]
+    row = step_row(step(groups), context(config=settings))
+    assert set(DEFAULT_NAMES[tool].split()) - set(row) == set()
+
+
+def test_every_tool_has_the_learning_rate_and_the_gradient_under_its_own_names():
+    update = {"optim/lr": 1e-3, "optim/grad_norm": 2.0, "policy/clipfrac_avg": 0.25}
+    rows = {
+        tool: step_row(
+            step([group([1.0, 0.0], [2, 2])], update=update), context(config=config(logging={"aliases": [tool]}))
+        )
+        for tool in DEFAULT_NAMES
+    }
+    assert [rows["trl"][key] for key in ("learning_rate", "lr", "grad_norm")] == [1e-3, 1e-3, 2.0]
+    assert [rows["telescope"][key] for key in ("learning_rate", "grad_norm")] == [1e-3, 2.0]
+    assert rows["retrain"]["clip_fraction"] == 0.25
+    assert rows["tinker"]["reward/total"] == 0.5
+    assert rows["tinker"]["optim/entropy"] == 1.0
+    assert "grad_norm" not in rows["tinker"]
+
+
+def test_ties_of_rewards():
+    """Groups of rewards (1, 1, 0), (1, 1), (0.3, 0.1 + 0.2) and one that is alone: 3 of 5 pairs are equal."""
+    groups = [group([1.0, 1.0, 0.0], [2, 2, 2]), group([1.0, 1.0], [2, 2]), group([0.3, 0.1 + 0.2], [2, 2]),
+              group([1.0, None], [2, 2])]  # fmt: skip
+    row = step_row(step(groups), context())
+    assert (row["reward_tie_eligible_groups"], row["reward_tie_groups"], row["reward_uniform_groups"]) == (3, 3, 2)
+    assert row["reward_tie_pair_rate"] == pytest.approx(3 / 5)
+    assert row["reward_uniform_group_rate"] == pytest.approx(2 / 3)
+    assert row["reward_unique_fraction_mean"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2) / 3)
+    assert step_row(step([]), context())["reward_tie_pair_rate"] is None
 
 
 def test_every_key_without_a_slash_stands_in_every_row():
@@ -342,6 +478,7 @@ def test_waiting_in_a_cohort_has_its_own_time():
     record.spans.append(("cohort", record.step_end - 0.75, record.step_end))
     row = step_row(record, context())
     assert (row["time/cohort"], row["time/other"]) == (0.75, 0.25)
+    assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.25)
     assert step_row(step([]), context())["time/cohort"] == 0.0
 
 

@@ -35,6 +35,7 @@ HEALTHY: dict[str, Any] = {
     "sepa_lambda": 0.5,
 }
 
+SHORT_SEPA = config(algorithm={"transform_mode": "gtpo_sepa"}, training={"max_steps": 2, "max_tokens": 16})
 SEPA = config(algorithm={"transform_mode": "gtpo_sepa"}, training={"max_steps": 40, "max_tokens": 16})
 
 
@@ -52,6 +53,10 @@ def keys(made: list[dict[str, Any]], settings: Any = None, dtype: str = "float32
 
 CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("not_graded", rows(1, reward_failed=20), rows(1, reward_failed=3), None),
+    ("reward_graded", rows(1, reward_min=0.0, reward_max=1.0, mean_reward=0.5, reward_std=0.4),
+     rows(1, reward_min=0.0, reward_max=1.0, mean_reward=0.25, reward_std=0.1875**0.5), None),
+    ("reward_graded", rows(1, reward_min=0.2, reward_max=0.2, mean_reward=0.2, reward_std=0.0),
+     rows(1, reward_min=0.0, reward_max=0.0, mean_reward=0.0, reward_std=0.0), None),
     ("format_never_matched", rows(3, env__all__format=0.0), rows(2, env__all__format=0.0), None),
     ("format_never_matched", rows(3, env__all__format=0.0), rows(3, env__all__format=None), None),
     ("groups_uniform", rows(3, env__all__by_group__frac_mixed=0.0),
@@ -61,7 +66,9 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("adapter_unchanged", rows(5, num_datums=0, optim__grad_norm=None), rows(4, num_datums=0, optim__grad_norm=None),
      None),
     ("adapter_unchanged", rows(5, optim__lr=0.0), [*rows(4, optim__lr=0.0), rows(1)[0]], None),
+    ("adapter_unchanged", rows(5, optim__grad_norm=0.0), rows(5, optim__grad_norm=None), None),
     ("loss_near_zero", rows(3, loss=1e-6), rows(3, loss=1e-6, optim__grad_norm=0.0), None),
+    ("loss_near_zero", rows(3, loss=0.0), rows(3, loss=0.0, loss_is_placeholder=True), None),
     ("nothing_clipped", rows(3, clip_ratio__region_mean=0.0), rows(3, clip_ratio__region_mean=0.0, val__ratio=1.01),
      None),
     ("sampler_and_trainer_disagree", rows(1, kl_sample_train_v2=1e-5), rows(1, kl_sample_train_v2=None), None),
@@ -69,7 +76,9 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("much_clipped", rows(5, policy__clipfrac_avg=0.5), rows(5, policy__clipfrac_avg=0.1), None),
     ("gradient_always_clipped", rows(10, optim__grad_clipped=True, optim__grad_norm=8.0),
      rows(9, optim__grad_clipped=True, optim__grad_norm=8.0), None),
-    ("gradient_not_a_number", rows(1, optim__grad_norm=None), rows(1, optim__grad_norm=None, num_datums=0), None),
+    ("gradient_not_a_number", rows(1, optim__grad_norm=None, optim__skipped=True),
+     rows(1, optim__grad_norm=None, num_datums=0), None),
+    ("gradient_not_a_number", [rows(1)[0], *rows(1, optim__grad_norm=None)], rows(6, optim__grad_norm=None), None),
     ("entropy_collapsed", rows(6, {"entropy": 0.8}, entropy=0.005),
      rows(6, {"entropy": 0.8}, entropy=0.005, correct_rate=0.97), None),
     ("entropy_collapsed", rows(6, {"entropy": 0.8}, entropy=0.005), rows(6, entropy=0.015, first={"entropy": 0.02}),
@@ -81,6 +90,8 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("sepa_never_opened", rows(20, sepa_gate_open=False, sepa_lambda=0.0),
      rows(19, sepa_gate_open=False, sepa_lambda=0.0), SEPA),
     ("sepa_too_late", rows(40, sepa_lambda=0.2), rows(40, sepa_lambda=0.9), SEPA),
+    ("sepa_too_late", rows(2, sepa_lambda=0.0), rows(1, sepa_lambda=0.0), SHORT_SEPA),
+    ("sepa_too_late", rows(2, sepa_gate_open=False, sepa_lambda=0.0), rows(2, sepa_lambda=0.9), SHORT_SEPA),
     ("heldout_worse",
      rows(4, {"eval/heldout/ci_low": 0.5, "eval/heldout/correct_rate": 0.6}, eval__heldout__ci_high=0.3,
           eval__heldout__correct_rate=0.2),
@@ -126,6 +137,18 @@ def test_uniform_groups_are_told_apart(changes, words):
     assert note.remedy
 
 
+def test_a_run_without_sepa_is_said_to_be_gtpo():
+    (note,) = [note for note in explain(rows(2, sepa_lambda=0.0), SHORT_SEPA) if note.key == "sepa_too_late"]
+    assert note.level == "warning"
+    assert str(note).startswith("SEPA's λ was 0 in every one of the 2 steps: the run equals plain GTPO. Raise max_")
+
+
+def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
+    (note,) = explain(rows(1, reward_failed=20), config())
+    assert " run.log" in str(note)
+    assert "Run.log" not in str(note)
+
+
 def test_what_counts_as_disagreement_depends_on_the_precision():
     made = rows(1, kl_sample_train_v2=1e-4)
     assert "sampler_and_trainer_disagree" in keys(made, dtype="float32")
@@ -149,3 +172,15 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
     told = [f"step {line['step']}: {line['text']}" for line in lines if line["level"] == "warning"]
     assert [text[: len(start)] for text, start in zip(heard, told, strict=True)] == told  # what is harmless is not
     assert set(lines[0]) == {"step", "key", "level", "text", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "problems", "told"),
+    [("final", 4, "final:reward_mean"), ("final", 0, "final:mean_reward"), ("auc:reward_mean", 4, None)],
+)
+def test_a_graded_reward_is_told_of_with_the_metric_that_sees_it(metric, problems, told):
+    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems})
+    graded = rows(1, reward_min=0.0, reward_max=0.7, mean_reward=0.3, reward_std=0.2)
+    remedies = [note.remedy for note in explain(graded, settings) if note.key == "reward_graded"]
+    assert len(remedies) == (told is not None)
+    assert told is None or f'primary_metric = "{told}"' in remedies[0]

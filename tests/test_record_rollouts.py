@@ -17,7 +17,7 @@ from record_cases import completion, config, context, evaluation, find_conversat
 from retrain.files import read_jsonl
 from retrain.record import RunRecorder
 from retrain.record.html import visible
-from retrain.record.rollout_files import remove_after, write_pages
+from retrain.record.rollout_files import remove_files, write_pages
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Completion, Group, Problem, Prompt, RewardResult
@@ -80,7 +80,48 @@ def test_the_cookbook_s_readers_find_conversations(tmp_path):
         assert text.count("lt-table") == 6
         with open(tmp_path / f"{name}_rollout_summaries.jsonl") as file:
             assert len([json.loads(line) for line in file]) == 12
-    assert json.loads(text)["title"].endswith("evaluation held out/1, after 0 updates")
+    assert json.loads(text)["title"].endswith("evaluation held out/1, step 0")
+
+
+WEIGHTED = RewardResult(
+    0.9, {"steps": 3.0, "score": None}, components={"math": 1.0, "format": 0.0}, correct=True, format_ok=False
+)
+PARTS = [{"type": "math", "name": None, "weight": 1.0, "offset": 0.0},
+         {"type": "format", "name": None, "weight": 0.1, "offset": -1.0}]  # fmt: skip
+
+
+def find_data(node: Any, kind: str) -> list[dict[str, Any]]:
+    found = [node["data"]] if node.get("data", {}).get("type") == kind else []
+    return found + [each for child in node["children"] if isinstance(child, dict) for each in find_data(child, kind)]
+
+
+def test_the_reward_is_shown_by_component_with_every_sample_metric(tmp_path):
+    """correct + 0.1·(format − 1): 1 and −0.1 make 0.9; in texts of the first groups, in the details of all of them."""
+    many = RewardResult(1.0, {f"m{n}": float(n) for n in range(20)})
+    groups = [group([WEIGHTED, many], [4, 5]), *(group([WEIGHTED, 0.0], [4, 5], problem_id=f"p{i}") for i in range(5))]
+    with RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": PARTS}))) as recorder:
+        recorder.record_step(step(groups))
+    tree = json.loads((tmp_path / "train_iteration_000000_logtree.json").read_text())
+    check_node(tree["root"])
+    rewards = find_data(tree["root"], "reward")
+    assert len(rewards) == 8
+    assert rewards[0] == {
+        "type": "reward", "total": 0.9, "components": {"math": 1.0, "format": 0.0},
+        "adds": {"math": 1.0, "format": pytest.approx(-0.1)}, "metrics": {"steps": 3.0, "score": None, "correct": 1.0},
+    }  # fmt: skip
+    assert rewards[1]["metrics"]["m19"] == 19.0
+    text = json.dumps(tree, ensure_ascii=False)
+    assert "0.1 · (0 − 1) = -0.1" in text
+    assert text.count('"steps"') >= 6  # a column in the details of every group, besides the data
+    page = (tmp_path / "train_iteration_000000.html").read_text()
+    assert '<span title="0.1 · (0 − 1) = -0.1">format 0 <b>−0.1</b></span>' in page
+    assert '<span title="1 · 1 = 1">math 1 <b>+1</b>' in page
+    assert "<span>steps 3</span>" in page
+    assert "<span>score none</span>" in page
+    assert "<span>m19 19</span>" in page
+    heads = page[page.index('<details class="all">') :]
+    for name in ("math", "format", "steps", "score", "m0", "m19", "correct"):
+        assert f'<th class="number">{name}</th>' in heads
 
 
 def check_node(node: Any) -> None:
@@ -263,11 +304,12 @@ def test_pages_can_be_switched_off_and_the_last_step_has_one(tmp_path):
     assert not (tmp_path / "last" / "train_iteration_000002.html").exists()
 
 
-def test_only_what_is_ours_is_removed(tmp_path):
-    names = ("notes_iteration_000009.html", "train_iteration_9.html", "train_iteration_000009.txt", "x.html")
+def test_only_the_files_of_one_iteration_are_removed(tmp_path):
+    names = {"train_iteration_9.html", "train_iteration_000009.txt", "train_iteration_000010.html",
+             "eval_b_iteration_000003.html"}  # fmt: skip
     for name in (*names, "train_iteration_000009.html", "eval_a_iteration_000003_logtree.json"):
         (tmp_path / name).write_text("")
-    remove_after(tmp_path, 3)
+    remove_files(tmp_path, "train", 9)
     assert {path.name for path in tmp_path.iterdir()} == {*names, "eval_a_iteration_000003_logtree.json"}
-    remove_after(tmp_path, 0)
-    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    remove_files(tmp_path, "eval/a", 3)
+    assert {path.name for path in tmp_path.iterdir()} == names

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,9 @@ from rich.console import Console
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
+from retrain.ownership import claim
 from retrain.record import RunRecorder
-from retrain.record.environment import code_diff, environment_facts, git_state, package_versions, run_facts
+from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.status import last_row, read_status, status_view
 
 
@@ -56,14 +55,14 @@ def test_a_campaign_from_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
-        ("manifest.json", '{"runs": [', UsageError),
-        ("manifest.json", '{"runs": [{"run_id": 3}]}', UsageError),
-        ("manifest.json", "[]", UsageError),
+        ("manifest.json", '{"format": 1, "runs": [', UsageError),
+        ("manifest.json", '{"format": 1, "runs": [{"run_id": 3}]}', UsageError),
         ("metrics.jsonl", "nonsense\n", CheckpointError),
         ("metrics.jsonl", "[1]\n", CheckpointError),
     ],
 )
 def test_damaged_files_are_named_in_one_line(tmp_path, name, text, error):
+    claim(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(error, match=rf"{name} is damaged \(") as told:
         read_status(tmp_path)
@@ -91,73 +90,6 @@ def test_the_last_row_of_a_long_file_with_a_torn_end(tmp_path):
     assert last_row(path)["step"] == 8
     path.write_text(json.dumps({"step": 1, "pad": "x" * 400_000}) + "\n")
     assert last_row(path)["step"] == 1
-
-
-def git(repo: Path, *arguments: str) -> None:
-    identity = {
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
-    subprocess.run(
-        ["git", "-C", str(repo), *arguments], check=True, capture_output=True, env={**os.environ, **identity}
-    )
-
-
-def test_code_diff_holds_staged_unstaged_and_untracked_changes(tmp_path):
-    git(tmp_path, "init", "-q")
-    for name in ("one.py", "two.py"):
-        (tmp_path / name).write_text("old\n")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    (tmp_path / "one.py").write_text("staged\n")
-    git(tmp_path, "add", "one.py")
-    (tmp_path / "two.py").write_text("unstaged\n")
-    (tmp_path / "new.py").write_text("untracked\n")
-    (tmp_path / "server.key").write_text("very private\n")
-    (tmp_path / "blob.bin").write_bytes(b"\0\1")
-    (tmp_path / "big.txt").write_text("x" * 300_000)
-    state = git_state(tmp_path)
-    assert state is not None
-    text = code_diff(tmp_path)
-    assert text.startswith(f"### repo: {state['root']} @ {state['revision']}\n")
-    assert len(state["revision"]) == 40
-    assert state["changed"] is True
-    assert text.index("+staged") < text.index("+unstaged") < text.index("+untracked")
-    assert "b/server.key" in text
-    assert "very private" not in text
-    assert len(text) < 10_000
-
-
-def test_no_repository_and_no_git_are_no_errors(tmp_path, monkeypatch):
-    assert code_diff(tmp_path).startswith("### no git repository")
-    monkeypatch.setenv("PATH", "")
-    assert git_state(Path(__file__).parent) is None
-
-
-def test_code_diff_holds_no_secret_and_nothing_that_runs_wrote(tmp_path, monkeypatch):
-    git(tmp_path, "init", "-q")
-    for name in (".env", "code.py"):
-        (tmp_path / name).write_text("a = 1\n")
-    git(tmp_path, "add", "-A", "-f")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    monkeypatch.setenv("MY_API_KEY", "swordfish-9")
-    (tmp_path / ".env").write_text("PASSWORD=hunter-2\n")
-    (tmp_path / "code.py").write_text('a = 2\nkey = "swordfish-9"\n')
-    (tmp_path / "creds.json").write_text('{"user": "hunter-2"}\n')
-    (tmp_path / "new.py").write_text(f'key = "sk-{"x" * 20}"\n')
-    (tmp_path / "logs" / "run" / "emergence").mkdir(parents=True)
-    for name in ("plan.json", "manifest.json", "emergence/generations.jsonl"):
-        (tmp_path / "logs" / "run" / name).write_text("{}\n")
-    git(tmp_path, "add", "code.py")
-    text = code_diff(tmp_path)
-    for secret in ("hunter-2", "swordfish-9", "xxxx", "generations.jsonl"):
-        assert secret not in text
-    assert "+a = 2\n" in text
-    assert '+key = "[key left out]"\n' in text
-    assert "b/.env\n### content left out" in text
-    assert "b/creds.json\nnew file\n### content left out" in text
 
 
 def test_facts_hold_types_and_versions_and_no_environment_variables(monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from record_cases import config, context, group, step
 from snippets import blocks
 
+from retrain.config import parse_dict
+from retrain.config.upkeep import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.record import RunRecorder
 from retrain.record.trackers import log_squeeze_analysis, make_trackers, run_config, run_identity
@@ -162,6 +165,35 @@ def test_names_outside_a_campaign():
     assert run_identity(context())["name"] == "grpo+none"
 
 
+def test_names_in_a_campaign_may_have_a_prefix():
+    """As the plan of a campaign with wandb_run_name = "paper" has them."""
+    paper = config(logging={"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]})
+    assert run_identity(context(config=paper, is_campaign=True)) == {
+        "name": "paper_grpo+none_s1", "group": "grpo+none", "tags": ["a", "grpo+none", "seed1"],
+    }  # fmt: skip
+    assert run_identity(context(is_campaign=True))["name"] == "grpo+none_s1"
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ('report_to = "wandb"', ["wandb"]),
+        ('report_to = "tensorboard, mine:make"', ["tensorboard", "mine:make"]),
+        ('report_to = ["tensorboard"]\nwandb_project = "p"', ["tensorboard", "wandb"]),
+        ('report_to = "all"', ["wandb", "tensorboard"]),
+        ('report_to = ["all"]\nwandb_project = "p"', ["wandb", "tensorboard"]),
+        ('report_to = "none"\nwandb_project = "p"', []),
+        ('wandb_project = "p"', ["wandb"]),
+        ("", []),
+    ],
+)
+def test_who_is_told_of_runs(monkeypatch, asked, names):
+    monkeypatch.setattr("retrain.config.upkeep.find_spec", lambda name: None if name == "trackio" else name)
+    logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
+    assert trackers(logging.report_to, logging.wandb_project) == names
+    assert logging.wandb is ("wandb" in names)
+
+
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     cfg = config(logging={"report_to": ["tensorboard"]})
@@ -174,6 +206,17 @@ def test_tensorboard(tmp_path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0.25), (1, 0.25)]
     assert "train/rewards/mean_reward" in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("is_campaign", [True, False])
+def test_tensorboard_in_a_directory_of_ones_own(tmp_path, is_campaign):
+    pytest.importorskip("tensorboard")
+    cfg = config(logging={"report_to": ["tensorboard"], "logging_dir": str(tmp_path / "tb")})
+    with RunRecorder(tmp_path / "run", context(config=cfg, is_campaign=is_campaign)) as recorder:
+        recorder.record_step(step([group([1.0, 0.0], [4, 4])], 0, {"loss": 0.25}))
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    (file,) = (tmp_path / "tb" / "grpo+none_s1" if is_campaign else tmp_path / "tb").glob("events.*")
+    assert file.stat().st_size > 0
 
 
 def test_tensorboard_after_a_resume_has_one_curve(tmp_path):
@@ -325,8 +368,20 @@ def test_unknown_and_missing_trackers_stop_the_run(tmp_path, monkeypatch):
         make_trackers(context(config=config(logging={"report_to": ["mlfow"]})), tmp_path)
     monkeypatch.setitem(sys.modules, "trackio", None)
     recorder = RunRecorder(tmp_path, context(config=config(logging={"report_to": ["trackio"]})))
-    with pytest.raises(MissingExtra, match=r"pip install 'retrain\[trackio\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[trackio\]'"):
         recorder.start()
+
+
+def test_a_tracker_that_did_not_start_is_not_finished_and_nothing_is_said_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    heard: list[str] = []
+    settings = context(config=config(logging={"wandb_project": "p"}))
+    with (
+        pytest.raises(MissingExtra, match="needs the package wandb"),
+        RunRecorder(tmp_path, settings, warn=heard.append) as recorder,
+    ):
+        recorder.start()
+    assert heard == []
 
 
 def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):

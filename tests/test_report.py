@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from browser import Browser, needs_chromium
 from hostile import HOSTILE, MARKER
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from retrain.campaign.report import write_report
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
-from retrain.files import append_jsonl
+from retrain.files import append_jsonl, read_json, write_json
 from retrain.record.charts import Axis, Row, Series, dot_chart, histogram, line_chart, pair_chart, tick_text
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
@@ -49,7 +50,7 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
         append_jsonl(folder / "metrics.jsonl", [
             {"step": s, "num_tokens": 100 * s, "correct_rate": 0.4 + 0.1 * s, "mean_reward": 0.4 + 0.1 * s,
              "completions/mean_length": 20.0 + s, "entropy": 0.5 - 0.1 * s, "time/update": 1.0, "cohort_size": 2,
-             "sepa_lambda": s / 4 if better else None}
+             "sepa_lambda": s / 4 if better else 0.0, "sepa_gate_open": False}
             for s in range(steps)
         ])  # fmt: skip
         (folder / "train_iteration_000000.html").write_text("page")
@@ -121,7 +122,10 @@ def test_a_whole_campaign(tmp_path):
     assert "made <b>" in reader.text
     assert "3 conditions" not in reader.text
     assert "2 conditions × 3 seeds" in reader.text
-    assert "SEPA: pooling λ" in reader.text
+    pooling = text[text.index("SEPA: pooling λ") :].partition("</figure>")[0]
+    assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
+    assert "var(--c2)" in pooling  # its condition's colour
+    assert "SEPA: gate open" not in reader.text
     assert "easy/correct_rate" in reader.text
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
     assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links
@@ -181,6 +185,13 @@ def test_the_command(tmp_path):
     out = made(tmp_path)
     done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html")])
     assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / "r.html"))
+    for where, written in (("made/by/it/r.html", "made/by/it/r.html"), ("made", "made/report.html")):
+        done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / where)])
+        assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / written))
+        assert (tmp_path / written).is_file()
+    refused = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html/below.html")])
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert "below.html cannot be written: " in refused.stderr
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no manifest"):
         write_report(tmp_path / "empty")
@@ -238,3 +249,35 @@ def test_long_names_under_a_pair_chart_stand_beside_each_other_on_two_lines():
         assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
     short = pair_chart(["a", "b"], [("seed 1", [0.1, 0.2])], label="l")
     assert len(set(re.findall(r'class="name" x="\d+" y="(\d+)"', short))) == 1
+
+
+SQUEEZE = {
+    "run": "out/runs/grpo+none_s1/final", "source_rank": 8, "recommended_rank": 4, "min_variance_retention": 0.95,
+    "min_layer_retention": 0.9, "num_layers": 6, "message": "", "worst_module": "q_proj",
+    "rows": [{"rank": rank, "mean_variance": 0.9, "min_variance": 0.8, "max_variance": 0.95, "relative_error": 0.3}
+             for rank in (2, 4, 8)],
+    "verified": {
+        "problems": 128, "samples": 1, "tolerance": 0.02, "enough": 4, "sentence": "rank 4 is enough",
+        "full": {"rank": 8, "accuracy": 0.5, "low": 0.4, "high": 0.6},
+        "ranks": [{"rank": rank, "accuracy": 0.5, "low": 0.4, "high": 0.6, "verdict": "kept",
+                   "difference": {"mean": -0.012, "low": -0.157, "high": 0.157}} for rank in (4, 2)],
+    },
+}  # fmt: skip
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1100, 900])
+def test_no_table_of_numbers_is_cut(tmp_path, width):
+    """Everything in the results and in the table of ranks is seen without scrolling sideways."""
+    out = made(tmp_path, seeds=4, conditions=3)
+    content = read_json(out / "manifest.json")
+    write_json(out / "manifest.json", content | {"squeeze": SQUEEZE})
+    with Browser(width) as browser:
+        browser.open(write_report(out))
+        sizes = browser.run(
+            "[...document.querySelectorAll('#results .scroll, #lora-rank .scroll')].map(e => "
+            "[e.scrollWidth, e.clientWidth])"
+        )
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    assert len(sizes) == 3
+    assert all(needed <= there for needed, there in sizes), sizes

@@ -26,6 +26,7 @@ from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer
 from retrain.config import load
 from retrain.errors import CheckpointError, ConfigError, ModelError, NonFinite, UsageError
 from retrain.files import read_json, read_jsonl, write_json
+from retrain.ownership import MARK, claim
 from retrain.policy.base import load_base
 from retrain.policy.logprobs import TrainSequence
 from retrain.policy.lora import Lanes
@@ -164,7 +165,7 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
 def test_a_place_for_the_adapter_that_cannot_be_is_told_before_training(copied, tmp_path):
     (tmp_path / "file").write_text("")
     sets = ["training.max_steps=4", f"backend.adapter_path={tmp_path / 'file'}"]
-    with pytest.raises(UsageError, match=r"cannot write to .*file: file exists; give another directory"):
+    with pytest.raises(UsageError, match=r"file is a file, no directory: set \[backend\] adapter_path to another"):
         resume(copied, NullObserver(), sets=sets)
     assert [row["step"] for row in read_jsonl(copied / "metrics.jsonl")] == [0, 1]
 
@@ -249,7 +250,8 @@ def test_other_data_weights_or_tokenizer_are_named(home, copied):
 
 
 def test_what_a_killed_process_left_is_removed_also_from_finished_runs(copied):
-    torn = [copied / name for name in (".timeline.html.1.tmp", "emergence/.steps.jsonl.1.tmp", "checkpoints/.x.old")]
+    torn = [copied / name for name in (".timeline.html.1.retrain-tmp", "emergence/.steps.jsonl.1.retrain-tmp",
+                                       "checkpoints/.x.old.1.retrain-tmp")]  # fmt: skip
     torn[0].write_text("<ht")
     torn[1].write_text("{")
     torn[2].mkdir()
@@ -409,6 +411,7 @@ def steps_of(run: Path, *steps: int) -> Path:
     """A run directory with (empty but whole) checkpoints of these steps, and the rows that belong to the last."""
     import hashlib
 
+    owner = claim(run)
     for step in steps:
         folder = run / "checkpoints" / f"step_{step:06d}"
         folder.mkdir(parents=True)
@@ -417,6 +420,8 @@ def steps_of(run: Path, *steps: int) -> Path:
             (folder / name).write_text(name)
         hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
         write_json(folder / "manifest.json", {"format": 1, "sha256": hashes})
+        own = {"owner": owner.id, "place": f"checkpoints/{folder.name}", "files": [*names, "manifest.json"]}
+        write_json(folder / MARK, own)
     (run / "emergence").mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl"):
         (run / name).write_text("".join(f'{{"step": {i}}}\n' for i in range(max(steps, default=0))))

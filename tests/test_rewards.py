@@ -397,7 +397,7 @@ def test_sections_that_cannot_be_built_say_what_to_type(section: dict, key: str)
 def test_math_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'retrain\[math\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[math\]'"):
         build_grader({"type": "math"})
 
 

@@ -248,3 +248,17 @@ def test_a_campaign_that_stops_itself_and_a_resumed_one_agree(tmp_path):
     again = resume(tmp_path / "out", NullObserver())
     assert [run["state"] for run in again.summary["runs"]] == states
     assert read_json(tmp_path / "out/manifest.json")["sequential"] == looks
+
+
+def test_several_comparisons_share_alpha_and_their_p_values_are_corrected(tmp_path):
+    played = Played(tmp_path, conditions=(GRPO, RLOO, DR_GRPO))
+    for seed in EIGHT:
+        played.finish(seed)
+        condition = played.look()
+    last = condition["looks"][-1]
+    assert last["allowed"] == pytest.approx(0.05 / 2 * last["pairs"] / 8)
+    for found in played.compare()["conditions"][1:]:
+        looks = played.manifest.content["sequential"]["conditions"][found["label"]]["looks"]
+        assert found["p_value"] == looks[-1]["p"]
+        assert found["p_holm"] == min(1.0, 2 * looks[-1]["p"])
+    assert played.compare()["conditions"][1]["p_holm"] == 2 * 2**-6

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch
 from lane_cases import rollout, totals, trained
 from toymodels import toy_base
 
-from retrain.errors import RunFailed
+from retrain.errors import NonFinite, RunFailed
+from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.threads import Workers
+from retrain.policy.trunk import trunk_of
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.record.catalogue import TIMED_PARTS
 from retrain.rng import generator
 
 
@@ -294,6 +298,94 @@ def test_no_sequences_is_a_step_that_changes_nothing(base, lanes):
     assert metrics["val/ratio"] is None
 
 
+def score(base, lanes, adapter, probe, settings=None):
+    """What a step without sequences tells of ``probe``; sees that neither weights nor optimizer move."""
+    before, optimizer = adapter.flat.detach().clone(), new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.1)
+    settings = settings or LossSettings()
+    version = adapter.flat._version
+    metrics = train_step(base, lanes, adapter, optimizer, [], settings, Denominators(7, 2), 1e-3, probe=probe)
+    assert torch.equal(before, adapter.flat)
+    assert adapter.flat._version == version
+    assert not optimizer.state
+    return metrics
+
+
+def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(base, lanes):
+    """The same numbers as of training these sequences, with an own loss untouched and no ratio or clipping told."""
+    adapter = trained(lanes, 0)
+    probe = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in off_policy(base, lanes)[:4]]
+    metrics = score(base, lanes, adapter, probe)
+    _, expected = gradient(base, lanes, 0, [replace(s, advantages_T=s.advantages_T + 1) for s in probe], LossSettings())
+    for key in MISMATCH_METRICS:
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-5)
+        assert metrics[key] > 1e-3 or key == "kl_sample_train_v1"
+    assert {metrics[key] for key in RATIO_METRICS if key not in MISMATCH_METRICS} == {None}
+    assert (metrics["num_datums"], metrics["loss"], "kl" in metrics) == (0, 0.0, False)
+    assert metrics["timing_microbatches"] == 1
+    assert metrics["timing_forward_total"] > 0
+
+    def own_loss(*_):
+        raise AssertionError("a user's loss is for what trains")
+
+    other = score(base, lanes, adapter, probe, LossSettings(loss=own_loss, entropy_coef=0.1, tis_cap=2.0, kl_coef=0.5))
+    assert [other[key] for key in MISMATCH_METRICS] == pytest.approx([metrics[key] for key in MISMATCH_METRICS])
+    _, with_kl = gradient(base, lanes, 0, probe, LossSettings(kl_coef=0.5))
+    for key in ("kl", "objective/non_score_reward"):
+        assert other[key] == pytest.approx(with_kl[key], rel=1e-5)
+        assert abs(other[key]) > 1e-4
+    logged = score(base, lanes, adapter, probe, LossSettings(log_kl=True))
+    assert (logged["kl"], logged["objective/non_score_reward"]) == (other["kl"], 0.0)
+
+
+def test_a_probe_that_the_trainer_cannot_score_counts_as_a_step_that_is_not_finite(base, lanes):
+    probe = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in rollout(base, lanes, trained(lanes, 0))]
+    broken = trained(lanes, 0)
+    with torch.no_grad():
+        broken.flat.fill_(torch.nan)
+    optimizer = new_optimizer(broken, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    with pytest.raises(NonFinite, match="trainer logprob is nan"):
+        train_step(base, lanes, broken, optimizer, [], LossSettings(), Denominators(0, 0), 1e-3, probe=probe[:4])
+
+
+def test_groups_without_signal_change_no_bit_of_the_update(base, lanes):
+    """What ``discard_group_zero_advantage`` decides: they are counted and scored, or not; the gradient is the same."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    uniform = [replace(s, advantages_T=np.zeros(len(s.completion_ids))) for s in sequences[:6]]
+    for settings in (LossSettings(), LossSettings(normalizer="sequences", micro_batch_tokens=40)):
+        kept, told = gradient(base, lanes, 0, [*uniform, *sequences[6:]], settings, totals(sequences))
+        left_out, other = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
+        assert torch.equal(kept, left_out)
+        assert told["loss"] == other["loss"]
+        assert (told["num_datums"], other["num_datums"]) == (len(sequences), len(sequences) - 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ({}, {"compute_kl", "compute_entropy"}),
+        ({"log_kl": True}, {"compute_entropy"}),
+        ({"entropy_coef": 0.1, "kl_coef": 0.1}, set()),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_part_of_the_update_is_timed(base, lanes, options, zero, workers):
+    """Each is in the catalogue, and 0 exactly where there is no such work; together they are within the step."""
+    adapter, sequences = trained(lanes, 0), rollout(base, lanes, trained(lanes, 0))
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    settings = LossSettings(micro_batch_tokens=100, **options)
+    begin = time.perf_counter()
+    metrics = train_step(
+        base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, workers=Workers(workers)
+    )
+    whole = time.perf_counter() - begin
+    parts = {key[7:-6]: value for key, value in metrics.items() if key.startswith("timing_") and key.endswith("_total")}
+    assert set(parts) == set(TIMED_PARTS) - {"weight_sync_inference"}
+    assert {part for part, seconds in parts.items() if seconds == 0} == zero
+    assert sum(parts.values()) < 1.05 * whole
+    signal = [s for s in sequences if s.advantages_T.any()]
+    assert metrics["timing_microbatches"] == len(split_microbatches(signal, 100, packed=trunk_of(base).packs)) > 1
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(base, lanes):
     sequences = rollout(base, lanes, trained(lanes, 0))
     sequences[0].advantages_T = np.full(
@@ -318,6 +410,18 @@ def test_dropout_repeats_for_the_same_stream(base, lanes):
         grads.append(adapter.flat.grad.clone())
     assert torch.equal(grads[0], grads[1])
     assert not torch.allclose(grads[0], grads[2])
+
+
+def test_every_micro_batch_draws_its_own_dropout(base, lanes):
+    """Twice the same completion in two micro-batches: two masks, so not twice the gradient of one."""
+    one = max(rollout(base, lanes, trained(lanes, 0)), key=len)
+    denominators = totals([one])
+    for dropout in (0.0, 0.3):
+        settings = LossSettings(dropout=dropout, grad_clip_norm=0, micro_batch_tokens=1)
+        single, _ = gradient(base, lanes, 0, [one], settings, denominators)
+        double, _ = gradient(base, lanes, 0, [one, one], settings, denominators)
+        apart = float((double - 2 * single).norm() / single.norm())
+        assert apart > 0.1 if dropout else apart < 1e-5
 
 
 def test_updates_side_by_side_equal_one_after_the_other(base, lanes):
@@ -368,6 +472,40 @@ def test_a_completion_without_signal_is_counted_but_not_differentiated(base, lan
     assert len(trained_tokens) == len(sequences[1::2]) + len(sequences)
 
 
+def test_signal_at_any_trained_token_is_signal(base, lanes):
+    """Token credit may leave the first tokens of a completion without an advantage, or out of the loss."""
+    sequences = rollout(base, lanes, trained(lanes, 0))
+    for i, s in enumerate(sequences):
+        place_T = np.arange(len(s.completion_ids))
+        s.advantages_T, s.loss_mask_T = np.where(place_T == place_T[-1], 1.5, 0.0), place_T >= i % 2
+    sequences = [s for s in sequences if len(s.completion_ids) > 2]
+    grad, _ = gradient(base, lanes, 0, sequences, LossSettings(loss="reinforce", grad_clip_norm=0))
+    expected, count = trained(lanes, 0), totals(sequences).tokens
+    expected.flat.grad.zero_()
+    for s in sequences:
+        with lanes.single(expected):
+            (-1.5 * token_logprobs(base, collate([s], base), 1.0)[0][0, -1] / count).backward()
+    assert expected.flat.grad.norm() > 0
+    assert float((grad - expected.flat.grad).norm() / expected.flat.grad.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes, all_tokens):
+    """With an entropy mask, the length of a completion is that of its trained tokens, or of all of them."""
+    sequences, expected = rollout(base, lanes, trained(lanes, 0)), 0.0
+    for s in sequences:
+        length = len(s.completion_ids)
+        s.loss_mask_T = np.arange(length) % 3 == 0
+        with torch.no_grad(), lanes.single(trained(lanes, 0)):
+            ratio_T = token_logprobs(base, collate([s], base), 1.0)[0][0].double().numpy() - s.sampler_logprobs_T
+        terms_T = -np.exp(ratio_T) * s.advantages_T * s.loss_mask_T
+        expected += terms_T.sum() / (length if all_tokens else s.loss_mask_T.sum()) / len(sequences)
+    settings = LossSettings(loss="ppo", normalizer="sequences", grad_clip_norm=0)
+    denominators = Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences), all_tokens)
+    _, metrics = gradient(base, lanes, 0, sequences, settings, denominators)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_completion_without_a_trained_token_costs_nothing(base, lanes):
     sequences = rollout(base, lanes, trained(lanes, 0))
     masked = [replace(s, loss_mask_T=np.zeros(len(s.completion_ids), bool)) for s in sequences[:6]] + sequences[6:]
@@ -376,6 +514,8 @@ def test_a_completion_without_a_trained_token_costs_nothing(base, lanes):
     without, other = gradient(base, lanes, 0, sequences[6:], settings, totals(sequences))
     assert torch.equal(whole, without)
     assert metrics["num_datums"] == len(sequences)
+    _, idle = gradient(base, lanes, 0, masked[:6], settings, totals(sequences))
+    assert (idle["num_datums"], idle["loss"], "optim/grad_norm" in idle) == (0, 0.0, False)
     assert other["val/ratio"] == metrics["val/ratio"]
 
 

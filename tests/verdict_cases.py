@@ -65,7 +65,7 @@ def campaign(
             )
             reason = "CUDA out of memory" if state == "failed" else None
             runs.append({"run_id": run_id, "label": label, "seed": seed, "state": state, "reason": reason,
-                         "path": f"runs/{run_id}"})  # fmt: skip
+                         "step": len(rows), "path": f"runs/{run_id}"})  # fmt: skip
     write_json(folder / "manifest.json", {"format": 1, "runs": runs})
     return folder
 

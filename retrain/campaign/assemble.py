@@ -1,4 +1,4 @@
-"""Put a cohort together: base, lanes, engine, data, graders, and each run restored to where it was."""
+"""Put a cohort together: model, data, graders, and each run restored to where it was."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from typing import Any
 
 import torch
 
-from retrain.backend_run import OwnRun
-from retrain.backends import OwnEngine, backend_base, load_backend
+from retrain.algorithms.detectors import load_detector
+from retrain.algorithms.protocol import Need
+from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
 from retrain.campaign.manifest import run_directory
+from retrain.campaign.models import Bases, CohortModel, LocalModel, PluginModel
+from retrain.campaign.outputs import run_place
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import is_source, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
-from retrain.credit import Modes, completion_offsets, load_modes
-from retrain.detectors import load_detector
-from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import Wanted, content_hash
-from retrain.environments.prompts import longest_prompt
-from retrain.errors import CheckpointError
+from retrain.environments.prompts import Renderer, longest_prompt
+from retrain.environments.single_turn import SingleTurn
+from retrain.errors import CheckpointError, UsageError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
+from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import BaseModel, base_of, tokenizer_hash
-from retrain.policy.lora import Lanes
+from retrain.policy.objective import objective_of
 from retrain.policy.threads import Workers, workers_for
+from retrain.pressure import Pressure
+from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.context import RunContext, chart_ranges
-from retrain.record.environment import Surroundings, module_hashes, run_facts
+from retrain.record.environment import SystemInfo, module_hashes, run_facts
+from retrain.record.observer import Observer
 from retrain.record.recorder import RunRecorder
-from retrain.record.yardstick import Yardstick
 from retrain.rewards import Grader, build_grader
 from retrain.run import DataCursor, Run
 from retrain.trainer import Cohort
@@ -49,19 +52,21 @@ def assemble(
     directory: Path,
     specs: Sequence[RunSpec],
     folder: Path,
-    observer: Any,
+    observer: Observer,
     stop: Callable[[], bool],
     stack: ExitStack,
     restart: Restart = Restart(),  # noqa: B008 - frozen
+    bases: Bases | None = None,
 ) -> Cohort:
-    """The cohort of these runs, ready to train. ``stack`` closes graders and unwraps the base at the end.
+    """The cohort of these runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
+    taken from and stays.
 
     ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
 
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
     loaded to be known differs from the runs' records and is not approved.
     """
-    begin = _beginnings(directory, specs, restart)
+    begin = _resume_points(directory, specs, restart)
     specs = [spec for spec in specs if spec.run_id in begin]
     modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
     _use_deterministic(specs[0].config.training.deterministic)
@@ -71,23 +76,50 @@ def assemble(
     data = data_of(specs[0].config, folder)
     for note in data.notes:
         observer.message(note)
-    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
-    shared = _Shared(directory, folder, base, lanes, data, observer, stack)
-    _approve_world(shared, specs, begin, _world(base, data, engine, workers), restart)
-    runs, used = [], []
+    model = _model(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
+    shared = _Shared(directory, folder, model, data, observer, stack)
+    _approve_world(shared, specs, begin, _world(model, data), restart)
+    runs = []
     for spec, mode in zip(specs, modes, strict=True):
         grader = graders[spec.config.reward.grading]
         try:
-            run = _build_run(shared, spec, mode, grader, begin[spec.run_id], backends.get(spec.run_id))
+            run = _build_run(shared, spec, mode, grader, begin[spec.run_id])
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
-        run.check_engine(engine.gives_entropy)
+        _check_engine(run, model.engine)
         runs.append(run)
-        used.append(grader)
-    kept = Yardstick(directory, base.fingerprint) if specs[0].is_campaign and not backends else None
-    evaluator = Evaluator(engine, base.tokenizer, specs[0].config.held_out, data.sets, kept)
-    return Cohort(base, lanes, engine, runs, used, evaluator, observer, stop, workers)
+    kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(specs[0].config) else None
+    renderer = Renderer(model.tokenizer.source, specs[0].config.data)
+    evaluator = Evaluator(model.engine, renderer, specs[0].config.held_out, kept)
+    return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, _pressure(runs, model))
+
+
+def _is_local(config: Config) -> bool:
+    return config.backend.backend == "local"
+
+
+def _check_engine(run: Run, engine: Engine) -> None:
+    """Raise UsageError when the algorithm needs entropies and the engine has none."""
+    if Need.ENTROPY in run.algorithm.needs and not engine.gives_entropy:
+        raise UsageError(
+            f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
+            'use [inference] engine = "local"'
+        )
+
+
+def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
+    """The controller of the shared decode batch, when a run of the cohort asks for one, with what was observed so far."""
+    asking = [run for run in runs if run.config.backpressure.enabled]
+    if not asking:
+        return None
+    prompts = sum(run.config.training.batch_size for run in runs)
+    samples = max(run.config.training.group_size for run in runs)
+    pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work())
+    for run in asking:
+        if run.saved_pressure:
+            pressure.restore(run.saved_pressure)
+    return pressure
 
 
 def _use_deterministic(wanted: bool) -> None:
@@ -103,29 +135,22 @@ def data_of(config: Config, folder: Path) -> Dataset:
     return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
-def _policy(
-    specs: Sequence[RunSpec], folder: Path, data: Dataset, stack: ExitStack, observer: Any
-) -> tuple[BaseModel, Lanes | None, Engine, Workers, dict[str, Any]]:
+def _model(
+    specs: Sequence[RunSpec], folder: Path, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer
+) -> CohortModel:
     """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
     config = specs[0].config
-    plugin = config.backend.backend
-    if plugin != "local":
-        backends = {spec.run_id: load_backend(spec.config, folder) for spec in specs}
-        first = backends[specs[0].run_id]
-        base = backend_base(config.model.model, plugin, first)
-        return base, None, OwnEngine(plugin, getattr(first, "gives_entropy", False)), Workers(), backends
-    base = base_of(config)
-    lanes = Lanes(base, config.lora.target_modules)
-    stack.callback(lanes.detach)
+    if not _is_local(config):
+        return PluginModel.load(list(specs), folder)
+    base, lanes, engine = bases.take(config, observer.message)
     # Dropout draws from torch's global stream, which runs side by side would share.
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
-    engine = LocalEngine(base, lanes, workers=workers, tell=observer.message)
     if not engine.fast:
         observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
-    return base, lanes, engine, workers, {}
+    return LocalModel(base, lanes, engine, workers)
 
 
 def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
@@ -135,16 +160,16 @@ def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
 
 
 @dataclass
-class Beginning:
-    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``told`` says what was passed over,
-    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``surroundings`` what it is made with
+class ResumePoint:
+    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with later checkpoints,
+    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is made with
     and in."""
 
     step: int | None
-    told: list[str]
+    passed_over: list[str]
     any_base: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
-    surroundings: Surroundings | None = None
+    system: SystemInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -153,14 +178,13 @@ class _Shared:
 
     directory: Path
     folder: Path
-    base: BaseModel
-    lanes: Lanes | None
+    model: CohortModel
     data: Dataset
-    observer: Any
+    observer: Observer
     stack: ExitStack
 
 
-def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, Beginning]:
+def _resume_points(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, ResumePoint]:
     """Where each run of a cohort goes on; failed runs are in it when the others go back to before their failure."""
     told: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
     step: int | None = None
@@ -172,43 +196,32 @@ def _beginnings(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> 
         )
         specs = [spec for spec in specs if restart.failed_at.get(spec.run_id, step) >= step]
     return {
-        spec.run_id: Beginning(None if step is None else min(step, spec.config.training.max_steps), told[spec.run_id])
+        spec.run_id: ResumePoint(None if step is None else min(step, spec.config.training.max_steps), told[spec.run_id])
         for spec in specs
     }
 
 
 def _approve_world(
-    shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, Beginning], facts: dict[str, Any], restart: Restart
+    shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, ResumePoint], facts: dict[str, Any], restart: Restart
 ) -> None:
     """Have what differs between these facts and the runs' records approved, and the facts kept for the new ones."""
-    surroundings = Surroundings.now()
+    system = SystemInfo.now(shared.folder)
     for spec in specs:
         recorded, own = recorded_facts(run_directory(shared.directory, spec)), begin[spec.run_id]
         changes = world_changes(recorded, facts)
         restart.approve(shared.directory, changes)
         own.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
         own.facts = facts | {"modules": module_hashes(spec.config, shared.folder)}
-        own.surroundings = surroundings
+        own.system = system
         for line in machine_changes(recorded, facts):
             shared.observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
 
 
-def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> dict[str, Any]:
+def _world(model: CohortModel, data: Dataset) -> dict[str, Any]:
     """What a run is made with that has to be loaded to be known; part of every run's ``config.json``."""
     return {
-        "built": {
-            "model": type(base.model).__name__ if base.model is not None else base.fingerprint,
-            "tokenizer": type(base.tokenizer).__name__,
-            "engine": type(engine).__name__,
-            "dtype": str(base.dtype).removeprefix("torch."),
-            "device": str(base.device),
-            "threads": {"workers": workers.count, "torch": torch.get_num_threads()},
-        },
-        "base": {
-            "name": base.name,
-            "fingerprint": base.fingerprint,
-            "tokenizer": tokenizer_hash(base.tokenizer),
-        },
+        "built": model.built(),
+        "base": {"name": model.name, "fingerprint": model.identity, "tokenizer": model.tokenizer.digest},
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
         "heldout_hashes": {name: content_hash((), problems) for name, problems in data.sets.items()},
@@ -217,20 +230,19 @@ def _world(base: BaseModel, data: Dataset, engine: Engine, workers: Workers) -> 
 
 
 def _build_run(
-    shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: Beginning, backend: Any
+    shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: ResumePoint
 ) -> Run:
     """One run of the cohort, where it goes on, with its record begun. Raises CheckpointError when its files do not
     let it."""
     recorder = _recorder(shared, spec, grader)
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
-    run = _new_run(shared, spec, recorder, modes, backend)
-    run.any_base = begin.any_base
+    run = _new_run(shared, spec, recorder, modes, grader, begin.any_base)
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
-    for line in _restored(run, shared.base, begin):
+    for line in _restored(run, shared.model, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
-    recorder.start(_facts(run, recorder.context, begin), begin.surroundings)
+    recorder.start(_facts(run, recorder.context, begin), begin.system)
     return run
 
 
@@ -255,44 +267,63 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         ranges=chart_ranges(plugins, tasks),
         folder=shared.folder,
     )
+    directory = run_directory(shared.directory, spec)
+    claim(directory, claim(shared.directory).at(run_place(spec)) if spec.is_campaign else None)
     return RunRecorder(
-        run_directory(shared.directory, spec),
+        directory,
         context,
         warn=lambda text: shared.observer.message(f"{spec.run_id}: {text}", "warning"),
-        token_text=lambda completion: completion_offsets(completion, shared.base),
+        token_text=shared.model.tokenizer.offsets,
     )
 
 
-def _new_run(shared: _Shared, spec: RunSpec, recorder: RunRecorder, modes: tuple[Modes, Detector], backend: Any) -> Run:
-    """The run at its first step, on lanes of the base or on its own backend."""
-    stream = (spec.config.campaign.seed, spec.config.training.seed)
-    cursor = DataCursor(shared.data.train, stream, spec.config.data.shuffle)
-    parts = (spec, recorder.directory, shared.base, shared.lanes, recorder, cursor, *modes)
-    return Run(*parts) if backend is None else OwnRun(*parts).attach(backend, spec.config.backend.backend)
+def _new_run(
+    shared: _Shared, spec: RunSpec, recorder: RunRecorder, modes: tuple[Modes, Detector], grader: Grader, any_base: bool
+) -> Run:
+    """The run at its first step."""
+    config, model, data = spec.config, shared.model, shared.data
+    stream = (config.campaign.seed, config.training.seed)
+    own, detector = modes
+    environments = {"train": SingleTurn({"train": data.train}, config.data, grader)} | {
+        held_out.name: SingleTurn(data.sets, held_out.data, grader) for held_out in config.held_out
+    }
+    return Run(
+        spec=spec,
+        config=config,
+        directory=recorder.directory,
+        base_id=model.identity,
+        policy=model.policy(spec, recorder.directory),
+        algorithm=Standard(config, own, detector, model.tokenizer, stream),
+        objective=objective_of(config, own.loss),
+        environments=environments,
+        renderer=Renderer(model.tokenizer.source, config.data),
+        recorder=recorder,
+        cursor=DataCursor(data.train, stream, config.data.shuffle),
+        any_base=any_base,
+    )
 
 
-def _restored(run: Run, base: BaseModel, begin: Beginning) -> list[str]:
+def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
     """Bring the run to where it goes on; what there is to say about it."""
     config, lines = run.config, []
     if config.model.trust_remote_code:
-        lines.append(f"{base.name} may run code of its own: trust_remote_code = true")
+        lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
     if run.recorder.begun or checkpoint_directories(run.directory):
-        lines += run.restore(begin.step, begin.told)
+        lines += run.restore(begin.step, begin.passed_over)
     if run.restored_step is None and config.resume.from_:
         lines += run.continue_from(Path(config.resume.from_))
     return lines
 
 
-def _facts(run: Run, context: RunContext, begin: Beginning) -> dict[str, Any]:
+def _facts(run: Run, context: RunContext, begin: ResumePoint) -> dict[str, Any]:
     """The run's ``config.json``."""
-    built = begin.facts["built"] | {"optimizer": type(run.optimizer).__name__}
     return run_facts(
         run.config,
         run_id=context.run_id,
         condition=context.condition,
         seeds={"campaign": run.config.campaign.seed, "run": context.seed},
         ranges=dict(context.ranges),
-        **(begin.facts | {"built": built}),
+        **begin.facts,
     )
 
 

@@ -69,6 +69,7 @@ from retrain.maths.statistics import (
     probability_of_improvement,
     tost_p,
 )
+from retrain.record.notes import is_graded
 
 __all__ = ["METRIC", "compare", "compare_runs"]
 
@@ -132,7 +133,7 @@ def compare_runs(
         condition["verdict"] = condition["verdict"] or verdict(condition, measure, len(conditions) - 1, margin)
         condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1) + rule_words(condition)
     failed = [run.run_id for run in runs if run.state == "failed"]
-    found = [*warnings, *_warnings(conditions, measure, held_out or metric is not None)]
+    found = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
     return {
         "format": 2,
         "metric": measure.key,
@@ -328,6 +329,18 @@ def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure
             }
         )
     return {"metric": measure.key, "summary": measure.summary, "share": measure.is_share, "conditions": rows}
+
+
+def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
+    """That accuracy decides although rewards are graded, and what would see them whole."""
+    accuracy = re.search(r"correct_rate$|(pass|avg|maj)@\d+$", measure.key)
+    if not accuracy or not any(is_graded(row) for run in runs for row in run.rows):
+        return []
+    other = "final:reward_mean" if measure.is_held_out else "final:mean_reward"
+    return [
+        "The reward has values other than 0 and 1, and what decides here counts an answer as correct or not: "
+        f'primary_metric = "{other}" sees the whole reward.'
+    ]
 
 
 def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: bool) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.pooling import compare_directories
 from retrain.campaign.results import Measure
+from retrain.config.algorithm import lambda_stays_zero
 from retrain.config.root import unused
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, pairs_needed, spread_interval
@@ -109,7 +110,20 @@ def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
     """Where the comparison with the baseline would not say what it seems to say."""
     conditions = list({spec.label: spec for spec in specs}.values())
-    return [*_confounded(conditions), *_scales(conditions)]
+    return [*without_sepa(specs), *_confounded(conditions), *_scales(conditions)]
+
+
+def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
+    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    said = []
+    for spec in {spec.label: spec for spec in specs}.values():
+        if lambda_stays_zero(spec.config):
+            steps = spec.config.training.max_steps
+            said.append(
+                f"{spec.label} trains with λ = 0 in all of its {steps} steps: it is gtpo under another name, and says "
+                "nothing about SEPA"
+            )
+    return said
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.changes import flat
-from retrain.campaign.manifest import MANIFEST, planned_configs
+from retrain.campaign.manifest import planned_configs, read_manifest
 from retrain.campaign.pooling import compare_directories, read_source
 from retrain.campaign.results import Measure, RunResult, first_set
 from retrain.config.evaluation import HELDOUT
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
 
 Point = tuple[float, float]
@@ -63,7 +63,7 @@ def read_campaign(directory: Path) -> Campaign:
     """Read what a report needs; an unfinished campaign is compared as far as it is. Raises UsageError as
     ``read_source`` does."""
     runs = read_source(directory).runs
-    manifest = read_json(directory / MANIFEST)
+    manifest = read_manifest(directory)
     comparison = manifest.get("comparison")
     if not comparison or comparison.get("format") != 2:
         comparison = compare_directories([directory])

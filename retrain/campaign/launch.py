@@ -7,10 +7,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
 from retrain.campaign.cohorts import planned_cohorts
+from retrain.campaign.design import without_sepa
 from retrain.campaign.lease import DirectoryLock
 from retrain.campaign.manifest import (
     MANIFEST,
@@ -22,15 +23,20 @@ from retrain.campaign.manifest import (
     update_plan,
     write_plan,
 )
+from retrain.campaign.outputs import check_places
 from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references
+from retrain.campaign.references import check_references, require_packages
 from retrain.campaign.sequential import look, still_wanted
 from retrain.campaign.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
-from retrain.files import refuse_links, remove_leftovers, write_json
-from retrain.record.environment import Surroundings, run_facts
+from retrain.files import write_json
+from retrain.ownership import remove_leftovers
+from retrain.record.environment import SystemInfo, run_facts
 from retrain.record.observer import Observer
+
+if TYPE_CHECKING:
+    from retrain.campaign.models import Bases
 
 
 @dataclass
@@ -51,11 +57,13 @@ def launch(
 
     Finished runs are not repeated, unless the file asks for more steps; failed ones only with ``retry_failed``.
     ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    Raises StorageError when the directory cannot be written, LeaseLost when another process has taken it over.
+    Raises NotOurs, with nothing touched, when something of somebody else's lies where it would write, StorageError when
+    the directory cannot be written, LeaseLost when another process has taken it over.
     """
     directory, specs = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}"), plan(loaded)
     approval = approval or Approval()
     check_references(loaded)
+    check_places(directory, specs)
     with DirectoryLock(directory, observer.message) as lock:
         name = loaded.config.campaign.name or loaded.path.stem
         with _open(directory, name, specs, loaded.path.parent, observer, approval) as manifest:
@@ -68,7 +76,7 @@ def launch(
 def _write_facts(directory: Path, loaded: Loaded) -> None:
     """What the whole campaign is made with, beside its runs' own."""
     write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
-    Surroundings.now().write(directory)
+    SystemInfo.now(loaded.path.parent).write(directory)
 
 
 def resume(
@@ -79,6 +87,7 @@ def resume(
     runs; failed runs only with ``retry_failed``. As ``launch`` in all else."""
     directory = Path(directory)
     specs, folder = read_plan(directory, sets)
+    check_places(directory, specs)
     approval = approval or Approval()
     with (
         DirectoryLock(directory, observer.message) as lock,
@@ -93,7 +102,6 @@ def _open(
     directory: Path, name: str, specs: Sequence[RunSpec], folder: Path, observer: Observer, approval: Approval
 ) -> Manifest:
     """The directory's manifest, once what differs from its records has been approved."""
-    refuse_links(directory)
     remove_leftovers(directory)
     entries = {}
     if (directory / MANIFEST).is_file():
@@ -123,23 +131,29 @@ def _carry_out(
     if left and not retry_failed:
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
+        require_packages(spec.config for spec in todo)
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     elif not left:
         observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
-    stop, interrupted, saved = StopRequest(directory), False, True
+    stop, interrupted, saved, bases = StopRequest(directory), False, True, None
 
     def ending() -> bool:
         lock.check()
         return stop.signal is not None
 
-    with stop.listening(observer):
+    with ExitStack() as stack:
+        stack.enter_context(stop.listening(observer))
+        if todo:
+            from retrain.campaign.models import Bases  # after the message: it imports torch
+
+            bases = stack.enter_context(Bases())
         for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
             try:
-                _train_fitting(manifest, group, folder, observer, ending, restart)
+                _train_fitting(manifest, group, folder, observer, ending, restart, bases)
             except (Interrupted, KeyboardInterrupt) as end:
                 interrupted, saved = True, isinstance(end, Interrupted)
                 break
-            _squeeze_once(manifest, specs, folder, observer)
+            _squeeze_once(manifest, specs, folder, observer, bases)
             look(manifest, specs, observer)
     if interrupted:
         came = ENDINGS[stop.signal or SIGINT]
@@ -194,7 +208,10 @@ def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
     return {
         "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
         "margin": campaign.equivalence_margin,
-        "warnings": [f"{words}: what it shows is exploratory." for words in changed],
+        "warnings": [
+            *(f"{words}: what it shows is exploratory." for words in changed),
+            *(f"{words}." for words in without_sepa(specs)),
+        ],
     }
 
 
@@ -219,13 +236,13 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 def _train_fitting(
     manifest: Manifest, specs: list[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool],
-    restart: Restart,
+    restart: Restart, bases: Bases | None,
 ) -> None:  # fmt: skip
     """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest."""
     from retrain.campaign.fitting import DoesNotFit, smaller_cohorts
 
     try:
-        return _train_cohort(manifest, specs, folder, observer, stop, restart)
+        return _train_cohort(manifest, specs, folder, observer, stop, restart, bases)
     except DoesNotFit as short:
         parts = smaller_cohorts(specs, short)
         observer.message(f"{short}: they train in {len(parts)} cohorts, one after another", "warning")
@@ -235,12 +252,12 @@ def _train_fitting(
     rest = [[name for name in cohort if name not in names] for cohort in now]
     manifest.note(lanes=len(parts[0]), cohorts=[cohort for cohort in rest[:place] + cut + rest[place:] if cohort])
     for part in parts:
-        _train_fitting(manifest, part, folder, observer, stop, restart)
+        _train_fitting(manifest, part, folder, observer, stop, restart, bases)
 
 
 def _train_cohort(
     manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, stop: Callable[[], bool],
-    restart: Restart,
+    restart: Restart, bases: Bases | None,
 ) -> None:  # fmt: skip
     """Build the runs of one cohort, restore what was saved of them, and train them together."""
     from retrain.campaign.assemble import assemble
@@ -250,7 +267,7 @@ def _train_cohort(
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
         try:
-            cohort = assemble(manifest.directory, specs, folder, follower, stop, stack, restart)
+            cohort = assemble(manifest.directory, specs, folder, follower, stop, stack, restart, bases)
         except StorageError as error:
             raise _with_advice(error, manifest.directory) from error
         except RetrainError as error:
@@ -333,7 +350,9 @@ def _report(manifest: Manifest, observer: Observer) -> None:
         observer.message(message, "warning")
 
 
-def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer) -> None:
+def _squeeze_once(
+    manifest: Manifest, specs: Sequence[RunSpec], folder: Path, observer: Observer, bases: Bases | None = None
+) -> None:
     """After the first finished run: what rank would have been enough. A fault here costs the analysis, not the runs."""
     if manifest.content.get("squeeze"):
         return
@@ -345,7 +364,7 @@ def _squeeze_once(manifest: Manifest, specs: Sequence[RunSpec], folder: Path, ob
             if spec.config.backend.backend != "local" and not weights.is_file():
                 return  # a backend of the user's that trains something else than a LoRA adapter
             try:
-                manifest.note(squeeze=squeeze_after_run(manifest.directory, spec, folder))
+                manifest.note(squeeze=squeeze_after_run(manifest.directory, spec, folder, bases))
             except RetrainError as error:
                 observer.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
             return

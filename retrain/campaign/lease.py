@@ -21,6 +21,7 @@ from typing import Any
 
 from retrain.errors import LeaseLost, StorageError, UsageError
 from retrain.files import prepare_directory, write_json
+from retrain.ownership import claim
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
@@ -57,7 +58,8 @@ def process_start(pid: int) -> str | None:
 
 
 class DirectoryLock:
-    """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds.
+    """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds. The
+    directory gets its owner's mark; NotOurs is raised where it is somebody else's (see ``retrain.ownership``).
 
     ``message`` is told what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
     only happen to one that was suspended.
@@ -79,6 +81,7 @@ class DirectoryLock:
         prepare_directory(self.directory)
         self._lock()
         try:
+            claim(self.directory)  # first of all: a process that is killed here leaves a directory that is known
             self._take_lease()
         except BaseException:
             os.close(self._file)

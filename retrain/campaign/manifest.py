@@ -19,6 +19,7 @@ from retrain.campaign.plan import RunSpec
 from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
+from retrain.ownership import not_readable
 from retrain.record.states import MANIFEST, is_name, read_manifest
 from retrain.record.writer import RecordFiles
 
@@ -201,5 +202,5 @@ def _plan_content(directory: Path) -> dict[str, Any]:
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged ({error!r}): type retrain train with the file and --out") from error
+        raise not_readable(path, error, "type retrain train with the file and --out") from error
     return content

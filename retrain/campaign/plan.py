@@ -7,6 +7,7 @@ is stopped half-way has complete pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from retrain.config import Condition, Config, Loaded, parse_dict
@@ -32,6 +33,14 @@ class RunSpec:
     config: Config
     is_campaign: bool
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def export(self) -> Path | None:
+        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
+        path = self.config.backend.adapter_path
+        if path is None:
+            return None
+        return Path(path) / self.run_id if self.is_campaign else Path(path)
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
@@ -74,7 +83,9 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         logging["wandb_run_name"] = logging["wandb_run_name"] or label
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
-    logging["wandb_run_name"], logging["wandb_group"] = run_id, label
+    name = logging["wandb_run_name"] or run_id
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # planned again it is the same
+    logging["wandb_group"] = label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
     return parse_dict(data)

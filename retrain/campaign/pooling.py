@@ -14,18 +14,20 @@ from typing import Any
 
 from retrain.campaign.changes import flat
 from retrain.campaign.comparison import compare_runs
-from retrain.campaign.manifest import MANIFEST
+from retrain.campaign.manifest import MANIFEST, read_manifest
 from retrain.campaign.results import Measure, RunResult, first_set, read_run
 from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError
-from retrain.files import read_json
 
 WITHOUT_EFFECT = (
-    "campaign", "logging", "squeeze", "backpressure", "resume", "types", "training.seed", "training.save_every",
-    "training.keep_last", "training.micro_batch_tokens", "backend.adapter_path", "model.local_files_only",
-    "evaluation.at_start", "training.eval_every", "inference.max_rows",
+    "campaign", "logging", "squeeze", "backpressure", "resume", "training.seed", "training.save_every",
+    "training.keep_last", "training.keep_every", "training.micro_batch_tokens", "training.nonfinite_limit",
+    "backend.adapter_path", "model.local_files_only", "evaluation.at_start", "training.eval_every",
+    "reward.timeout_s", *(f"reward.{key}" for key in CHART_KEYS),
 )  # fmt: skip
-"""Sections and keys in which runs of one condition may differ: they change records and speed, not what is learned."""
+"""Sections and keys in which runs of one condition may differ: they change records, speed and when something is
+given up, not what is learned."""
 TOLD_KEYS = 4
 
 
@@ -58,7 +60,7 @@ def compare_directories(
     runs, twice = _without_repeats(everything)
     warnings += twice + _differences(runs)
     # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
-    rule = read_json(directories[0] / MANIFEST).get("sequential") if len(sources) == 1 else None
+    rule = read_manifest(directories[0]).get("sequential") if len(sources) == 1 else None
     return compare_runs(
         runs,
         labels,
@@ -76,7 +78,7 @@ def read_source(directory: Path, name: str = "") -> Source:
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
         raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
-    entries = read_json(directory / MANIFEST)["runs"]
+    entries = read_manifest(directory)["runs"]
     runs = [read_run(directory, entry) for entry in entries]
     return Source(name or directory.name, runs, list(dict.fromkeys(run.label for run in runs)))
 

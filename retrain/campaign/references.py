@@ -1,12 +1,12 @@
-"""What a file refers to beyond itself, looked up before anything is trained: code of the user's own, and layers of a
-model that lies on this machine.
+"""What a file refers to beyond itself, looked up before anything is trained: packages, code of the user's own, and a
+model that lies on this machine, with its layers.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
 from retrain.config.lines import key_lines
+from retrain.config.problems import Mistake
+from retrain.environments.sources import HUB
 from retrain.errors import ConfigError, PluginError, Problem
+from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.models import find_config
+from retrain.models.directory import model_fault
 from retrain.models.targets import dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
 
@@ -35,8 +39,8 @@ SET_SOURCE = "evaluation.sets.{}.source"
 
 
 def check_references(loaded: Loaded, rewards: bool = False) -> None:
-    """Load every function and class that the file names, with ``rewards`` also those of [reward], and look for the
-    layers that get an adapter.
+    """Look for the packages that the file needs and for its model, load every function and class that it names, with
+    ``rewards`` also those of [reward], and look for the layers that get an adapter.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
@@ -61,9 +65,59 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                 continue
             if key == "backend.backend":
                 yield from _capability_problems(loaded, places, spec.config, found)
-        yield from _target_problems(loaded, places, spec.config)
+        yield from _package_problems(loaded, places, spec.config)
+        yield from _model_problems(loaded, places, spec.config)
         if rewards:
             yield from _reward_problems(places, spec.config.reward, folder)
+
+
+def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """(key, its value, module) for every optional package that a run needs and that is not installed."""
+    data, reward, logging = config.data, config.reward, config.logging
+    wanted: list[tuple[str, Any, str]] = []
+    for key, source in (("data.source", data.source), ("data.eval_source", data.eval_source)):
+        if source in HUB:
+            wanted.append((key, source, "datasets"))
+        elif source is not None and source.endswith(".parquet"):
+            wanted.append((key, source, "pyarrow"))
+    graders = [("reward.type", reward), *((f"reward.components.{i}.type", p) for i, p in enumerate(reward.components))]
+    wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
+    if config.planning.detector == "semantic":
+        wanted.append(("planning.detector", "semantic", "sentence_transformers"))
+    if logging.wandb_project is not None:
+        wanted.append(("logging.wandb_project", logging.wandb_project, "wandb"))
+    wanted += [("logging.report_to", name, name) for name in logging.report_to if name in EXTRA_OF]
+    yield from (each for each in wanted if not is_installed(each[2]))
+
+
+def require_packages(configs: Iterable[Any]) -> None:
+    """Raise MissingExtra for the first package that one of these runs needs and that is not installed."""
+    for config in configs:
+        for key, value, module in absent_packages(config):
+            section, _, name = key.partition(".")
+            raise missing(f'[{section}] {name} = "{value}"', module)
+
+
+def _package_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+    """Packages that the run needs and that are not installed."""
+    for key, value, module in absent_packages(config):
+        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        where = _place(loaded, places, key, value) if len(path) == 2 else places.find(path)[1]
+        message = f'is "{value}", which needs the package {package_of(module)}'
+        yield Problem(where, Mistake(path, message).key, message, install_line(module))
+
+
+def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+    """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
+    layers that it does not have."""
+    model = config.model
+    if config.backend.backend != "local":
+        return
+    if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
+        where = _place(loaded, places, "model.model", model.model)
+        yield Problem(where, "model.model", f'is "{model.model}": {fault}')
+    else:
+        yield from _target_problems(loaded, places, config)
 
 
 def named_code(config: Any) -> Iterator[tuple[str, str]]:
@@ -102,7 +156,7 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
 def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
-    path = None if config.backend.backend != "local" else find_config(config.model.model, config.model.revision)
+    path = find_config(config.model.model, config.model.revision)
     layers = None if path is None else dense_layers(read_json(path))
     if layers is not None:
         for message, fix in target_mistakes(targets, layers, "lm_head"):

@@ -7,6 +7,7 @@ was stopped. What a model wrote goes through ``record.html.escape`` and nowhere 
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from retrain.campaign.report_sections import (
     title_of,
 )
 from retrain.campaign.words import amount, probability
+from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
+from retrain.ownership import owner_of
 from retrain.record import charts
 from retrain.record.charts import Row
-from retrain.record.html import escape, page
+from retrain.record.html import escape, generator, page
 from retrain.record.numbers import duration, short
 
 REPORT = "report.html"
@@ -37,7 +40,8 @@ REPORT = "report.html"
 STYLES = (
     charts.STYLES
     + """
-table.tight td { white-space: nowrap; }
+table.tight th { white-space: normal; vertical-align: bottom; } .whole { white-space: nowrap; }
+.plots + .scroll { margin-top: 14px; }
 .verdicts { display: grid; gap: 10px; margin: 14px 0 6px; padding: 0; list-style: none; }
 .verdicts li { border-left: 4px solid var(--line); padding: 8px 14px; background: var(--raised);
   border-radius: 0 6px 6px 0; }
@@ -65,13 +69,35 @@ nav.inside { font-size: .85rem; margin: 10px 0 0; } nav.inside a { margin-right:
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Make ``report.html`` of a campaign's directory (or ``out``) and return where it is.
+    """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
+    where it is; directories above it are made.
 
-    Raises UsageError when the directory holds no campaign.
+    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when another file than
+    a report of this directory has the name.
     """
     target = out or directory / REPORT
-    write_text(target, report_html(read_campaign(directory)))
+    target = target / REPORT if target.is_dir() else target
+    if os.path.lexists(target) and not _is_report_of(directory, target):
+        raise NotOurs(f"{target} is no report of {directory}, and stays as it is: give another file with --out")
+    text = report_html(read_campaign(directory))
+    try:
+        write_text(target, text)
+    except StorageError as error:
+        raise UsageError(f"{error}; give another path") from error
     return target
+
+
+def _signature(directory: Path) -> str:
+    """What a report of this directory has in its head."""
+    owner = owner_of(directory)
+    return f"retrain {owner.id} {owner.place}" if owner else "retrain"
+
+
+def _is_report_of(directory: Path, target: Path) -> bool:
+    if target.is_symlink() or not target.is_file():
+        return False
+    with open(target, encoding="utf-8", errors="replace") as file:
+        return generator(_signature(directory)) in file.read(1 << 12)
 
 
 def report_html(campaign: Campaign) -> str:
@@ -90,7 +116,8 @@ def report_html(campaign: Campaign) -> str:
     links = " ".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in made[1:])
     blocks = [f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in made[1:]]
     head = f"{_header(campaign)}<nav class='inside no-print'>{links}</nav>{made[0][1]}"
-    return page(f"{campaign.manifest['name']}: report", head + "".join(blocks), styles=STYLES)
+    made_by = _signature(campaign.directory)
+    return page(f"{campaign.manifest['name']}: report", head + "".join(blocks), styles=STYLES, made_by=made_by)
 
 
 def _anchor(title: str) -> str:

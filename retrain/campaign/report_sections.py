@@ -43,7 +43,7 @@ CURVES = (
     ("sepa_lambda", "SEPA: pooling λ", "", True, False),
     ("sepa_gate_open", "SEPA: gate open (share of runs)", "", True, False),
     ("bp_throughput", "Back pressure: tokens per second", "", False, False),
-    ("bp_p_star", "Back pressure: best number of sequences", "", False, False),
+    ("bp_p_star", "Back pressure: best number of prompts at once", "", False, False),
 )
 """Metric, title, unit, whether it is a share, whether it is noisy enough to be smoothed."""
 
@@ -81,6 +81,13 @@ def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str
     return f"<div class='scroll'><table{css}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
+def cell(text: str) -> str:
+    """A number with its interval as a cell of a table: where it is narrow, the interval takes a line of its own."""
+    number, bracket, interval = text.partition(" [")
+    parts = (number, "[" + interval) if bracket else (number,)
+    return " ".join(f"<span class='whole'>{escape(part)}</span>" for part in parts)
+
+
 # -- curves and distributions -----------------------------------------------------------------------------------
 
 
@@ -95,6 +102,10 @@ def curves_section(campaign: Campaign) -> str:
         found = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
         if key == "mean_reward" and _same_as_correct(campaign):
             continue  # a reward of 0 and 1: the curve above once more
+        if key.startswith("sepa_"):  # 0 throughout in the conditions without it
+            found = [
+                each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in found
+            ]
         if not any(each.seeds for each in found):
             continue
         series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]
@@ -103,7 +114,7 @@ def curves_section(campaign: Campaign) -> str:
         window = window_of(max(len(line) for each in found for line in each.seeds)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
         drawn = charts.line_chart(
-            series, label=f"{title} over steps, by condition", x_title="optimizer steps", unit=unit, limits=limits
+            series, label=f"{title} over steps, by condition", x_title="step", unit=unit, limits=limits
         )
         plots.append(figure(title, words, drawn))
     return f"<div class='plots'>{''.join(plots)}</div>" if plots else ""
@@ -215,7 +226,7 @@ def results_section(campaign: Campaign) -> str:
     """Primary metric with costs, then the secondary ones (tags among them)."""
     comparison, measure = campaign.comparison, campaign.measure
     head = ("condition", "finished", "before", "after", "IQM", "difference", "p", "smallest p", "P(better)",
-            "tokens per run", "seconds per run")  # fmt: skip
+            "tokens / run", "s / run")  # fmt: skip
     rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
     body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
     said = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
@@ -244,12 +255,12 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
             difference += f" [{low}, {high}]"
     p = condition["p_holm"]
     return [
-        f"<span class='key' style='--series:{charts.colour(index)}'>{escape(condition['label'])}</span>",
+        f"<span class='key whole' style='--series:{charts.colour(index)}'>{_breaking(condition['label'])}</span>",
         f"{len(condition['finished'])} of {len(condition['seeds'])}",
         told(condition["before"]),
-        "–" if condition["after_mean"] is None else escape(level_words(condition, measure)),
+        "–" if condition["after_mean"] is None else cell(level_words(condition, measure)),
         told(iqm.get("estimate")),
-        escape(difference),
+        cell(difference),
         "–" if p is None else probability(p),
         told(condition["smallest_p"], "{:.3g}"),
         told(better.get("estimate"), "{:.2f}"),
@@ -263,7 +274,7 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
     of_curve = "" if measure.summary == "final" else f"{measure.summary}:"
     cells = [escape(f"{of_curve}{short_metric(measure.key)}")]
     for condition in secondary["conditions"]:
-        cells.append("–" if condition["after_mean"] is None else escape(level_words(condition, measure)))
+        cells.append("–" if condition["after_mean"] is None else cell(level_words(condition, measure)))
     for condition in secondary["conditions"][1:]:
         if condition["difference"] is None:
             cells.append("–")
@@ -272,8 +283,14 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
         if condition["difference_interval"]:
             low, high = (number(end, measure) for end in condition["difference_interval"])
             said += f" [{low}, {high}]"
-        cells.append(escape(said))
+        cells.append(cell(said))
     return cells
+
+
+def _breaking(label: str) -> str:
+    """A label that is broken between its overrides only, where there is no room."""
+    first, *overrides = label.split("~")
+    return "<wbr>".join(f"<span class='whole'>{escape(part)}</span>" for part in (first, *(f"~{o}" for o in overrides)))
 
 
 def squeeze_section(campaign: Campaign) -> str:
@@ -296,11 +313,11 @@ def squeeze_section(campaign: Campaign) -> str:
     headings = squeeze_columns(report)
     cells = [squeeze_cells(row, report) for row in report["rows"]]
     table = table_of(tuple(headings), [
-        [f"<b>{escape(row[heading])}</b>" if row[""] else escape(row[heading]) for heading in headings]
+        [f"<b>{cell(row[heading])}</b>" if row[""] else cell(row[heading]) for heading in headings]
         for row in cells
-    ])  # fmt: skip
+    ], "tight")  # fmt: skip
     told = "".join(f"<p>{escape(text)}</p>" for text in squeeze_words(report))
-    return f"{told}<div class='plots'>{''.join(plots)}<div>{table}</div></div>"
+    return f"{told}<div class='plots'>{''.join(plots)}</div>{table}"
 
 
 def _verified_plot(verified: dict[str, Any]) -> str:
@@ -351,15 +368,13 @@ def runs_section(campaign: Campaign) -> str:
             "–" if value is None else f"{number(value, campaign.measure)}{unit}",
             " · ".join(links),
         ])  # fmt: skip
-    return table_of(("run", "state", "steps", "result", "files"), rows)
+    return table_of(("run", "state", "steps done", "result", "files"), rows)
 
 
 def _page_name(path: str) -> str:
     stem = Path(path).stem
     kind, _, step = stem.partition("_iteration_")
-    return (
-        f"{kind.replace('eval_', 'evaluation ').replace('train', 'rollouts')} {int(step) if step.isdigit() else step}"
-    )
+    return f"{kind.replace('eval_', 'evaluation ').replace('train', 'step')} {int(step) if step.isdigit() else step}"
 
 
 def _link(path: str, text: str) -> str:

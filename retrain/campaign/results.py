@@ -118,11 +118,12 @@ class RunResult:
         return self.state == "done"
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """(optimizer steps done, value) wherever the metric has a value."""
+        """(updates of the policy that was measured, value) wherever the metric has a value: the number of the step,
+        or of the evaluation."""
         if name := Measure(key=key).held_out:
             found = [(row["step"], row.get(key)) for row in self.evaluations if row.get("name") == name]
         else:
-            found = [(row["step"] + 1, row.get(key)) for row in self.rows]
+            found = [(row["step"], row.get(key)) for row in self.rows]
         return [(int(step), float(value)) for step, value in found if value is not None and _is_number(value)]
 
     def value(self, measure: Measure) -> float | None:

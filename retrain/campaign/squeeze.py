@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.manifest import MANIFEST, run_directory
+from retrain.campaign.manifest import MANIFEST, read_manifest, run_directory
+from retrain.campaign.outputs import ADAPTER_FILES
 from retrain.campaign.plan import RunSpec
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
-from retrain.files import prepare_directory, publish_directory, read_json, read_jsonl, write_json
+from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
+from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
+
+if TYPE_CHECKING:
+    from retrain.campaign.models import Bases
 
 VERIFICATION = "verification.json"
 
@@ -30,7 +36,7 @@ def find_adapter(directory: Path) -> Path:
         if (directory / row["sampler_path"] / "adapter_model.safetensors").is_file():
             return directory / row["sampler_path"]
     if (directory / MANIFEST).is_file():
-        for run in read_json(directory / MANIFEST)["runs"]:
+        for run in read_manifest(directory)["runs"]:
             if run["state"] == "done" and run["path"] != ".":
                 return find_adapter(directory / run["path"])
     raise UsageError(f"{directory} holds no adapter: give a run directory, its final/ or a PEFT adapter directory")
@@ -96,7 +102,8 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
     With ``pattern`` every module gets a rank of its own: the fewest altogether that keep the total energy of ``rank``
-    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter.
+    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
+    ``out`` holds an adapter that was not compressed from this one.
     """
     from retrain.maths.squeeze import rank_pattern
     from retrain.policy.adapter_stream import AdapterFile, write_streamed
@@ -124,18 +131,22 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
             "alpha_pattern": {name: float(each) for name, each in own.items()},
         }  # fmt: skip
         prepare_directory(out.parent)
-        if out.is_file():
-            raise UsageError(f"{out} is a file: give a directory with --out")
-        if out.exists() and any(out.iterdir()) and not (out / "adapter_config.json").exists():
-            raise UsageError(f"{out} is not empty and holds no adapter: give another directory with --out")
-        aside = out.with_name(f".{out.name}.tmp")
+        owner = _owner(adapter, "squeezed")
+        check_publish(out, ADAPTER_FILES, owner)
+        aside = aside_of(out)
         scale = alpha / rank
         pairs = (
             (name, _truncated(*file.factors(name), file.scales[name], ranks[name], scale)) for name in file.modules
         )
         write_streamed(aside, layout, pairs, config)
-    publish_directory(aside, out)
+    publish(aside, out, owner)
     return out
+
+
+def _owner(adapter: Path, place: str) -> Owner:
+    """As whose what is made of an adapter is marked: its run's, or of an adapter from elsewhere its path's."""
+    here = Owner(hashlib.blake2b(str(adapter.resolve()).encode(), digest_size=16).hexdigest())
+    return (owner_of(adapter) or here).at(place)
 
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
@@ -165,7 +176,9 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
         analysis["compressed"] = str(compress_adapter(adapter, to, target, pattern))
     elif out is not None:
         prepare_directory(out)
-        write_json(out / "analysis.json", analysis)
+        with TemporaryDirectory() as aside:
+            write_json(Path(aside) / "analysis.json", analysis)
+            install(Path(aside), out, _owner(adapter, "analysed"))
     return analysis
 
 
@@ -191,7 +204,7 @@ def _wanted(adapter: Path) -> dict[str, Any]:
     return wanted
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str, Any]:
+def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases | None = None) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
     rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
 
@@ -212,9 +225,9 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank])
+            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], bases)
     write_json(directory / "squeeze" / "analysis.json", analysis)
-    if spec.config.logging.wandb:
+    if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
             condition=spec.label,
             run_id=spec.run_id,
@@ -227,7 +240,9 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path) -> dict[str,
     return analysis
 
 
-def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int]) -> dict[str, Any]:
+def _verify(
+    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], bases: Bases | None
+) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
     there already of this very adapter is read."""
     from retrain.campaign.verify import read_verification, verify_ranks
@@ -236,6 +251,6 @@ def _verify(directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: 
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:
         return known
-    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=".tmp") as aside:
+    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        return verify_ranks(spec, folder, adapter, smaller, out)
+        return verify_ranks(spec, folder, adapter, smaller, out, bases)

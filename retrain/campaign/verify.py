@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,11 +29,16 @@ from retrain.record.numbers import percent, points
 from retrain.types import Problem
 
 WEIGHTS = "adapter_model.safetensors"
+if TYPE_CHECKING:
+    from retrain.campaign.models import Bases
+
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
 
 
-def verify_ranks(spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path) -> dict[str, Any]:
+def verify_ranks(
+    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, bases: Bases | None = None
+) -> dict[str, Any]:
     """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
 
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
@@ -45,7 +50,7 @@ def verify_ranks(spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller])
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], bases)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -128,7 +133,7 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def _evaluate(
-    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path]
+    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], bases: Bases | None
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
@@ -136,11 +141,13 @@ def _evaluate(
     One adapter after the other: memory does not grow with their number.
     """
     from retrain.campaign.assemble import data_of
-    from retrain.engines.local import LocalEngine
+    from retrain.campaign.models import Bases
+    from retrain.engines.protocol import PolicyRef
+    from retrain.environments.prompts import Renderer
+    from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
-    from retrain.policy.base import base_of
-    from retrain.policy.lora import Lanes
+    from retrain.policy.local import LocalSnapshot
     from retrain.policy.threads import workers_for
     from retrain.rewards import build_grader
 
@@ -149,14 +156,12 @@ def _evaluate(
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
-        base = base_of(config)
-        lanes = Lanes(base, config.lora.target_modules)
-        stack.callback(lanes.detach)
-        workers = workers_for(base)
-        stack.callback(workers.close)
+        base, lanes, engine = (bases or stack.enter_context(Bases())).take(config)
+        engine.workers = workers_for(base)
+        stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder))
-        engine = LocalEngine(base, lanes, workers=workers)
-        evaluator = Evaluator(engine, base.tokenizer, [held_out], data.sets)
+        environment = SingleTurn(data.sets, held_out.data, grader)
+        evaluator = Evaluator(engine, Renderer(base.tokenizer, held_out.data), [held_out])
         stream = (config.campaign.seed, config.training.seed)
         for path in paths:
             stored = read_adapter(path)
@@ -166,13 +171,15 @@ def _evaluate(
                 continue
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
+            engine.publish(ref := PolicyRef(str(path), 0), LocalSnapshot(adapter.frozen(), {}))
             # The streams of the run's final evaluation: common random numbers with it.
-            subject = Subject(adapter, grader, stream, config.training.max_steps)
+            subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (evaluated,) = evaluator.evaluate(held_out, [subject])
+            engine.forget()
             if evaluated.error is not None:
                 raise evaluated.error
-            marks = [[float(reward.is_correct) for reward in group.rewards] for group in evaluated.record.groups]
-            correct.append(np.array(marks))
+            groups = evaluated.record.groups
+            correct.append(np.array([[float(one.reward.is_correct) for one in group.rollouts] for group in groups]))
     return np.stack(correct), ranks, full is None
 
 
@@ -185,6 +192,7 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
         return None
     told = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
     sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
+    sampling |= held_out.truncation
     if not told or told[-1]["step"] != steps or any(told[-1].get(key) != value for key, value in sampling.items()):
         return None
     rows = read_jsonl(run / "emergence/evaluations.jsonl")

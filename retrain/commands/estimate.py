@@ -266,12 +266,12 @@ class Work:
         return self.prompt + self.tokens
 
 
-def work_of(config: Any) -> Work:
-    """The work of one resolved run configuration."""
+def work_of(config: Any, prompt_tokens: int | None = None) -> Work:
+    """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
     training, evaluation = config.training, config.evaluation
     evaluated = sum(each.problems * each.samples for each in config.held_out)
     return Work(
-        prompt=PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
+        prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=training.max_tokens,
         rows=training.batch_size * training.group_size,
         steps=training.max_steps,
@@ -281,9 +281,11 @@ def work_of(config: Any) -> Work:
     )
 
 
-def estimate_run(config: Any, architecture: Architecture | None, device: Device) -> Estimate:
+def estimate_run(
+    config: Any, architecture: Architecture | None, device: Device, prompt_tokens: int | None = None
+) -> Estimate:
     """Costs of one resolved run configuration."""
-    work = work_of(config)
+    work = work_of(config, prompt_tokens)
     counts = {
         "prompt_tokens": work.prompt,
         "completions": work.steps * work.rows,
@@ -310,14 +312,16 @@ def estimate_run(config: Any, architecture: Architecture | None, device: Device)
         adapter_parameters=adapter,
         memory=memory,
         cache=work.rows * work.length * architecture.cache_bytes(width),
-        seconds=cohort_seconds([config], architecture, device),
+        seconds=cohort_seconds([config], architecture, device, prompt_tokens),
     )
 
 
-def cohort_seconds(configs: Sequence[Any], architecture: Architecture, device: Device) -> float:
+def cohort_seconds(
+    configs: Sequence[Any], architecture: Architecture, device: Device, prompt_tokens: int | None = None
+) -> float:
     """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
     update after the other. They are taken to have equally many steps."""
-    width, runs = _width(configs[0], device), [work_of(config) for config in configs]
+    width, runs = _width(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
     longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
 
     def decode(sequences: int) -> float:

@@ -35,6 +35,12 @@ LOSSES = {
     "cispo": "ratio as a constant weight, capped",
 }
 
+REWARDS = {
+    "match": "1 where the answer is the reference as text (42.0 = 42), else 0",
+    "math": "1 where the answer equals the reference mathematically, else 0",
+    "format": "1 where the answer ends in a closed box, else 0",
+}
+
 DIVISORS = {
     "tokens": "all tokens",
     "sequences": "each completion's length and their number",
@@ -112,3 +118,30 @@ def loss_words(config: Any) -> str:
     if algorithm.entropy_coef > 0:
         words.append(f"minus {algorithm.entropy_coef:g} × entropy")
     return ", ".join(words)
+
+
+def reward_words(config: Any) -> str:
+    """What a completion is worth: the kind of reward, or the sum of them, with its limits where it has any."""
+    reward = config.reward
+    if reward.type == "weighted":
+        named = [(part, part.name or part.type) for part in reward.components]
+        sums = [
+            f"{part.weight:g} × "
+            + (f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name)
+            for part, name in named
+        ]
+        words = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_words(part)}" for part, name in named)
+    else:
+        words = f"{reward.type}: {_grader_words(reward)}"
+    kinds = {reward.type, *(part.type for part in reward.components)}
+    if kinds & {"math", "judge", "custom"}:
+        words += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
+    return words
+
+
+def _grader_words(grader: Any) -> str:
+    if grader.type == "judge":
+        return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
+    if grader.type == "custom":
+        return f"your own {grader.custom_function} of {grader.custom_module}"
+    return REWARDS[grader.type]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
-from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words
+from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words, reward_words
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ FILE_COLUMNS = ("file", "what it holds")
 CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
+    ("retrain.json", "the mark of whose this directory is"),
     ("comparison.json", "conditions against the first, paired by seed"),
     ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
@@ -41,6 +42,7 @@ CAMPAIGN_FILES = (
 ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
 
 RUN_FILES = (
+    ("retrain.json", "the mark of whose this directory is; also in every checkpoint and adapter"),
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
     ("code.diff", "uncommitted changes of the code around"),
@@ -100,10 +102,12 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print()
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
+    print_by_words("reward", reward_words, conditions)
+    prompt_tokens = print_problems(specs[0].config, loaded.path.parent)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
-    print_costs(specs)
+    print_costs(specs, prompt_tokens)
     print_files(specs, loaded, out)
 
 
@@ -112,6 +116,17 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
     for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
         having = [spec.label for spec in conditions if words_of(spec.config) == words]
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+
+
+def print_problems(config: Any, folder: Path) -> int | None:
+    """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
+    where it is not known."""
+    from retrain.commands.problems import problem_lines, read_problems
+
+    found = read_problems(config, folder)
+    for name, text in problem_lines(found, config.model.model):
+        print(f"{name:<14}{text}")
+    return found.typical
 
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
@@ -154,15 +169,16 @@ def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> 
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_costs(specs: list[Any]) -> None:
-    """Print tokens, memory and time with the assumptions behind them."""
+def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
+    """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
+    where they were measured."""
     from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device, reference_gpu
 
     config = specs[0].config
     peaks = config.backpressure
     device = find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
     architecture = architecture_of(config.model.model, config.model.revision)
-    estimates = [estimate_run(spec.config, architecture, device) for spec in specs]
+    estimates = [estimate_run(spec.config, architecture, device, prompt_tokens) for spec in specs]
     one, training = estimates[0], config.training
     print(
         f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
@@ -185,11 +201,11 @@ def print_costs(specs: list[Any]) -> None:
     )
     print_lanes(specs, one, device)
     total = sum(each.seconds or 0 for each in estimates)
-    print(f"time          {told_time(specs, total, architecture, device)}")
+    print(f"time          {told_time(specs, total, architecture, device, prompt_tokens)}")
     if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
         there = reference_gpu()
-        alone = sum(estimate_run(spec.config, architecture, there).seconds or 0 for spec in specs)
-        print(f"              {told_time(specs, alone, architecture, there)}")
+        alone = sum(estimate_run(spec.config, architecture, there, prompt_tokens).seconds or 0 for spec in specs)
+        print(f"              {told_time(specs, alone, architecture, there, prompt_tokens)}")
     print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
 
 
@@ -232,12 +248,16 @@ def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
     )
 
 
-def told_time(specs: list[Any], alone: float, architecture: Architecture, device: Device) -> str:
+def told_time(
+    specs: list[Any], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
+) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
     from retrain.commands.estimate import cohort_seconds
 
     groups = planned_cohorts(specs, device)
-    total = sum(cohort_seconds([spec.config for spec in group], architecture, device) for group in groups)
+    total = sum(
+        cohort_seconds([spec.config for spec in group], architecture, device, prompt_tokens) for group in groups
+    )
     each = f" ({duration(alone)} one after the other)" if max(map(len, groups)) > 1 else ""
     return f"about {duration(total)} on {device.name}{each}"
 

@@ -104,3 +104,33 @@ def duration(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.0f} days"
+
+
+_OBEYED = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)
+}
+_SHOWN |= {ord("\n"): "\\n", ord("\t"): "\\t"}
+
+
+def visible(text: str) -> str:
+    """``text`` on one line as it may stand on a terminal: what one would obey, or not show, is escaped."""
+    return text.translate(_SHOWN)
+
+
+def print_text(text: str, indent: int, limit: int = 1500) -> None:
+    """A model's or data set's text behind a rule, so that no line of it passes for one of ours; a long one without
+    its middle."""
+    if len(text) > limit:
+        left_out = f"\n… {len(text) - limit:,} characters, which --json has …\n"
+        text = text[: limit * 2 // 3] + left_out + text[-limit // 3 :]
+    for line in text.split("\n"):
+        print(f"{' ' * indent}│ {visible(line)}")
+
+
+def print_record(kind: str, **values: Any) -> None:
+    """One line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
+    from retrain.files import dumps
+
+    told = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
+    print(kind, *(f"{key}={dumps(value)}" for key, value in told.items() if value is not None))

@@ -16,19 +16,17 @@ import typer
 
 from retrain import __version__
 from retrain.errors import UsageError
+from retrain.extras import EXTRAS
 
-REQUIRED = ("torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich")
+REQUIRED = (
+    "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
+    "jaxtyping", "wandb",
+)  # fmt: skip
+"""The packages that every installation has, in the order in which ``doctor`` tells them."""
 
-EXTRAS = {
-    "data": ("datasets", "data sets by hub name, Parquet files"),
-    "math": ("math-verify", "reward type math"),
-    "wandb": ("wandb", "Weights & Biases tracking"),
-    "tensorboard": ("tensorboard", "TensorBoard files"),
-    "trackio": ("trackio", "Trackio tracking"),
-    "gym": ("reasoning-gym", "reasoning tasks for a data source of your own"),
-    "semantic": ("sentence-transformers", 'planning detector "semantic"'),
-}
-"""Extra → (the package that shows it is installed, what it is for)."""
+
+MARKS = {True: "ok", False: "BAD", None: "-"}
+"""How ``doctor`` begins a line: as it should be, not so, or absent and needed only by some files."""
 
 
 class Template(StrEnum):
@@ -73,8 +71,6 @@ def init(
         target = target / f"{template.value}.toml"
     if target.suffix != ".toml":
         raise UsageError(f"{target} does not end in .toml; type: retrain init {target}.toml")
-    if not target.parent.is_dir():
-        raise UsageError(f"the directory {target.parent} does not exist; type: mkdir -p {target.parent}")
     text = template_path(template.value).read_text(encoding="utf-8")
     text = text.replace("#:schema ./schema.json", f"#:schema ./{SCHEMA_FILE}", 1)
     if not write_new(target, text):
@@ -84,13 +80,15 @@ def init(
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a file that does not exist yet; False, and nothing done, when it does. UsageError when it cannot be."""
+    """Write a file that does not exist yet, and the directories above it; False, and nothing done, when it does exist.
+    UsageError when it cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
-    except FileExistsError:
-        return False
     except OSError as error:
+        if isinstance(error, FileExistsError) and path.exists():
+            return False
         raise UsageError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
     return True
 
@@ -110,24 +108,25 @@ def schema_text() -> str:
 
 def doctor() -> None:
     """Show what this machine has: Python, packages, devices, extras, disk. Nothing is contacted."""
-    lines = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
+    lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:
         found = version_of(package)
-        lines.append((package, found or "missing; type: pip install --upgrade retrain", found is not None))
+        lines.append((package, found or "missing; type: pip install .", found is not None))
     lines += device_lines()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     lines.append(("disk", f"{free:.1f} GiB free here", free > 1))
-    for extra, (package, purpose) in EXTRAS.items():
+    for extra, (packages, purpose) in EXTRAS.items():
+        package = next(iter(packages.values()))
         found = version_of(package)
-        hint = f"{package} {found}" if found else f"not installed ({purpose}); type: pip install 'retrain[{extra}]'"
-        lines.append((f"[{extra}]", hint, True))
+        hint = f"{package} {found}" if found else f"not installed ({purpose}); type: pip install '.[{extra}]'"
+        lines.append((f"[{extra}]", hint, True if found else None))
     for name in ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_MODE"):
         if name in os.environ:
             lines.append((name, os.environ[name], True))
     for name, text, good in lines:
-        print(f"{'ok ' if good else 'BAD'}  {name:<20} {text}")
-    if not all(good for *_, good in lines):
+        print(f"{MARKS[good]:<3}  {name:<20} {text}")
+    if any(good is False for *_, good in lines):
         raise typer.Exit(1)
 
 
@@ -139,9 +138,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def device_lines() -> list[tuple[str, str, bool]]:
+def device_lines() -> list[tuple[str, str, bool | None]]:
     """(name, text, good) for the processor, memory and every CUDA device; imports torch."""
-    lines = [("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)]
+    lines: list[tuple[str, str, bool | None]] = [
+        ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)
+    ]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         lines.append(("memory", f"{memory:.1f} GiB", True))

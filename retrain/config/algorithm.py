@@ -101,6 +101,10 @@ class Algorithm(Section):
     """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap)."""
     icepop_band: Annotated[list[float] | None, AfterValidator(_band)] = None
     """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train."""
+    discard_group_zero_advantage: bool = True
+    """Groups whose advantages are all 0 do not go through the trainer. They count in the divisor of the loss either
+    way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
+    statistics of trained tokens, and where no group has signal the optimizer still takes its step, by its momentum."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence to the frozen base in the loss. Groups without signal then train too."""
     entropy_coef: NotNegative = 0.0
@@ -114,6 +118,11 @@ class Algorithm(Section):
     def regularised(self) -> bool:
         """Whether the loss has a term besides the advantages', so that every completion trains."""
         return self.kl_coef > 0 or self.entropy_coef > 0
+
+    @property
+    def keeps_uniform_groups(self) -> bool:
+        """Whether groups without signal go through the trainer."""
+        return self.regularised or not self.discard_group_zero_advantage
 
 
 class Gtpo(Section):
@@ -180,31 +189,44 @@ def mismatch_rules(config: Config) -> Iterator[Finding]:
         )
 
 
-def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout would be plain GTPO under another name."""
+def _flat_steps(config: Config) -> int:
+    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
+    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
+
+
+def lambda_stays_zero(config: Config) -> bool:
+    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
     if config.algorithm.transform_mode != "gtpo_sepa":
-        return
+        return False
     sepa, steps = config.sepa, config.training.max_steps
-    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    flat = 1 + sepa.delay_steps + (sepa.correct_rate_gate > 0)  # first steps with λ = 0: a batch has to open the gate
     observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
     falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
-    by_variance = falls and steps > sepa.delay_steps
-    if steps <= flat and not by_variance:
+    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
+
+
+def sepa_rules(config: Config) -> Iterator[Finding]:
+    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
+    note where the run is short, as a first try of a file with few steps is."""
+    if config.algorithm.transform_mode != "gtpo_sepa":
+        return
+    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
+    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
+    if lambda_stays_zero(config):
         shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
         yield Finding(
             ("sepa.delay_steps", length, _MODE),
-            f"is {sepa.delay_steps} and max_steps is {steps}: λ would be 0 for the whole run, which makes gtpo_sepa "
-            "plain gtpo",
+            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
+            "gtpo; enough to see it run, no test of SEPA, which takes",
             f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
+            warning=True,
         )
-    elif sepa.steps == 0 and sepa.schedule == "linear":
+    if sepa.steps == 0 and sepa.schedule == "linear":
         yield Finding(
             ("sepa.steps", "sepa.schedule", _MODE),
             "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {steps - flat}",
+            f"steps = {max(1, steps - flat)}",
         )
-    elif steps < flat + sepa.steps and sepa.schedule == "linear":
+    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
         yield Finding(
             ("sepa.steps", "sepa.delay_steps", length, _MODE),
             f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",

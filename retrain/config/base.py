@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 INT_MAX = 2**31 - 1
@@ -99,6 +99,14 @@ def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _alone(value: list[str]) -> list[str]:
+    """`all` and `none` say it all."""
+    for word in ("all", "none"):
+        if word in value and value != [word]:
+            raise fault(f'has "{word}" beside others', f'"{word}", or a list without it')
+    return value
+
+
 def _split_phrases(value: Any) -> Any:
     """Phrases as a list, as a JSON list in a string, or separated by commas; an empty text means the default."""
     if isinstance(value, str) and value.strip().startswith("["):
@@ -126,6 +134,11 @@ OptionalAboveOne = Annotated[
 ]
 OptionalRanks = Annotated[list[Count] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[Count])]
 Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)]
+Trackers = Annotated[
+    list[Literal["wandb", "tensorboard", "trackio", "all", "none"] | Plugin],
+    BeforeValidator(_split_commas, json_schema_input_type=list[str] | str),
+    AfterValidator(_alone),
+]
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
 ]

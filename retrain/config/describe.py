@@ -86,27 +86,30 @@ def _literals(annotation: Any) -> Iterator[Any]:
             yield from _literals(part)
 
 
-def expected(annotation: Any, metadata: list[Any] | tuple[Any, ...] = (), plural: bool = False) -> str:
-    """What a type accepts, such as ``an integer ≥ 1, or "auto"``."""
+def expected(
+    annotation: Any, metadata: list[Any] | tuple[Any, ...] = (), plural: bool = False, limits: bool = False
+) -> str:
+    """What a type accepts, such as ``an integer ≥ 1, or "auto"``; with ``limits`` also the largest integer."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
-        return expected(inner, [*_flat(more), *metadata], plural)
+        return expected(inner, [*_flat(more), *metadata], plural, limits)
     if origin in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
+        parts = [part for part in parts if not (part is int and float in parts)]
         # Bounds on a union are those of its numbers.
-        return ", or ".join(expected(part, metadata, plural) for part in reversed(parts))
+        return ", or ".join(expected(part, metadata, plural, limits) for part in reversed(parts))
     if origin is Literal:
         values = [f'"{value}"' for value in get_args(annotation)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if origin is list:
-        return f"a list of {expected(get_args(annotation)[0], plural=True)}"
+        return f"a list of {expected(get_args(annotation)[0], plural=True, limits=limits)}"
     if annotation is bool:
         return "true or false"
     if annotation in NUMBER_WORDS:
         word = NUMBER_WORDS[annotation]
         word = f"{word.split()[1]}s" if plural else word
-        bounds = bound(metadata)
+        bounds = bound(metadata, limits)
         return f"{word} {bounds}" if bounds else word
     if annotation is str:
         if any(getattr(item, "pattern", None) == _DEVICE_PATTERN for item in metadata):
@@ -124,15 +127,19 @@ def _flat(metadata: Any) -> Iterator[Any]:
         yield from item.metadata if isinstance(item, FieldInfo) else [item]
 
 
-def bound(metadata: list[Any] | tuple[Any, ...]) -> str:
-    """The bounds among a field's metadata, such as ``≥ 0 and < 1``."""
+LARGEST = (INT_MAX, 2**63 - 1)
+"""Upper bounds that only keep integers within what arrays and random streams hold."""
+
+
+def bound(metadata: list[Any] | tuple[Any, ...], limits: bool = False) -> str:
+    """The bounds among a field's metadata, such as ``≥ 0 and < 1``; with ``limits`` also those of all integers."""
     words = []
     for item in _flat(metadata):
         if isinstance(item, annotated_types.Ge):
             words.append(f"≥ {item.ge}")
         elif isinstance(item, annotated_types.Gt):
             words.append(f"> {item.gt}")
-        elif isinstance(item, annotated_types.Le) and item.le not in (INT_MAX, 2**63 - 1):
+        elif isinstance(item, annotated_types.Le) and (limits or item.le not in LARGEST):
             words.append(f"≤ {item.le}")
         elif isinstance(item, annotated_types.Lt):
             words.append(f"< {item.lt}")
@@ -141,9 +148,23 @@ def bound(metadata: list[Any] | tuple[Any, ...]) -> str:
     return " and ".join(words)
 
 
-def field_expected(field: FieldInfo) -> str:
-    """What a field accepts."""
-    return expected(field.annotation, field.metadata)
+def field_expected(field: FieldInfo, value: Any = None) -> str:
+    """What a field accepts; the largest integer is told where ``value`` has one that may be above it."""
+    values = value if isinstance(value, list) else [value]
+    return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
+
+
+def wrong_entry(annotation: Any, value: Any) -> tuple[tuple[str, ...], Any, Any] | None:
+    """In a table whose values are of one type: path, value and type of the first value that is not of it, or None."""
+    if get_origin(annotation) is not dict or not isinstance(value, Mapping):
+        return None
+    inner = get_args(annotation)[1]
+    for name, item in value.items():
+        if (deeper := wrong_entry(inner, item)) is not None:
+            return (str(name), *deeper[0]), *deeper[1:]
+        if not _holds(_type_adapter(inner), item):
+            return (str(name),), item, inner
+    return None
 
 
 def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
@@ -156,11 +177,19 @@ def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
 
 def accepts(field: FieldInfo, value: Any) -> bool:
     """Whether the field by itself would accept the value."""
+    return _holds(_adapter(field), value)
+
+
+def _holds(adapter: TypeAdapter[Any], value: Any) -> bool:
     try:
-        _adapter(field).validate_python(value)
+        adapter.validate_python(value)
     except ValidationError:
         return False
     return True
+
+
+def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
@@ -169,8 +198,7 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
         kind: Any = field.annotation
         if field.metadata:
             kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
-        adapter = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
-        _ADAPTERS[id(field)] = field, adapter
+        _ADAPTERS[id(field)] = field, _type_adapter(kind)
     return _ADAPTERS[id(field)][1]
 
 

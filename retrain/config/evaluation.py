@@ -5,13 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from retrain.config.base import Count, Finding, Natural, NotNegative, OptionalText, Section, Text, fault
+from retrain.config.base import (
+    Count,
+    Decay,
+    Finding,
+    Natural,
+    NotNegative,
+    OptionalText,
+    PositiveShare,
+    Section,
+    Text,
+    fault,
+)
 from retrain.config.describe import toml
 from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template
+from retrain.config.training import TopK, truncation
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -60,6 +72,12 @@ class EvaluationSet(Section):
     """Completions for each problem."""
     temperature: NotNegative | None = None
     """Sampling temperature; 0 is greedy."""
+    top_p: PositiveShare | None = None
+    """Nucleus sampling; 1 is off."""
+    top_k: TopK | None = None
+    """Sample from so many most probable tokens; 0 is off."""
+    min_p: Decay | None = None
+    """Least share of the largest probability; 0 is off."""
     max_tokens: Count | None = None
     """Longest completion."""
 
@@ -74,6 +92,12 @@ class Evaluation(Section):
     """Completions for each held-out problem."""
     temperature: NotNegative | None = None
     """Sampling temperature; unset is that of training, 0 is greedy."""
+    top_p: PositiveShare | None = None
+    """Nucleus sampling; unset is that of training, 1 is off."""
+    top_k: TopK | None = None
+    """Sample from so many most probable tokens; unset is that of training, 0 is off."""
+    min_p: Decay | None = None
+    """Least share of the largest probability; unset is that of training, 0 is off."""
     max_tokens: Count | None = None
     """Longest completion; unset is that of training."""
     at_start: bool = True
@@ -103,6 +127,14 @@ class HeldOut:
     temperature: float
     max_tokens: int
     data: Data
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p``, ``top_k`` and ``min_p`` as engines are asked for them; none at temperature 0."""
+        return truncation(self.top_p, self.top_k, self.min_p) if self.temperature > 0 else truncation(1.0, 0, 0.0)
 
     @property
     def sampling(self) -> tuple[float, int, int]:
@@ -114,28 +146,32 @@ OWN_DATA = ("levels", "prompt_column", "answer_column", "tags_column", "system_p
 """Keys of a set that stand in the place of the same keys of [data]."""
 
 
+def resolved(config: Config, each: EvaluationSet) -> HeldOut:
+    """The set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
+    evaluation, training = config.evaluation, config.training
+
+    def first(key: str) -> Any:
+        asked = (getattr(section, key) for section in (each, evaluation, training))
+        return next(value for value in asked if value is not None)
+
+    own = {key: value for key in OWN_DATA if (value := getattr(each, key)) is not None}
+    own |= {"eval_source": each.source} if each.source is not None else {}
+    own |= {"eval_split": each.split} if each.split is not None else {}
+    return HeldOut(
+        each.name,
+        each.problems or evaluation.problems,
+        each.samples or evaluation.samples,
+        *(first(key) for key in ("temperature", "max_tokens")),
+        config.data.model_copy(update=own) if own else config.data,
+        *(first(key) for key in ("top_p", "top_k", "min_p")),
+    )
+
+
 def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     """The held-out sets of a configuration, in order; none when evaluation is switched off."""
-    evaluation, training = config.evaluation, config.training
-    temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
-    max_tokens = evaluation.max_tokens or training.max_tokens
-
-    def resolved(each: EvaluationSet) -> HeldOut:
-        own = {key: value for key in OWN_DATA if (value := getattr(each, key)) is not None}
-        own |= {"eval_source": each.source} if each.source is not None else {}
-        own |= {"eval_split": each.split} if each.split is not None else {}
-        return HeldOut(
-            each.name,
-            each.problems or evaluation.problems,
-            each.samples or evaluation.samples,
-            temperature if each.temperature is None else each.temperature,
-            each.max_tokens or max_tokens,
-            config.data.model_copy(update=own) if own else config.data,
-        )
-
-    if not evaluation.problems:
+    if not config.evaluation.problems:
         return ()
-    return tuple(resolved(each) for each in evaluation.sets or [EvaluationSet(name=HELDOUT)])
+    return tuple(resolved(config, each) for each in config.evaluation.sets or [EvaluationSet(name=HELDOUT)])
 
 
 def set_rules(config: Config) -> Iterator[Finding]:

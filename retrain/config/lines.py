@@ -1,15 +1,16 @@
 """Where each key of a TOML text stands.
 
-`tomllib` gives values without positions, so this walks over a text that `tomllib` has already accepted and notes
+`tomli` gives values without positions, so this walks over a text that `tomli` has already accepted and notes
 the line of every key, table header and array element. It need not reject anything.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from contextlib import suppress
 from typing import NamedTuple
+
+import tomli
 
 Path = tuple[str | int, ...]
 
@@ -104,7 +105,7 @@ class _Walk:
     def _name(self) -> str:
         if self.text[self.position] in "\"'":
             quoted = self._skip(_STRING)
-            return next(iter(tomllib.loads(f"{quoted} = 0")))
+            return next(iter(tomli.loads(f"{quoted} = 0")))
         return self._skip(_BARE_KEY)
 
     def _names(self) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
+
+import tomli
 
 from retrain.config.checking import Places, examine
 from retrain.config.lines import Repeat, find_repeat, key_lines
@@ -71,7 +72,7 @@ def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError([Problem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]) from error
     try:
-        return text, tomllib.loads(text)
+        return text, tomli.loads(text)
     except RecursionError as error:
         raise ConfigError([Problem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]) from error
     except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
@@ -140,7 +141,7 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> li
 def _set_value(text: str) -> Any:
     """The text as a TOML value, or as it stands when it is none."""
     try:
-        parsed = tomllib.loads(f"v = {text}")
+        parsed = tomli.loads(f"v = {text}")
     except (ValueError, RecursionError):
         return text
     return parsed["v"] if list(parsed) == ["v"] else text

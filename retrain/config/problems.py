@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import tomli
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from retrain.config.base import Section
 from retrain.config.campaign import Condition
-from retrain.config.describe import accepts, choices, default_of, field_expected, kind, show, toml, unavailable
+from retrain.config.describe import (
+    accepts,
+    choices,
+    default_of,
+    expected,
+    field_expected,
+    kind,
+    show,
+    toml,
+    unavailable,
+    wrong_entry,
+)
 from retrain.config.evaluation import EvaluationSet
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS, SYNONYMS
 from retrain.config.root import keys, sections
@@ -132,10 +143,15 @@ def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
             return Mistake(path, message, f"{name} = {show(f'{module}:{function}')}")
         message = f"is {show(value)}: code of your own cannot be named here"
         return Mistake(path, message, f"{name} = {show(_example(field))}")
-    message = f"is {show(value)}"
+    if (entry := wrong_entry(field.annotation, value)) is not None:
+        names, item, wanted = entry
+        fix = f'{names[-1]} = "{show(item)[1:-1]}"' if isinstance(item, list) and str in get_args(wanted) else ""
+        told = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be {expected(wanted)}"
+        return Mistake(path, told, fix or _suggestion(name, field, value))
+    message = f"is {show(value)}" if value != [] else "is an empty list"
     if not isinstance(value, list):
         message += f", {kind(value)}" if not _same_kind(field, value) else ""
-    message += f", but must be {field_expected(field)}"
+    message += f", but must be {field_expected(field, value)}" + (", at least one" if value == [] else "")
     return Mistake(path, message, _suggestion(name, field, value))
 
 
@@ -153,7 +169,7 @@ def _candidates(value: Any) -> Iterator[Any]:
     """Values that somebody may have meant by ``value``, the likeliest first."""
     if isinstance(value, str):
         with suppress(KeyError, ValueError, RecursionError):
-            yield tomllib.loads(f"v = {value.strip().lower()}")["v"]
+            yield tomli.loads(f"v = {value.strip().lower()}")["v"]
         yield value.strip().lower()
         yield value.strip()
         yield [value]

@@ -17,7 +17,7 @@ from retrain.config.describe import show
 from retrain.config.evaluation import Evaluation, HeldOut, held_out_sets
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.tasks import Data, Environment, Reward
-from retrain.config.training import Optimizer, Training
+from retrain.config.training import Optimizer, Training, truncation
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
 RULES = (
@@ -72,9 +72,22 @@ class Config(Section):
         named = key.split("/")[1] if key.startswith("eval/") else None
         return next((each for each in self.held_out if each.name == named), next(iter(self.held_out), None))
 
+    @property
+    def training_truncation(self) -> dict[str, Any]:
+        """``top_p``, ``top_k`` and ``min_p`` of sampling while training, as engines are asked for them."""
+        return truncation(self.training.top_p, self.training.top_k, self.training.min_p)
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
         return self.model_dump(mode="json")
+
+    @model_validator(mode="after")
+    def _squeeze_is_reported_where_it_is_written(self) -> Config:
+        """Only here it is known whether there is a [squeeze] section; a dump has all of them."""
+        if self.squeeze.wandb is None:
+            asked = self.squeeze.model_copy(update={"wandb": "squeeze" in self.model_fields_set})
+            object.__setattr__(self, "squeeze", asked)  # sections are frozen
+        return self
 
     @model_validator(mode="after")
     def _rules_hold(self, info: ValidationInfo) -> Config:

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from retrain.config.root import Config
 
 
+MOST_KEPT = 1024
+"""Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
+TopK = Annotated[
+    Annotated[int, Field(ge=0, le=MOST_KEPT)],
+    BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value),
+]
+
+
+def truncation(top_p: float, top_k: int, min_p: float) -> dict[str, Any]:
+    """``top_p``, ``top_k`` and ``min_p`` as engines are asked for them, the bound on the kept set made explicit."""
+    return {"top_p": top_p, "top_k": top_k or (MOST_KEPT if top_p < 1 or min_p > 0 else 0), "min_p": min_p}
+
+
 def _zero_follows(value: Any) -> Any:
     return None if type(value) in (int, float) and value == 0 else value
 
@@ -47,9 +60,12 @@ class Training(Section):
     temperature: Positive = 1.0
     """Sampling temperature while training; logprobs and ratios are those of the distribution sampled from."""
     top_p: PositiveShare = 1.0
-    """Nucleus sampling. Only 1.0: a truncated sampler would make every importance ratio wrong."""
-    top_k: Natural = 0
-    """Top-k sampling. Only 0 (off), for the same reason."""
+    """Nucleus sampling while training: from the most probable tokens that hold this share, after `min_p` and `top_k`.
+    The tokens kept are recorded, and the update's ratios, KL and entropies are over the same ones. 1 is off."""
+    top_k: TopK = 0
+    """Sample from so many most probable tokens; 0 and -1 are off, and stand for 1024 beside `top_p` or `min_p`."""
+    min_p: Decay = 0.0
+    """Sample from the tokens at least this share as probable as the most probable one; 0 is off."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-4
     """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0
@@ -110,20 +126,20 @@ class Optimizer(Section):
 def sampling_rules(config: Config) -> Iterator[Finding]:
     """What the importance ratio and the group baseline need of sampling."""
     training = config.training
-    if training.top_p != 1.0:
-        yield Finding(
-            ("training.top_p",),
-            f"is {training.top_p:g}: a truncated sampler has other probabilities than the trainer, so every "
-            "importance ratio would be wrong",
-            "top_p = 1.0",
-        )
-    if training.top_k != 0:
+    if training.top_k == 1:
         yield Finding(
             ("training.top_k",),
-            f"is {training.top_k}: a truncated sampler has other probabilities than the trainer, so every "
-            "importance ratio would be wrong",
-            "top_k = 0",
+            "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
+            "top_k = 20, or top_k = 0 for all tokens",
         )
+    if config.evaluation.temperature == 0:
+        for key in ("top_p", "top_k", "min_p"):
+            if getattr(config.evaluation, key) is not None:
+                yield Finding(
+                    (f"evaluation.{key}", "evaluation.temperature"),
+                    "has no effect at temperature 0, which is greedy",
+                    "remove the line",
+                )
     if training.temperature > 2:
         yield Finding(
             ("training.temperature",),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
@@ -17,10 +18,10 @@ from retrain.config.base import (
     OptionalPhrases,
     OptionalRanks,
     OptionalText,
-    Plugin,
     PositiveShare,
     Section,
     Tags,
+    Trackers,
     UsedWhen,
 )
 
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
     from retrain.config.root import Config
 
 Tool = Literal["tinker", "trl", "telescope", "retrain"]
+KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
+    """The trackers that runs report to: ``all`` are the known ones that are installed, a project means wandb too."""
+    if "none" in report_to:
+        return []
+    asked = [name for name in KNOWN_TRACKERS if find_spec(name)] if "all" in report_to else list(report_to)
+    return list(dict.fromkeys([*asked, *(["wandb"] if wandb_project else [])]))
 
 
 class Backpressure(Section):
@@ -73,6 +83,9 @@ class Squeeze(Section):
     """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
     device: Device = "cpu"
     """Where the decomposition runs."""
+    wandb: bool | None = None
+    """Whether the analysis becomes a wandb run of its own, `squeeze-analysis`, where runs report to wandb; unset is
+    whether the file has a [squeeze] section."""
 
 
 class Resume(Section):
@@ -87,13 +100,18 @@ class Logging(Section):
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` and the name of the TOML file."""
-    report_to: list[Literal["wandb", "tensorboard", "trackio"] | Plugin] = Field(default_factory=list)
-    """Trackers besides the files: known ones, or `module:function` that returns one of your own. Setting
-    `wandb_project` is enough for wandb."""
+    report_to: Trackers = Field(default_factory=list)
+    """Trackers besides the files, one or a list: known ones, or `module:function` that returns one of your own.
+    Setting `wandb_project` is enough for wandb. `all` are the known ones that are installed; `none` is none, also
+    with a `wandb_project`."""
+    logging_dir: OptionalText = None
+    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. The runs of a campaign have
+    a directory each in it."""
     wandb_project: OptionalText = None
     """wandb project."""
     wandb_run_name: OptionalText = None
-    """wandb run name; unset is the condition's label. In a campaign it is always `<label>_s<seed>`."""
+    """wandb run name; unset is the condition's label. The runs of a campaign are called `<label>_s<seed>`, and
+    `<wandb_run_name>_<label>_s<seed>` where this is set."""
     wandb_entity: OptionalText = None
     """wandb team or user."""
     wandb_group: OptionalText = None
@@ -117,7 +135,7 @@ class Logging(Section):
     @property
     def wandb(self) -> bool:
         """Whether runs report to wandb."""
-        return self.wandb_project is not None or "wandb" in self.report_to
+        return "wandb" in trackers(self.report_to, self.wandb_project)
 
 
 def backpressure_rules(config: Config) -> Iterator[Finding]:
@@ -159,7 +177,11 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
 
 
 def logging_rules(config: Config) -> Iterator[Finding]:
-    """Without pages there is nothing to choose for them."""
+    """What is chosen for pages or for tensorboard needs them."""
+    asked = config.logging.report_to
+    if config.logging.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
+        fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
+        yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
     default = Logging.model_fields["num_groups_to_log"].default
     if config.logging.rollouts_every == 0 and config.logging.num_groups_to_log != default:
         yield Finding(

@@ -12,8 +12,11 @@ def draw(
     temperature_R1: torch.Tensor | None = None,
     greedy_R1: torch.Tensor | None = None,
     in_any_order: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature).
+    cut_R3: torch.Tensor | None = None,
+    rank_K: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and the token
+    ids [R, K] that were kept where it was truncated (``cut_R3`` and ``rank_K``, see ``truncated``).
 
     The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): no sort, and what is drawn
     depends on a row's own numbers alone. ``temperature_R1`` None is 1; rows with ``greedy_R1`` take the largest logit.
@@ -27,6 +30,9 @@ def draw(
     # −1e4 stands for −inf: its exponential is 0 and 0 · −1e4 is 0, where 0 · −inf is not a number.
     x_RV = (x_RV - x_RV.amax(-1, keepdim=True)).clamp_(min=-1e4)
     mass_RV = x_RV.exp()
+    kept_RK: torch.Tensor | None = None
+    if cut_R3 is not None and rank_K is not None:
+        mass_RV, kept_RK = truncated(mass_RV, cut_R3, rank_K, in_any_order)
     below_RV = cumulated(mass_RV, in_any_order)
     total_R1 = below_RV[:, -1:].contiguous()
     aim_R1 = (uniforms_R.unsqueeze(1) * total_R1).to(real)
@@ -37,7 +43,27 @@ def draw(
     log_total_R = total_R1.squeeze(1).log()
     logprob_R = x_RV.gather(1, token_R1).squeeze(1) - log_total_R
     entropy_R = log_total_R - torch.linalg.vecdot(mass_RV, x_RV) / total_R1.squeeze(1)
-    return token_R1.squeeze(1), logprob_R, entropy_R
+    return token_R1.squeeze(1), logprob_R, entropy_R, kept_RK
+
+
+def truncated(
+    mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, in_any_order: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masses (the largest of a row is 1) with 0 outside the kept set [R, V], and the kept ids [R, K], the most
+    probable first, −1 after the last.
+
+    ``cut_R3``: of each row top-k (0: the row is left whole, and no ids), top-p and min-p, which are taken as
+    ``engines.truncation`` says; ``rank_K``: 0 to K − 1, K the largest top-k. Only the first K are sorted.
+    """
+    most_R1, top_p_R1, min_p_R1 = cut_R3[:, 0:1], cut_R3[:, 1:2], cut_R3[:, 2:3]
+    top_RK, ids_RK = mass_RV.topk(rank_K.shape[0], -1)
+    kept_RK = (rank_K < most_R1) & (top_RK >= min_p_R1)
+    sums_RK = cumulated(top_RK * kept_RK, in_any_order)
+    before_RK = torch.cat([torch.zeros_like(top_p_R1), sums_RK[:, :-1]], 1)
+    kept_RK &= (before_RK < top_p_R1 * sums_RK[:, -1:]) | (top_p_R1 >= 1)
+    kept_RK |= (rank_K == 0) & (most_R1 > 0)  # also where the logits are not numbers
+    cut_RV = torch.zeros_like(mass_RV).scatter_(1, ids_RK, top_RK * kept_RK)
+    return torch.where(most_R1 > 0, cut_RV, mass_RV), ids_RK.masked_fill(~kept_RK, -1)
 
 
 def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor:

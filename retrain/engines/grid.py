@@ -16,6 +16,7 @@ import torch
 from retrain.engines.cache import DecodeCache
 from retrain.engines.draw import draw
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
+from retrain.engines.truncation import Keeper, cuts_of, remember
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
 from retrain.rng import uniforms
@@ -49,6 +50,9 @@ class Grid:
         self.temperature_B1 = torch.tensor([[r.temperature or 1.0] for r in used], device=device, dtype=real)
         self.greedy_B1 = torch.tensor([[r.temperature == 0] for r in used], device=device)
         self.any_greedy = any(r.temperature == 0 for r in used)
+        cuts = cuts_of(used, base.vocab_size)
+        self.cut_B3 = None if cuts is None else torch.from_numpy(cuts).to(device, real)
+        self.keeper = None if cuts is None else Keeper(len(used), self.max_tokens, int(cuts[:, 0].max()), device)
         self.limit_B = torch.tensor([r.max_tokens for r in used], device=device)
         self.alive_B = ~torch.tensor(idle, device=device)
         self.eos = torch.tensor(base.eos_ids, device=device)
@@ -101,7 +105,18 @@ class Grid:
         """Sample one token per row; record log-probability and entropy."""
         rows, alive = self.row_B, self.alive_B
         greedy = self.greedy_B1 if self.any_greedy else None
-        token_B, logprob_B, entropy_B = draw(logits_BV, self.uniforms_BT[rows, step], self.temperature_B1, greedy)
+        keeper = self.keeper
+        token_B, logprob_B, entropy_B, kept_BK = draw(
+            logits_BV,
+            self.uniforms_BT[rows, step],
+            self.temperature_B1,
+            greedy,
+            cut_R3=self.cut_B3,
+            rank_K=keeper and keeper.kept.rank_K,
+        )
+        if keeper is not None and kept_BK is not None:
+            keeper.make_room(len(rows))
+            remember(keeper.kept, kept_BK.masked_fill(~alive.unsqueeze(1), -1), rows * self.max_tokens + step)
         token_B = torch.where(alive, token_B, self.base.pad_id)
         self.tokens_BT[rows, step] = token_B
         self.logprobs_BT[rows, step] = torch.where(alive, logprob_B, 0)
@@ -126,6 +141,7 @@ class Grid:
         self.cache.select_rows(keep)
         for name in ("mask_BK", "start_B", "alive_B", "limit_B", "temperature_B1", "greedy_B1", "row_B", "token_B"):
             setattr(self, name, getattr(self, name)[keep])
+        self.cut_B3 = None if self.cut_B3 is None else self.cut_B3[keep]
         self.slots = busiest
         return False
 
@@ -151,5 +167,6 @@ class Grid:
         for i, row in enumerate(self.rows):
             first.setdefault(row, i)  # an idle copy stands behind the row that it copies
         index = list(first.values())
-        found = actions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index])
+        supports = self.keeper and self.keeper.supports(index, lengths[index].tolist())
+        found = actions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index], supports)
         return list(zip(first, found, strict=True))

@@ -7,6 +7,7 @@ per token from its own stream and inverts the cumulative distribution: batching 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,7 @@ class LocalEngine:
     ):
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.fitting: int | None = None
+        self._syncs: list[float] = []
         self.graphs = StepGraphs(base.device.type == "cuda", tell)
         self.decoder = dense_decoder(base) if dense else None
         self._published: dict[str, tuple[int, LoraWeights]] = {}
@@ -63,6 +65,11 @@ class LocalEngine:
     def fast(self) -> bool:
         """Whether the model decodes as plain matrix products."""
         return self.decoder is not None
+
+    @property
+    def sync_seconds(self) -> float:
+        """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
+        return sum(self._syncs)
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """See ``Engine.publish``; the run's earlier weights are forgotten."""
@@ -92,6 +99,7 @@ class LocalEngine:
         weights = [self._weights(ref) for ref in lanes]
         asked = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]
         done: list[list[Action]] = [[] for _ in asked]
+        self._syncs = []
 
         def keep(request: int, actions: list[Action]) -> None:
             for action in actions:
@@ -107,7 +115,10 @@ class LocalEngine:
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        rows = min(max_rows or self._affordable_rows(longest), self.fitting or MOST_ROWS["cuda"])
+        rows = min(
+            max_rows or self._affordable_rows(longest, any(request.truncates for request in requests)),
+            self.fitting or MOST_ROWS["cuda"],
+        )
         while True:
             try:
                 self._decode(asked, work, weights, rows, keep)
@@ -126,14 +137,21 @@ class LocalEngine:
         return weights
 
     def _decode(
-        self, requests: Sequence[LaneRequest], work: list[Row], weights: Sequence[LoraWeights], rows: int, keep: Finished
+        self,
+        requests: Sequence[LaneRequest],
+        work: list[Row],
+        weights: Sequence[LoraWeights],
+        rows: int,
+        keep: Finished,
     ) -> None:
         """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
         pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
+            begin = time.perf_counter()
             with torch.no_grad():
                 blocks = self.decoder.blocks([weights[lane] for lane in lanes])
+            self._synced(begin)
             self.workers.map(
                 lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
             )
@@ -160,7 +178,9 @@ class LocalEngine:
         self, requests: Sequence[LaneRequest], wave: list[Row], weights: Sequence[LoraWeights], keep: Finished
     ) -> None:
         used = sorted({requests[row.request].lane for row in wave})
+        begin = time.perf_counter()
         with torch.no_grad(), self.lanes.stacked([weights[lane] for lane in used]):
+            self._synced(begin)
             grid = Grid(self.base, requests, wave, used)
             logits = grid.prefill()
             for step in range(grid.max_tokens):
@@ -171,6 +191,12 @@ class LocalEngine:
             actions = grid.actions()
         for request in dict.fromkeys(row.request for row in wave):
             keep(request, [action for row, action in actions if row.request == request])
+
+    def _synced(self, begin: float) -> None:
+        """Note that the adapters' weights are there, asked for at ``begin``."""
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        self._syncs.append(time.perf_counter() - begin)
 
     def _pieces(self, requests: Sequence[LaneRequest], work: list[Row], most: int) -> list[list[Row]]:
         """The work cut into one piece per worker, ``most`` at most, of whole requests: each lane's are dealt out
@@ -188,10 +214,11 @@ class LocalEngine:
                 dealt += 1
         return [piece for piece in pieces if piece]
 
-    def _affordable_rows(self, length: int) -> int:
+    def _affordable_rows(self, length: int, truncated: bool = False) -> int:
         """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""
         kind, row_bytes = self.base.device.type, length * cache_bytes(self.base)
-        logits_bytes = 5 * 4 * self.base.vocab_size  # fp32 logits, their mass, its sum and two temporaries
+        # fp32 logits, their mass, its sum and two temporaries; where truncated, what is left of the mass, twice
+        logits_bytes = (7 if truncated else 5) * 4 * self.base.vocab_size
         share = 0.8 if kind == "cuda" else 0.5
         # Resizing the batch copies the cache: twice its bytes.
         fitting = int(share * available_memory(self.base.device)) // (2 * row_bytes + logits_bytes)

@@ -23,7 +23,8 @@ class SampleRequest:
     """Draw ``samples`` actions after one prompt with the weights that ``policy`` names.
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
-    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch.
+    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
+    and ``min_p`` cut the distribution (see ``engines.truncation``).
     """
 
     policy: PolicyRef
@@ -32,6 +33,15 @@ class SampleRequest:
     max_tokens: int
     temperature: float
     stream: tuple[int | str, ...]
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no bound."""
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether completions are drawn from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 Finished = Callable[[int, list[Action]], None]
@@ -43,6 +53,11 @@ class Engine(Protocol):
 
     gives_entropy: bool
     exact: bool
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """What the last ``sample`` took to make the published weights its own; None where the engine cannot tell."""
+        ...
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """Make these weights available to requests under ``ref``; older ones of the same run may be forgotten."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from retrain.engines.protocol import SampleRequest
 from retrain.policy.base import BaseModel
-from retrain.types import Action
+from retrain.types import Action, Support
 
 IDLE_SHARE = 0.25
 """The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)."""
@@ -30,7 +31,12 @@ class Row:
 
 
 def actions_of(
-    base: BaseModel, tokens_NT: np.ndarray, logprobs_NT: np.ndarray, entropy_NT: np.ndarray, lengths_N: np.ndarray
+    base: BaseModel,
+    tokens_NT: np.ndarray,
+    logprobs_NT: np.ndarray,
+    entropy_NT: np.ndarray,
+    lengths_N: np.ndarray,
+    supports_N: Sequence[Support | None] | None = None,
 ) -> list[Action]:
     """What was drawn in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
     actions = []
@@ -43,6 +49,7 @@ def actions_of(
                 logprobs_T=logprobs_NT[i, :length].copy(),
                 entropy_T=entropy_NT[i, :length].copy(),
                 stop_reason="stop" if ids[-1] in base.eos_ids else "length",
+                support=None if supports_N is None else supports_N[i],
             )
         )
     return actions

@@ -19,6 +19,7 @@ from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Block, Drawn, Rows, note
+from retrain.engines.truncation import Keeper, cuts_of
 from retrain.policy.base import BaseModel
 from retrain.policy.threads import is_small
 from retrain.rng import uniforms
@@ -64,7 +65,7 @@ class SlotBatch:
         used = [requests[row.request] for row in work]
         self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
         self.graphs, self.columns_by = graphs, COLUMNS[base.device.type]
-        self.steps = BURST if is_small(base) else 1
+        self.steps = BURST if is_small(base) and self.columns_by == 1 else 1
         self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
         self._new_outputs(used)
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
@@ -77,12 +78,16 @@ class SlotBatch:
         for i, (request, row) in enumerate(zip(used, self.work, strict=True)):
             draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
         real = torch.float64 if self.base.dtype == torch.float64 else torch.float32
+        cuts = cuts_of(used, self.base.vocab_size)
+        self.cuts = None if cuts is None else np.concatenate([cuts, [[0, 1, 0]]])
+        self.keeper = None if cuts is None else Keeper(count + 1, longest, int(cuts[:, 0].max()), device)
         self.drawn = Drawn(
             ends=torch.tensor(self.base.eos_ids, device=device),
             uniforms_NT=torch.from_numpy(draws).to(device),
             tokens_NT=torch.full((count + 1, longest), self.base.pad_id, dtype=torch.long, device=device),
             logprobs_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
             entropy_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
+            kept=self.keeper and self.keeper.kept,
         )
         self.lengths = np.zeros(count + 1, dtype=np.int64)
         self.scratch = count
@@ -116,6 +121,7 @@ class SlotBatch:
             limit_R=torch.empty(rows, dtype=torch.long, device=device),
             temperature_R1=None if self.plain_temperature else torch.empty(rows, 1, dtype=real, device=device),
             greedy_R1=torch.empty(rows, 1, dtype=torch.bool, device=device) if self.any_greedy else None,
+            cut_R3=None if self.cuts is None else torch.empty(rows, 3, dtype=real, device=device),
         )
         self._seat(made)
         return made
@@ -128,6 +134,14 @@ class SlotBatch:
             rows.temperature_R1.copy_(torch.from_numpy(self.temperatures[self.sequence]).unsqueeze(1))
         if rows.greedy_R1 is not None:
             rows.greedy_R1.copy_(torch.from_numpy(self.greedy[self.sequence]).unsqueeze(1))
+        if rows.cut_R3 is not None and self.cuts is not None:
+            rows.cut_R3.copy_(torch.from_numpy(self.cuts[self.sequence]))
+
+    def _make_room(self, draws: int) -> None:
+        """Before so many draws of truncated distributions."""
+        if self.keeper is not None and self.keeper.make_room(draws):
+            self.drawn = self.drawn._replace(kept=self.keeper.kept)
+            self.graphs.forget()
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -136,6 +150,7 @@ class SlotBatch:
         self._fill()
         try:
             while self._settle():
+                self._make_room(CHECK[self.base.device.type] * self.steps * len(self.sequence))
                 for _ in range(CHECK[self.base.device.type]):
                     self._step()
         finally:
@@ -236,6 +251,7 @@ class SlotBatch:
         """Draw and note the next token of some of the rows."""
         rows, seated = self.rows, [None if given is None else given[seats_S] for given in self.rows]
         own = Rows(*cast("Any", seated))
+        self._make_room(len(seats_S))
         note(own, self.drawn, logits_SV, self.decoder.in_any_order)
         rows.token_R[seats_S], rows.drawn_R[seats_S], rows.alive_R[seats_S] = own.token_R, own.drawn_R, own.alive_R
 
@@ -281,4 +297,5 @@ class SlotBatch:
             state[index].cpu().numpy()
             for state in (self.drawn.tokens_NT, self.drawn.logprobs_NT, self.drawn.entropy_NT)
         )
-        return actions_of(self.base, tokens, logprobs, entropy, self.lengths[own])
+        supports = self.keeper and self.keeper.supports(own, self.lengths[own].tolist())
+        return actions_of(self.base, tokens, logprobs, entropy, self.lengths[own], supports)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from retrain.engines.draw import draw
+from retrain.engines.truncation import Kept, remember
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
@@ -64,7 +65,8 @@ class Rows(NamedTuple):
 
     A row holds the sequence ``sequence_R``; its last token is ``token_R``, which stands at ``position_R`` of the cache
     and is number ``drawn_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, to which
-    everything is written that nobody wants. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy.
+    everything is written that nobody wants. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy;
+    ``cut_R3`` None: none is truncated.
     """
 
     token_R: torch.Tensor
@@ -75,16 +77,19 @@ class Rows(NamedTuple):
     limit_R: torch.Tensor
     temperature_R1: torch.Tensor | None
     greedy_R1: torch.Tensor | None
+    cut_R3: torch.Tensor | None
 
 
 class Drawn(NamedTuple):
-    """By sequence what is drawn with and what was drawn; ``ends`` are the tokens that end one."""
+    """By sequence what is drawn with and what was drawn; ``ends`` are the tokens that end one. ``kept`` None: no
+    sequence is truncated."""
 
     ends: torch.Tensor
     uniforms_NT: torch.Tensor
     tokens_NT: torch.Tensor
     logprobs_NT: torch.Tensor
     entropy_NT: torch.Tensor
+    kept: Kept | None
 
 
 def product(x: torch.Tensor, given: Product) -> torch.Tensor:
@@ -186,7 +191,18 @@ def note(rows: Rows, drawn: Drawn, logits_RV: torch.Tensor, in_any_order: bool) 
     scratch, longest = drawn.tokens_NT.shape[0] - 1, drawn.tokens_NT.shape[1]
     place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.drawn_R
     uniforms = drawn.uniforms_NT.view(-1)[place]
-    token, logprob, entropy = draw(logits_RV, uniforms, rows.temperature_R1, rows.greedy_R1, in_any_order)
+    kept = drawn.kept
+    token, logprob, entropy, kept_RK = draw(
+        logits_RV,
+        uniforms,
+        rows.temperature_R1,
+        rows.greedy_R1,
+        in_any_order,
+        rows.cut_R3,
+        None if kept is None else kept.rank_K,
+    )
+    if kept is not None and kept_RK is not None:
+        remember(kept, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), place)
     drawn.tokens_NT.view(-1).index_copy_(0, place, token)
     drawn.logprobs_NT.view(-1).index_copy_(0, place, logprob)
     drawn.entropy_NT.view(-1).index_copy_(0, place, entropy)

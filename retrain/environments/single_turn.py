@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from retrain.config.tasks import Data
-from retrain.environments.dataset import Dataset
 from retrain.environments.prompts import conversation
 from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.rewards import Grader
@@ -14,17 +13,19 @@ from retrain.types import Action, Problem, RewardResult
 
 
 class SingleTurn:
-    """The problems of a data set, asked as ``[data]`` says and graded by ``grader``."""
+    """Problems by the name of their split, asked as ``data`` says and graded by ``grader``."""
 
-    def __init__(self, dataset: Dataset, data: Data, grader: Grader):
-        self.dataset, self.data, self.grader = dataset, data, grader
+    def __init__(self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader):
+        self.splits, self.data, self.grader = splits, data, grader
         ends = grader.ranges.get("reward", {})
         self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
-        self.metrics_ranges: Mapping[str, Range] = {name: ends for name, ends in grader.ranges.items() if name != "reward"}
+        self.metrics_ranges: Mapping[str, Range] = {
+            name: ends for name, ends in grader.ranges.items() if name != "reward"
+        }
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """``train``, or the held-out problems."""
-        return self.dataset.train if split == "train" else self.dataset.heldout
+        """The problems of ``train`` or of a held-out set."""
+        return self.splits[split]
 
     def start(self, problem: Problem, seed: int) -> SingleTurnEpisode:
         """See ``Environment.start``; nothing is random."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import DataError, MissingExtra, PluginError
+from retrain.errors import DataError, PluginError
+from retrain.extras import missing
 from retrain.plugins import load_function
 from retrain.rewards.extract import reference_answer
 from retrain.types import Problem
@@ -110,7 +111,7 @@ def parquet_rows(path: Path, label: str) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise MissingExtra(f"data source {path.name!r}", "pyarrow", "data") from None
+        raise missing(f"data source {path.name!r}", "pyarrow") from None
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -129,7 +130,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
     try:
         import datasets
     except ModuleNotFoundError:
-        raise MissingExtra(f"data source {name!r}", "datasets", "data") from None
+        raise missing(f"data source {name!r}", "datasets") from None
     rows: list[Row] = []
     for configuration in hub.configurations:
         try:

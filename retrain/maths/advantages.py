@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retrain.errors import PluginError, RunFailed
+from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B
 
 EQUAL_REWARDS = 1e-8
 GRPO_EPSILON = 1e-6
@@ -27,7 +27,7 @@ BATCH_WHITENED = frozenset({"reinforce_pp"})
 """Modes whose group advantages must still pass through ``whiten`` over the whole batch."""
 
 
-def _checked(rewards_N: Tensor) -> Tensor:
+def _checked(rewards_N: Rewards_PN) -> Doubles_PN:
     """Rewards as detached float64; ValueError unless they are finite and have a group axis."""
     if rewards_N.dim() == 0:
         raise ValueError("rewards need a group axis: got a single number")
@@ -39,7 +39,7 @@ def _checked(rewards_N: Tensor) -> Tensor:
     return rewards_N
 
 
-def _centred(rewards_N: Tensor) -> Tensor:
+def _centred(rewards_N: Rewards_PN) -> Doubles_PN:
     """Centred rewards r − r̄, exactly 0 for a group of equal rewards."""
     if rewards_N.shape[-1] == 0:
         return rewards_N.clone()
@@ -48,12 +48,12 @@ def _centred(rewards_N: Tensor) -> Tensor:
     return torch.where(spread < noise, 0.0, rewards_N - rewards_N.mean(-1, keepdim=True))
 
 
-def dr_grpo(rewards_N: Tensor) -> Tensor:
+def dr_grpo(rewards_N: Rewards_PN) -> Doubles_PN:
     """r_i − r̄ (arXiv 2503.20783); pairs with the ``constant`` loss normaliser."""
     return _centred(_checked(rewards_N))
 
 
-def grpo(rewards_N: Tensor) -> Tensor:
+def grpo(rewards_N: Rewards_PN) -> Doubles_PN:
     """(r_i − r̄)/(std + 1e-6) with the population standard deviation (arXiv 2402.03300)."""
     centred_N = _centred(_checked(rewards_N))
     if centred_N.shape[-1] == 0:
@@ -62,7 +62,7 @@ def grpo(rewards_N: Tensor) -> Tensor:
     return torch.where(deviation < EQUAL_REWARDS, 0.0, centred_N / (deviation + GRPO_EPSILON))
 
 
-def rloo(rewards_N: Tensor) -> Tensor:
+def rloo(rewards_N: Rewards_PN) -> Doubles_PN:
     """r_i minus the mean of the other rewards, N/(N−1)·(r_i − r̄) (arXiv 2402.14740).
 
     Raises ValueError for a group of one, which has no others.
@@ -74,7 +74,7 @@ def rloo(rewards_N: Tensor) -> Tensor:
     return centred_N * (size / (size - 1)) if size else centred_N
 
 
-def maxrl(rewards_N: Tensor, reward_name: str = "reward") -> Tensor:
+def maxrl(rewards_N: Rewards_PN, reward_name: str = "reward") -> Doubles_PN:
     """(r_i − r̄)/r̄, all 0 when every reward is 0 (arXiv 2602.02710).
 
     Defined for rewards in [0, 1]; maximum likelihood only for 0/1. Raises RunFailed naming the reward otherwise.
@@ -94,7 +94,7 @@ def maxrl(rewards_N: Tensor, reward_name: str = "reward") -> Tensor:
     return torch.where(mean > 0.0, centred_N / torch.where(mean > 0.0, mean, 1.0), 0.0)
 
 
-def whiten(advantages_B: Tensor, token_counts_B: Tensor) -> Tensor:
+def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     """(A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
 
     ``advantages_B`` holds r_i − r̄ of every completion, which all its ``token_counts_B`` tokens share, so mean and
@@ -112,7 +112,7 @@ def whiten(advantages_B: Tensor, token_counts_B: Tensor) -> Tensor:
     return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+ADVANTAGES: dict[str, Callable[[Rewards_PN], Doubles_PN]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -122,8 +122,8 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def plugin_advantages(
-    function: Callable[..., Any], rewards_N: Tensor, context: Any = None, name: str | None = None
-) -> Tensor:
+    function: Callable[..., Any], rewards_N: Rewards_PN, context: Any = None, name: str | None = None
+) -> Doubles_PN:
     """Advantages from a user's ``function(rewards_N)`` or ``function(rewards_N, context)``, checked, float64 [N].
 
     Raises PluginError naming the plug-in when the result has another length or is not finite.
@@ -149,8 +149,8 @@ def plugin_advantages(
 
 
 def group_advantages(
-    mode: str | Callable[..., Any], rewards_N: Tensor, *, reward_name: str = "reward", context: Any = None
-) -> Tensor:
+    mode: str | Callable[..., Any], rewards_N: Rewards_PN, *, reward_name: str = "reward", context: Any = None
+) -> Doubles_PN:
     """Advantages of one group (or of [P, N] groups) by mode name or plug-in function, float64, no gradient.
 
     ``reinforce_pp`` is only half done here: pass the batch through ``whiten``. Raises ValueError for an unknown mode

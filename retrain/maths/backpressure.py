@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from retrain.maths.arrays import Table
 
 PARAMETERS = 3
 BEYOND_PEAK = 1.25
@@ -52,7 +54,7 @@ class UslFit:
         return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0
 
 
-def usl(n: float | np.ndarray, lam: float, sigma: float, kappa: float) -> float | np.ndarray:
+def usl(n: float | Table, lam: float, sigma: float, kappa: float) -> float | Table:
     """Throughput at load ``n``, in the unit of ``lam``."""
     return lam * n / (1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0))
 
@@ -138,8 +140,9 @@ class Decision:
 
     ``action``: hold, increase or throttle, toward ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the
     data do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or
-    ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``utilization`` is the throughput
-    now over the fitted peak; None, like ``n_star``, unless the basis is ``fit``.
+    ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``n_star`` is None unless the basis
+    is ``fit``: only then it is acted on. As soon as there is a fit at all, ``best_load`` is the allowed load with the
+    highest throughput that it predicts, and ``utilization`` the throughput now over that prediction.
     """
 
     action: str
@@ -150,6 +153,7 @@ class Decision:
     n_star_interval: tuple[float, float] | None = None
     sigma: float | None = None
     kappa: float | None = None
+    best_load: float | None = None
     utilization: float | None = None
 
 
@@ -203,7 +207,13 @@ def decide(
     if len(loads) <= PARAMETERS or len(set(loads)) < PARAMETERS:
         return _move("warmup", "warmup", load, _unmeasured(loads, load, limits))
     fit = fit_usl(loads, throughputs)
-    known = {"sigma": fit.sigma, "kappa": fit.kappa}
+    best = min(max(math.inf if fit.n_star is None else fit.n_star, limits.min_load), limits.max_load)
+    known = {
+        "sigma": fit.sigma,
+        "kappa": fit.kappa,
+        "best_load": float(best),
+        "utilization": float(throughputs[-1]) / float(usl(best, fit.lam, fit.sigma, fit.kappa)),
+    }
     if not fit.kappa_is_positive or fit.n_star is None:
         if max(loads) >= limits.max_load:
             return _move("unbounded", roofline or "optimal", load, limits.max_load, **known)
@@ -215,7 +225,6 @@ def decide(
         before = max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load)
         return _move("explore", roofline or "warmup", load, min(before, load), **known)
     n_star = fit.n_star
-    peak = float(usl(n_star, fit.lam, fit.sigma, fit.kappa))
     aim = min(max(round(n_star * limits.throttle_margin), limits.min_load), limits.max_load)
     regime = "retrograde" if load > n_star else roofline or "optimal"
     action = "hold"
@@ -230,7 +239,6 @@ def decide(
         load if action == "hold" else aim,
         n_star,
         fit.n_star_interval,
-        utilization=float(throughputs[-1]) / peak,
         **known,
     )
 
@@ -244,9 +252,7 @@ def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
     return next((candidate for candidate in candidates if candidate not in loads), candidates[0])
 
 
-def _move(
-    basis: str, regime: str, load: int, target: int, sigma: float | None = None, kappa: float | None = None
-) -> Decision:
-    """A decision that moves the load to ``target`` without claiming to know n*."""
+def _move(basis: str, regime: str, load: int, target: int, **known: float) -> Decision:
+    """A decision that moves the load to ``target`` without claiming to know n*; ``known`` is what the fit says."""
     action = "increase" if target > load else "throttle" if target < load else "hold"
-    return Decision(action, regime, basis, target, sigma=sigma, kappa=kappa)
+    return replace(Decision(action, regime, basis, target), **known)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from retrain.errors import PluginError
 from retrain.maths.advantages import EQUAL_REWARDS
+from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 
 MAX_UNCERTAINTY = 50.0
 MIN_MEAN_UNCERTAINTY = 1e-7
@@ -48,11 +49,11 @@ class TokenCredit:
     ``exec_variance`` is the variance of the raw execution uncertainty that the SEPA ``auto`` schedule watches.
     """
 
-    advantages_B_T: Tensor
-    loss_mask_B_T: Tensor
-    denominator_mask_B_T: Tensor
+    advantages_B_T: Floats_BT
+    loss_mask_B_T: Mask_BT
+    denominator_mask_B_T: Mask_BT
     stats: dict[str, float | None] = field(default_factory=dict)
-    weights_B_T: Tensor | None = None
+    weights_B_T: Floats_BT | None = None
     exec_variance: float | None = None
 
     @property
@@ -74,7 +75,7 @@ def _require(what: str, tensor: Tensor | None, like: Tensor, needed_by: str) -> 
     return tensor
 
 
-def _clean(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def _clean(what: str, values_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     """Detached values with 0 in the padding; ValueError when a trained token holds NaN."""
     values_B_T = torch.where(mask_B_T, values_B_T.detach(), 0.0)
     if bool(torch.isnan(values_B_T.sum())) and bool(torch.isnan(values_B_T).any()):
@@ -84,7 +85,9 @@ def _clean(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def uncertainty(kind: Uncertainty, logprobs_B_T: Tensor, entropy_B_T: Tensor | None, mask_B_T: Tensor) -> Tensor:
+def uncertainty(
+    kind: Uncertainty, logprobs_B_T: Floats_BT, entropy_B_T: Floats_BT | None, mask_B_T: Mask_BT
+) -> Floats_BT:
     """Uncertainty h ≥ 0 of every trained token, [B, T] in nats (``predictive_variance``: no unit), 0 in the padding.
 
     ``surprisal`` −log p; ``predictive_variance`` p(1 − p); ``shannon_entropy`` the given full-vocabulary entropy of
@@ -117,7 +120,7 @@ def uncertainty(kind: Uncertainty, logprobs_B_T: Tensor, entropy_B_T: Tensor | N
 
 
 @torch.no_grad()
-def sepa_pool(h_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor, lam: float) -> Tensor:
+def sepa_pool(h_B_T: Floats_BT, planning_B_T: Mask_BT, mask_B_T: Mask_BT, lam: float) -> Floats_BT:
     """Selective entropy pooling: execution tokens move to their completion's mean, λ·mean(h_exec) + (1−λ)·h.
 
     Planning tokens stay. λ is clamped to [0, 1]; λ = 0 and completions without execution tokens are exact no-ops.
@@ -135,7 +138,7 @@ def sepa_pool(h_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor, lam: float)
 
 
 @torch.no_grad()
-def gtpo_weights(h_B_T: Tensor, mask_B_T: Tensor, beta: float) -> Tensor:
+def gtpo_weights(h_B_T: Floats_BT, mask_B_T: Mask_BT, beta: float) -> Floats_BT:
     """w_t = max(0, 1 + β(h_t/h̄ − 1)), h̄ the mean over the completion's trained tokens; 0 in the padding.
 
     Completions with h̄ < 1e-7 get 1; β = 0 is an exact no-op; the mean weight is 1 for β ≤ 1. Raises ValueError for
@@ -153,7 +156,7 @@ def gtpo_weights(h_B_T: Tensor, mask_B_T: Tensor, beta: float) -> Tensor:
 
 
 @torch.no_grad()
-def hicra(advantages_B_T: Tensor, planning_B_T: Tensor, alpha: float) -> Tensor:
+def hicra(advantages_B_T: Floats_BT, planning_B_T: Mask_BT, alpha: float) -> Floats_BT:
     """A_t + α|A_t| on planning tokens (arXiv 2509.03646): raises positive advantages, dampens negative ones.
 
     Raises ValueError unless 0 ≤ α < 1.
@@ -164,7 +167,7 @@ def hicra(advantages_B_T: Tensor, planning_B_T: Tensor, alpha: float) -> Tensor:
 
 
 @torch.no_grad()
-def placebo_mask(uniforms_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def placebo_mask(uniforms_B_T: Floats_BT, planning_B_T: Mask_BT, mask_B_T: Mask_BT) -> Mask_BT:
     """As many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
 
     ``uniforms_B_T`` comes from the run's own stream; the smallest are chosen, ties by position.
@@ -178,7 +181,7 @@ def placebo_mask(uniforms_B_T: Tensor, planning_B_T: Tensor, mask_B_T: Tensor) -
 
 
 @torch.no_grad()
-def entropy_mask(entropy_B_T: Tensor, mask_B_T: Tensor, rho: float) -> Tensor:
+def entropy_mask(entropy_B_T: Floats_BT, mask_B_T: Mask_BT, rho: float) -> Mask_BT:
     """The ⌈ρn⌉ trained tokens of highest entropy in the whole batch (arXiv 2506.01939), bool [B, T].
 
     Ties at the threshold go to the earlier token, so exactly ⌈ρn⌉ stay; ρ = 1 is an exact no-op. ρ is read as the
@@ -200,14 +203,14 @@ def entropy_mask(entropy_B_T: Tensor, mask_B_T: Tensor, rho: float) -> Tensor:
 
 @torch.no_grad()
 def gtpo_paper(
-    h_B_T: Tensor,
-    rewards_B: Tensor,
-    correct_B: Tensor,
-    group_B: Tensor,
-    mask_B_T: Tensor,
+    h_B_T: Floats_BT,
+    rewards_B: Values_B,
+    correct_B: Values_B,
+    group_B: Values_B,
+    mask_B_T: Mask_BT,
     alpha1: float = 1.0,
     alpha2: float = 0.1,
-) -> Tensor:
+) -> Floats_BT:
     """Token advantages of Group Token Policy Optimization (arXiv 2508.04349), [B, T], 0 in the padding.
 
     Per group and position t, over the completions that still run at t: a correct one gets
@@ -236,7 +239,7 @@ def gtpo_paper(
     base_B = torch.where(correct_B, alpha1 * rewards_B.detach().to(torch.float64), -alpha1)[:, None]
     shaped_B_T = base_B + torch.where(correct_B[:, None], bonus_B_T, -bonus_B_T)
 
-    def per_group(values_B: Tensor) -> Tensor:
+    def per_group(values_B: Floats_B) -> Floats_B:
         return values_B.new_zeros(groups).index_add_(0, group_B, values_B)[group_B]
 
     weight_B_T = mask_B_T.to(torch.float64)
@@ -250,7 +253,7 @@ def gtpo_paper(
     return torch.where(trains_B[:, None], centred_B_T / deviation_B.clamp(min=EQUAL_REWARDS)[:, None], 0.0)
 
 
-def _moments(values_B_T: Tensor, where_B_T: Tensor) -> tuple[float | None, float | None]:
+def _moments(values_B_T: Floats_BT, where_B_T: Mask_BT) -> tuple[float | None, float | None]:
     """Mean and population variance over the marked tokens; None, None when there are none."""
     weight_B_T = where_B_T.to(values_B_T)
     count = float(weight_B_T.sum(dtype=torch.float64))
@@ -262,7 +265,7 @@ def _moments(values_B_T: Tensor, where_B_T: Tensor) -> tuple[float | None, float
 
 @torch.no_grad()
 def uncertainty_stats(
-    kind: Uncertainty, h_B_T: Tensor, logprobs_B_T: Tensor, planning_B_T: Tensor | None, mask_B_T: Tensor
+    kind: Uncertainty, h_B_T: Floats_BT, logprobs_B_T: Floats_BT, planning_B_T: Mask_BT | None, mask_B_T: Mask_BT
 ) -> tuple[dict[str, float | None], float | None]:
     """The catalogue's plan/exec keys over all trained tokens, and the execution variance of ``h_B_T`` itself.
 
@@ -297,7 +300,7 @@ POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
 
 @torch.no_grad()
 def weight_stats(
-    weights_B_T: Tensor, unpooled_B_T: Tensor | None, planning_B_T: Tensor | None, mask_B_T: Tensor
+    weights_B_T: Floats_BT, unpooled_B_T: Floats_BT | None, planning_B_T: Mask_BT | None, mask_B_T: Mask_BT
 ) -> dict[str, float | None]:
     """The catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
 
@@ -320,7 +323,7 @@ def weight_stats(
     return stats
 
 
-def _spread(advantages_B: Tensor, like_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def _spread(advantages_B: Floats_B, like_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     """Every token gets its completion's advantage, 0 in the padding; ValueError unless finite in that dtype."""
     if advantages_B.shape != mask_B_T.shape[:1]:
         raise ValueError(f"one advantage per row: got {tuple(advantages_B.shape)} for {mask_B_T.shape[0]} rows")
@@ -330,7 +333,7 @@ def _spread(advantages_B: Tensor, like_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     return torch.where(mask_B_T, advantages_B[:, None], 0.0)
 
 
-def _plugin_transform(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+def _plugin_transform(function: Callable[..., Any], arguments: dict[str, Any]) -> Floats_BT:
     name, mask_B_T = _plugin_name(function), arguments["mask_B_T"]
     result = torch.as_tensor(function(**arguments)).detach()
     if result.shape != mask_B_T.shape:
@@ -353,10 +356,10 @@ class ModeInputs:
     counts the ``kept`` tokens or ``all``.
     """
 
-    placebo_B_T: Tensor | None = None
-    rewards_B: Tensor | None = None
-    correct_B: Tensor | None = None
-    group_B: Tensor | None = None
+    placebo_B_T: Mask_BT | None = None
+    rewards_B: Values_B | None = None
+    correct_B: Values_B | None = None
+    group_B: Values_B | None = None
     alpha1: float = 1.0
     alpha2: float = 0.1
     entropy_rho: float = 0.2
@@ -366,11 +369,11 @@ class ModeInputs:
 @torch.no_grad()
 def token_advantages(
     transform_mode: Transform,
-    advantages_B: Tensor,
-    logprobs_B_T: Tensor,
-    entropy_B_T: Tensor | None,
-    planning_B_T: Tensor | None,
-    mask_B_T: Tensor,
+    advantages_B: Floats_B,
+    logprobs_B_T: Floats_BT,
+    entropy_B_T: Floats_BT | None,
+    planning_B_T: Mask_BT | None,
+    mask_B_T: Mask_BT,
     *,
     uncertainty_kind: Uncertainty = "surprisal",
     beta: float = 0.1,

@@ -13,11 +13,11 @@ and how often each contains the truth, is measured by ``benchmarks/calibration.p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
+from retrain.maths.arrays import Table, Values
 from retrain.maths.statistics import Interval, _t_quantile, _vector, iqm, score_interval
 
 ROUNDING = 1e-12
@@ -28,9 +28,7 @@ SIMULATIONS = 100_000
 """Normal samples behind that quantile: a standard error of 0.5 % up to 95 %, which moves coverage by 0.1 points."""
 
 
-def mean_interval(
-    values: Sequence[float] | np.ndarray, *, share: bool = False, resolution: float = 0.0, level: float = 0.95
-) -> Interval:
+def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.0, level: float = 0.95) -> Interval:
     """Mean over seeds with its t interval; for shares, which are skewed near 0 and 1, with a score interval.
 
     A share θ near an end has less room to vary: its variance is taken as proportional to θ(1−θ), with the factor that
@@ -61,7 +59,7 @@ def mean_interval(
     return score_interval(mean, inside * (1.0 - inside) / error**2, quantile)
 
 
-def iqm_interval(values: Sequence[float] | np.ndarray, *, resolution: float = 0.0, level: float = 0.95) -> Interval:
+def iqm_interval(values: Values, *, resolution: float = 0.0, level: float = 0.95) -> Interval:
     """Interquartile mean (``statistics.iqm``) with Tukey and McLaughlin's (1963) interval: the middle h of n values and
     their Winsorised squares.
 
@@ -79,7 +77,7 @@ def iqm_interval(values: Sequence[float] | np.ndarray, *, resolution: float = 0.
     return Interval(estimate, estimate - reach, estimate + reach)
 
 
-def _trimmed_error(ordered: np.ndarray, resolution: float = 0.0) -> np.ndarray:
+def _trimmed_error(ordered: Table, resolution: float = 0.0) -> Table | float:
     """Standard error of the interquartile mean of ascending values [..., n]: √(Winsorised squares/(h(h−1)))."""
     n = ordered.shape[-1]
     cut = n // 4
@@ -98,7 +96,7 @@ def _trimmed_quantile(n: int, level: float) -> float:
     return float(np.quantile(np.abs(iqm(samples)) / _trimmed_error(samples), level))
 
 
-def same_problems_interval(gains: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
+def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
     """Mean difference of two models' scores on the same problems, each in [−1, 1], with Agresti and Min's (2005)
     interval: that of the problems and two more, of which half gains, half loses and the other two halves do neither.
 

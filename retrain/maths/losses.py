@@ -16,14 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retrain.errors import PluginError
+from retrain.maths.shapes import Floats_B1, Floats_BT, Mask_BT, Sum
 
 MAX_LOG_RATIO = 20.0
 """|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
 
 NORMALIZERS = ("tokens", "sequences", "constant")
+MISMATCH_METRICS = ("kl_sample_train_v1", "kl_sample_train_v2", "kl_divergence_inference")
+"""The catalogue keys that compare sampler and trainer on the same tokens, trained or not."""
 RATIO_METRICS = (
     "val/ratio",
     "val/ratio_var",
@@ -34,13 +36,11 @@ RATIO_METRICS = (
     "clip_ratio/high_mean",
     "clip_ratio/high_max",
     "clip_ratio/region_mean",
-    "kl_sample_train_v1",
-    "kl_sample_train_v2",
-    "kl_divergence_inference",
+    *MISMATCH_METRICS,
 )
 """The catalogue keys that ``loss_metrics`` fills."""
 
-Sums = dict[str, Tensor]
+Sums = dict[str, Sum]
 Loss = str | Callable[..., Any]
 """A name among ``POLICY_LOSSES``, or a function of the user's (see ``plugin_loss``)."""
 
@@ -49,14 +49,14 @@ class NotFiniteError(ValueError):
     """A NaN or an infinity where the loss needs a number."""
 
 
-def _require_finite(what: str, values_B_T: Tensor, mask_B_T: Tensor) -> None:
+def _require_finite(what: str, values_B_T: Floats_BT, mask_B_T: Mask_BT) -> None:
     bad_B_T = ~torch.isfinite(values_B_T.detach()) & mask_B_T
     if bool(bad_B_T.any()):
         row, column = torch.nonzero(bad_B_T)[0].tolist()
         raise NotFiniteError(f"{what} is {values_B_T[row, column].item()} at completion {row}, token {column}")
 
 
-def log_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def log_ratio(logprobs_B_T: Floats_BT, sampler_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     """Clamped log ρ = log π_train − log π_sampler, 0 (and without gradient) in the padding, within ±20."""
     difference_B_T = (
         torch.where(mask_B_T, logprobs_B_T, 0.0) - torch.where(mask_B_T, sampler_logprobs_B_T, 0.0).detach()
@@ -64,17 +64,17 @@ def log_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tens
     return difference_B_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def importance_ratio(logprobs_B_T: Tensor, sampler_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def importance_ratio(logprobs_B_T: Floats_BT, sampler_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     """ρ = π_train/π_sampler of every token, 1 in the padding."""
     return log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T).exp()
 
 
-def sequence_log_ratio(log_ratio_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def sequence_log_ratio(log_ratio_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_B1:
     """Mean of log ρ over each completion's trained tokens, [B, 1]; 0 for an empty one."""
     return (log_ratio_B_T * mask_B_T).sum(1, keepdim=True) / mask_B_T.sum(1, keepdim=True).clamp(min=1)
 
 
-def _clipped_objective(ratio_B_T: Tensor, advantages_B_T: Tensor, options: dict[str, Any]) -> Tensor:
+def _clipped_objective(ratio_B_T: Floats_BT, advantages_B_T: Floats_BT, options: dict[str, Any]) -> Floats_BT:
     clipped_B_T = ratio_B_T.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
     objective_B_T = torch.minimum(ratio_B_T * advantages_B_T, clipped_B_T * advantages_B_T)
     if options["dual_clip"] is not None:
@@ -83,19 +83,19 @@ def _clipped_objective(ratio_B_T: Tensor, advantages_B_T: Tensor, options: dict[
     return objective_B_T
 
 
-def _clip_marks(ratio_B_T: Tensor, advantages_B_T: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _clip_marks(ratio_B_T: Floats_BT, advantages_B_T: Floats_BT, options: dict[str, Any]) -> tuple[Mask_BT, Mask_BT]:
     """Where clipping bites: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0."""
     low_B_T = (ratio_B_T < 1.0 - options["clip_low"]) & (advantages_B_T < 0.0)
     high_B_T = (ratio_B_T > 1.0 + options["clip_high"]) & (advantages_B_T > 0.0)
     return low_B_T, high_B_T
 
 
-LossParts = tuple[Tensor, Tensor, Tensor]
+LossParts = tuple[Floats_BT, Mask_BT, Mask_BT]
 """Per-token loss [B, T] before masking, and bool marks [B, T]: clipped low, clipped high."""
 
 
 def reinforce(
-    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−sg(ρ)·A·log π: importance-sampled policy gradient, never clipped."""
     nowhere_B_T = torch.zeros_like(mask_B_T)
@@ -103,7 +103,7 @@ def reinforce(
 
 
 def ppo(
-    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), for A < 0 at most −c·A with ``dual_clip`` = c."""
     ratio_B_T = log_ratio_B_T.exp()
@@ -112,7 +112,7 @@ def ppo(
 
 
 def gspo(
-    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """The PPO form with the sequence ratio exp(mean_t log ρ_t), its gradient taken through each token's own log π."""
     sequence_B_1 = sequence_log_ratio(log_ratio_B_T.detach(), mask_B_T)
@@ -122,7 +122,7 @@ def gspo(
 
 
 def cispo(
-    logp_B_T: Tensor, log_ratio_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor, options: dict[str, Any]
+    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−sg(min(ρ, cap))·A·log π: the weight is capped, no token loses its gradient."""
     ratio_B_T = log_ratio_B_T.detach().exp()
@@ -130,7 +130,7 @@ def cispo(
     return -ratio_B_T.clamp(max=options["ratio_cap"]) * adv_B_T * logp_B_T, torch.zeros_like(mask_B_T), capped_B_T
 
 
-POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, dict[str, Any]], LossParts]] = {
+POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, dict[str, Any]], LossParts]] = {
     "reinforce": reinforce,
     "ppo": ppo,
     "gspo": gspo,
@@ -139,7 +139,7 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, dict[str, Any
 
 
 def plugin_loss(
-    function: Callable[..., Any], logp_B_T: Tensor, sampler_B_T: Tensor, adv_B_T: Tensor, mask_B_T: Tensor
+    function: Callable[..., Any], logp_B_T: Floats_BT, sampler_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT
 ) -> LossParts:
     """A user's ``function(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T)``: the loss of every token.
 
@@ -163,17 +163,17 @@ def plugin_loss(
 
 def policy_loss(
     name: Loss,
-    logprobs_B_T: Tensor,
-    sampler_logprobs_B_T: Tensor,
-    advantages_B_T: Tensor,
-    mask_B_T: Tensor,
+    logprobs_B_T: Floats_BT,
+    sampler_logprobs_B_T: Floats_BT,
+    advantages_B_T: Floats_BT,
+    mask_B_T: Mask_BT,
     *,
     clip_low: float = 0.2,
     clip_high: float | None = None,
     dual_clip: float | None = None,
     ratio_cap: float = 5.0,
-    weights_B_T: Tensor | None = None,
-) -> tuple[Tensor, Sums]:
+    weights_B_T: Floats_BT | None = None,
+) -> tuple[Floats_BT, Sums]:
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
 
     ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no clipping applies. ``clip_high =
@@ -210,7 +210,7 @@ def policy_loss(
 
 
 @torch.no_grad()
-def ratio_sums(log_ratio_B_T: Tensor, mask_B_T: Tensor, low_B_T: Tensor, high_B_T: Tensor) -> Sums:
+def ratio_sums(log_ratio_B_T: Floats_BT, mask_B_T: Mask_BT, low_B_T: Mask_BT, high_B_T: Mask_BT) -> Sums:
     """What micro-batches must add up for the ratio and clipping metrics: 0-dim float64 tensors, no synchronisation.
 
     With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d). ``clip_low_min`` and
@@ -276,13 +276,13 @@ def loss_metrics(sums: Sums) -> dict[str, float | None]:
 
 @torch.no_grad()
 def mismatch_weights(
-    old_logprobs_B_T: Tensor,
-    sampler_logprobs_B_T: Tensor,
-    mask_B_T: Tensor,
+    old_logprobs_B_T: Floats_BT,
+    sampler_logprobs_B_T: Floats_BT,
+    mask_B_T: Mask_BT,
     *,
     cap: float | None = None,
     band: tuple[float, float] | None = None,
-) -> Tensor:
+) -> Floats_BT:
     """Weights for a sampler that differs from the trainer, constants [B, T], 0 in the padding.
 
     With w = π_train_old/π_sampler: ``cap`` = C gives min(w, C) (truncated importance sampling); ``band`` = (α, β)
@@ -298,7 +298,7 @@ def mismatch_weights(
     return torch.where(mask_B_T, weights_B_T, 0.0)
 
 
-def kl_terms(kind: str, logprobs_B_T: Tensor, reference_logprobs_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def kl_terms(kind: str, logprobs_B_T: Floats_BT, reference_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     """Per-token estimate of KL(π ‖ reference) on sampled tokens, [B, T], 0 in the padding.
 
     With l = log π − log ref: ``k1`` = l (for the reward; detach it), ``k2`` = ½l² (for the loss: its gradient is the
@@ -314,7 +314,7 @@ def kl_terms(kind: str, logprobs_B_T: Tensor, reference_logprobs_B_T: Tensor, ma
     raise ValueError(f"unknown KL estimator {kind!r}: one of k1, k2, k3")
 
 
-def entropy_loss(entropy_B_T: Tensor, mask_B_T: Tensor, entropy_coef: float) -> Tensor:
+def entropy_loss(entropy_B_T: Floats_BT, mask_B_T: Mask_BT, entropy_coef: float) -> Floats_BT:
     """−entropy_coef·H per token, [B, T]: a bonus on full-vocabulary entropy, which carries the gradient."""
     return torch.where(mask_B_T, -entropy_coef * entropy_B_T, 0.0)
 
@@ -322,13 +322,13 @@ def entropy_loss(entropy_B_T: Tensor, mask_B_T: Tensor, entropy_coef: float) -> 
 @torch.no_grad()
 def token_weights(
     normalizer: str,
-    mask_B_T: Tensor,
+    mask_B_T: Mask_BT,
     *,
     total_tokens: int,
     total_sequences: int,
     max_tokens: int,
-    denominator_mask_B_T: Tensor | None = None,
-) -> Tensor:
+    denominator_mask_B_T: Mask_BT | None = None,
+) -> Floats_BT:
     """Weights with loss = Σ weights·per-token loss, float32 [B, T], 0 outside ``mask_B_T``.
 
     ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from retrain.errors import PluginError
+from retrain.maths.arrays import AnyTokenMask, OffsetArray, Offsets, TokenMask, TokenNumbers
 
 STRATEGIC_GRAMS: tuple[str, ...] = (
     "wait let me",
@@ -42,9 +43,6 @@ APOSTROPHES = "'\u2019\u2018\u02bc\u0060\u00b4"
 HYPHENS = "-\u2010\u2011\u2012\u2013"
 _BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"
 
-Offsets = Sequence[tuple[int, int]] | np.ndarray
-"""Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]."""
-
 
 def _phrase_pattern(phrase: str) -> re.Pattern[str]:
     """One phrase as a pattern for lower-case text: words as written, anything that separates words between them.
@@ -70,7 +68,7 @@ def _lower(text: str) -> str:
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
 
 
-def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: Offsets) -> np.ndarray:
+def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: Offsets) -> TokenMask:
     """Which tokens overlap one of the character ranges ``spans`` of a text of ``length`` characters, bool [T].
 
     Raises ValueError when ``offsets`` are not pairs.
@@ -89,7 +87,7 @@ def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: O
 class Detector(Protocol):
     """Finds planning tokens."""
 
-    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
         """Which tokens of each completion plan, bool [T] each."""
         ...
 
@@ -104,7 +102,7 @@ class PluginDetector:
         self.function = function
         self.name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
-    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
         """The function's masks, bool [T] each. Raises PluginError naming the plug-in when their number or a length is
         wrong, or an entry is neither true nor false (0 and 1 count as such)."""
         pairs = [np.asarray(one, dtype=np.int64).reshape(-1, 2) for one in offsets]
@@ -116,7 +114,7 @@ class PluginDetector:
             )
         return [self._checked(mask, len(own)) for mask, own in zip(given, pairs, strict=True)]
 
-    def _checked(self, mask: Any, length: int) -> np.ndarray:
+    def _checked(self, mask: Any, length: int) -> TokenMask:
         values_T = np.asarray(mask)
         if values_T.shape != (length,):
             raise PluginError(
@@ -142,19 +140,19 @@ class RegexDetector:
         text = _lower(text)
         return sorted(match.span() for pattern in self._patterns for match in pattern.finditer(text))
 
-    def token_mask(self, text: str, offsets: Offsets) -> np.ndarray:
+    def token_mask(self, text: str, offsets: Offsets) -> TokenMask:
         """Which tokens overlap a phrase, bool [T]. Tokens of width 0 (end tokens) never do.
 
         Raises ValueError when ``offsets`` are not pairs.
         """
         return overlapping_tokens(self.char_spans(text), len(text), offsets)
 
-    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
         """``token_mask`` of every completion of a batch. Raises ValueError when the lists differ in length."""
         return [self.token_mask(text, pairs) for text, pairs in zip(texts, offsets, strict=True)]
 
 
-def _columns(offsets: Offsets) -> tuple[np.ndarray, np.ndarray]:
+def _columns(offsets: Offsets) -> tuple[TokenNumbers, TokenNumbers]:
     """Starts and ends as integer arrays [T]."""
     if isinstance(offsets, np.ndarray):
         if offsets.ndim != 2 or offsets.shape[1] != 2:
@@ -166,7 +164,7 @@ def _columns(offsets: Offsets) -> tuple[np.ndarray, np.ndarray]:
     return flat[0::2], flat[1::2]
 
 
-def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, np.ndarray]:
+def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, OffsetArray]:
     """The text of a token sequence and each token's character range, int64 [T, 2], from the tokens' own bytes.
 
     Exact for the tokens as sampled, where encoding the decoded text again may split it differently. A character

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from retrain.maths.planning import Offsets, overlapping_tokens
+from retrain.maths.arrays import AnyTokenMask, Doubles_N, Doubles_ND, Offsets, Vectors_ND
+from retrain.maths.planning import overlapping_tokens
 
 PLANNING_ANCHORS: tuple[str, ...] = (
     "Wait, let me think about this again.",
@@ -41,7 +42,7 @@ EXECUTION_ANCHORS: tuple[str, ...] = (
 )
 """Sentences in which somebody carries out: computes, substitutes, states a result."""
 
-Embed = Callable[[list[str]], np.ndarray]
+Embed = Callable[[list[str]], Vectors_ND]
 """Texts → their vectors [number of texts, D]; their lengths do not matter."""
 
 _WINDOW_END = re.compile(r"(?<=[.!?;:])\s+|\n+")
@@ -74,7 +75,7 @@ def windows(text: str, longest: int = 400) -> list[tuple[int, int]]:
     return trimmed
 
 
-def unit_rows(vectors: np.ndarray) -> np.ndarray:
+def unit_rows(vectors: Vectors_ND) -> Doubles_ND:
     """Rows scaled to length 1, float64 [N, D]; a row of zeros stays. Raises ValueError for NaN or a wrong shape."""
     rows = np.asarray(vectors, dtype=np.float64)
     if rows.ndim != 2:
@@ -110,11 +111,11 @@ class SemanticDetector:
         centroids = unit_rows(np.stack([plan, execute]))
         self._direction = centroids[0] - centroids[1]
 
-    def margins(self, texts: Sequence[str]) -> np.ndarray:
+    def margins(self, texts: Sequence[str]) -> Doubles_N:
         """cos(text, planning centroid) − cos(text, execution centroid) of every text, float64 [N]."""
         return self._unit(list(texts)) @ self._direction if texts else np.zeros(0)
 
-    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[np.ndarray]:
+    def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
         """Which tokens of each completion lie in a planning window, bool [T] each; one embedding call for the batch.
 
         Raises ValueError when the lists differ in length or ``offsets`` are not pairs.
@@ -128,7 +129,7 @@ class SemanticDetector:
             masks.append(overlapping_tokens(planning, len(text), pairs))
         return masks
 
-    def _unit(self, texts: list[str]) -> np.ndarray:
+    def _unit(self, texts: list[str]) -> Doubles_ND:
         vectors = unit_rows(self.embed(texts))
         if len(vectors) != len(texts):
             raise ValueError(f"{len(texts)} texts were to be embedded and {len(vectors)} vectors came back")

@@ -14,10 +14,12 @@ A look happens after every pair, in an order fixed before; how the planned numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from retrain.maths.arrays import Values
 
 MOST_PAIRS = 20
 """2^20 sign patterns take a second and 10 MB; a campaign of more seeds needs no early stopping rule of this kind."""
@@ -65,9 +67,7 @@ class Look:
     stop: bool
 
 
-def sequential_looks(
-    differences: Sequence[float] | np.ndarray, planned: int, *, alpha: float = 0.05, spending: str = "linear"
-) -> list[Look]:
+def sequential_looks(differences: Values, planned: int, *, alpha: float = 0.05, spending: str = "linear") -> list[Look]:
     """The looks at paired differences in their fixed order, up to the first that stops.
 
     ``planned`` is the number of pairs at which all of α may be spent. Raises ValueError for more pairs than planned,

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from retrain.errors import UsageError
+from retrain.maths.shapes import AnySpectrum, CutA, CutB, Doubles_K, FactorA, FactorB, Spectrum
 
 ENERGY_TOLERANCE = 1e-9
 """Slack when an energy is compared with a required one, so that 1.0 can be reached in floating point."""
@@ -33,7 +33,7 @@ def lora_alpha(scale: float, rank: int, rslora: bool = False) -> float:
     return scale * math.sqrt(rank) if rslora else scale * rank
 
 
-def _factors(A_r_in: Tensor, B_out_r: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
     """Both factors detached in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
     if A_r_in.dim() != 2 or B_out_r.dim() != 2 or A_r_in.shape[0] != B_out_r.shape[1]:
         raise ValueError(f"expected A [r, in] and B [out, r]: got {tuple(A_r_in.shape)} and {tuple(B_out_r.shape)}")
@@ -45,7 +45,7 @@ def _factors(A_r_in: Tensor, B_out_r: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def analyse(A_r_in: Tensor, B_out_r: Tensor, scale: float) -> Tensor:
+def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
     """Singular values of scale·B·A, descending, float64 [min(r, in, out)].
 
     Raises ValueError for NaN or factors that do not fit each other.
@@ -55,7 +55,7 @@ def analyse(A_r_in: Tensor, B_out_r: Tensor, scale: float) -> Tensor:
     return torch.linalg.svdvals(core).to(torch.float64) * abs(scale)
 
 
-def energy(singular_values: Tensor) -> Tensor | None:
+def energy(singular_values: Spectrum) -> Doubles_K | None:
     """V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
     squares = singular_values.to(torch.float64).square()
     total = squares.sum()
@@ -95,7 +95,7 @@ class SqueezeAnalysis:
     untrained: tuple[str, ...]
 
 
-def table(spectra: Mapping[str, Tensor], ranks: Sequence[int] | None = None) -> list[SqueezeRow]:
+def table(spectra: Mapping[str, AnySpectrum], ranks: Sequence[int] | None = None) -> list[SqueezeRow]:
     """Energy kept at each rank (default 1 … largest) over the trained modules; empty when none is trained.
 
     A module of lower rank than asked keeps all of its energy. Raises UsageError for a rank above the source rank.
@@ -116,7 +116,7 @@ def table(spectra: Mapping[str, Tensor], ranks: Sequence[int] | None = None) -> 
 
 
 def recommend(
-    spectra: Mapping[str, Tensor],
+    spectra: Mapping[str, AnySpectrum],
     *,
     min_variance_retention: float = 0.95,
     min_layer_retention: float | None = None,
@@ -160,7 +160,7 @@ def recommend(
     return SqueezeAnalysis(source_rank, rows, chosen.rank, reason, worst, rank_pattern(spectra, chosen.rank), untrained)
 
 
-def rank_pattern(spectra: Mapping[str, Tensor], uniform_rank: int) -> dict[str, int]:
+def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[str, int]:
     """Per-module ranks that keep at least the total energy Σ s² of ``uniform_rank`` everywhere, with fewest ranks.
 
     The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least
@@ -190,8 +190,8 @@ def _check_rank(rank: int, source_rank: int) -> None:
 
 @torch.no_grad()
 def truncate(
-    A_r_in: Tensor, B_out_r: Tensor, scale: float, rank: int, new_scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+    A_r_in: FactorA, B_out_r: FactorB, scale: float, rank: int, new_scale: float | None = None
+) -> tuple[CutA, CutB]:
     """Factors A' [rank, in] and B' [out, rank] with new_scale·B'A' = the best rank-``rank`` approximation of scale·BA.
 
     ``new_scale = None`` keeps ``scale``. Singular values are shared evenly (√s on each side); the dtypes of A and B

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.maths.arrays import Doubles_S, Table, Values
+
 EXACT_SIGN_FLIP_PAIRS = 40
+EQUAL_SHARE = 1e-8
+"""Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 MIN_PAIRS_FOR_VERDICT = 6
 """With fewer pairs the exact test cannot reach p <= 0.05: 5 pairs give 0.0625 at best."""
 
 
-def _vector(values: Sequence[float] | np.ndarray, what: str) -> np.ndarray:
+def _vector(values: Values, what: str) -> Doubles_S:
     """float64 [n]; ValueError unless one-dimensional and finite."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1:
@@ -63,9 +67,7 @@ def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[
     return mean, math.sqrt(correction * float((residual_sums**2).sum())) / len(values), count
 
 
-def cluster_interval(
-    values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable], level: float = 0.95
-) -> Interval:
+def cluster_interval(values: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
     """Mean of all samples with an interval clustered by problem: mean ± t·SE with (problems − 1) degrees of freedom.
 
     Ends are None with one problem. Raises ValueError for no value or non-finite ones.
@@ -77,9 +79,7 @@ def cluster_interval(
     return Interval(mean, mean - reach, mean + reach)
 
 
-def accuracy_interval(
-    correct: Sequence[bool] | np.ndarray, clusters: Sequence[Hashable], level: float = 0.95
-) -> Interval:
+def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
     """Share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
 
     The effective size is p(1−p)/SE² with the clustered SE (Korn and Graubard's adjustment), at most the number of
@@ -105,16 +105,24 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
     return Interval(p, max(centre - reach, 0.0), min(centre + reach, 1.0))
 
 
-def gini(values: Sequence[float] | np.ndarray) -> float | None:
+def gini(values: Values, lowest: float | None = None) -> float | None:
     """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
 
-    None where undefined: a negative value, a sum of 0, or fewer than two values. Raises ValueError for NaN.
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
+    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
+    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
+    NaN.
     """
     x = np.sort(_vector(values, "values"))
-    n, largest = len(x), float(x[-1]) if len(x) else 0.0
-    if n < 2 or x[0] < 0.0 or largest == 0.0:
+    n = len(x)
+    if n < 2:
         return None
-    x = x / largest  # keeps the sum finite for huge values
+    origin = min(0.0, float(x[0]), 0.0 if lowest is None else lowest)
+    largest = max(abs(float(x[0])), abs(float(x[-1])), -origin)
+    x = 0.5 * x - 0.5 * origin  # halves: a difference of huge values stays finite
+    if x[-1] - x[0] <= 0.5 * EQUAL_SHARE * largest:
+        return 0.0
+    x = x / x[-1]  # keeps the sum finite
     pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
     return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 
@@ -122,7 +130,7 @@ def gini(values: Sequence[float] | np.ndarray) -> float | None:
 # Comparisons: the seed is the unit
 
 
-def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray | float:
+def iqm(values: Table, axis: int = -1) -> Table | float:
     """Interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
     array = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
     n = array.shape[axis]
@@ -133,10 +141,10 @@ def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray | float:
 
 
 def bootstrap_ci(
-    values: Sequence[float] | np.ndarray,
+    values: Values,
     generator: np.random.Generator,
     *,
-    statistic: Callable[..., np.ndarray | float] = np.mean,
+    statistic: Callable[..., Table | float] = np.mean,
     strata: Sequence[Hashable] | None = None,
     level: float = 0.95,
     resamples: int = 10_000,
@@ -174,10 +182,10 @@ def _percentiles(level: float, n: int, expanded: bool) -> tuple[float, float]:
 
 
 def paired_bootstrap_ci(
-    a: Sequence[float] | np.ndarray,
-    b: Sequence[float] | np.ndarray,
+    a: Values,
+    b: Values,
     generator: np.random.Generator,
-    statistic: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    statistic: Callable[[Table, Table], Table],
     *,
     level: float = 0.95,
     resamples: int = 10_000,
@@ -196,7 +204,7 @@ def paired_bootstrap_ci(
     return Interval(estimate, float(low), float(high))
 
 
-def _pairs(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(a: Values, b: Values) -> tuple[np.ndarray, np.ndarray]:
     x, y = _vector(a, "results"), _vector(b, "results")
     if len(x) != len(y) or not len(x):
         raise ValueError(f"paired results need the same seeds on both sides: got {len(x)} and {len(y)}")
@@ -222,7 +230,7 @@ def _half_sums(differences: np.ndarray) -> np.ndarray:
     return np.sort(sums)
 
 
-def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
+def sign_flip_p(differences: Values) -> float:
     """Exact two-sided sign-flip (permutation) p-value of paired differences, up to 40 pairs.
 
     The share of the 2^n sign patterns whose |Σ ±d| reaches the observed one (relative tolerance 1e-9), counted
@@ -244,7 +252,7 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
     return min(2.0 * float(at_least.sum()) / 2.0**n, 1.0)
 
 
-def sampled_sign_flip_p(differences: Sequence[float] | np.ndarray, patterns: int = 100_000) -> float:
+def sampled_sign_flip_p(differences: Values, patterns: int = 100_000) -> float:
     """The same for any number of pairs, from random sign patterns (always the same ones): (hits + 1)/(patterns + 1).
 
     Counting the observed pattern keeps the test valid (Phipson and Smyth 2010).
@@ -276,9 +284,7 @@ class PairedComparison:
     verdict_possible: bool
 
 
-def paired_comparison(
-    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95, resolution: float = 0.0
-) -> PairedComparison:
+def paired_comparison(a: Values, b: Values, level: float = 0.95, resolution: float = 0.0) -> PairedComparison:
     """Compare two conditions over the same seeds, in the same order; ``resolution`` is that of their results, see
     ``difference_error``. Raises ValueError for lists that do not pair."""
     x, y = _pairs(a, b)
@@ -292,7 +298,7 @@ def paired_comparison(
     return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
 
 
-def difference_error(differences: np.ndarray, resolution: float = 0.0) -> float:
+def difference_error(differences: Doubles_S, resolution: float = 0.0) -> float:
     """Standard error of the mean of two or more paired differences.
 
     Results on a scale with steps of ``resolution``, 1/(problems × samples) for an accuracy, are known up to rounding:
@@ -301,7 +307,7 @@ def difference_error(differences: np.ndarray, resolution: float = 0.0) -> float:
     return max(float(differences.std(ddof=1)), resolution / math.sqrt(6.0)) / math.sqrt(len(differences))
 
 
-def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+def probability_of_improvement(a: Values, b: Values) -> float:
     """P(A > B) + ½P(A = B) over all pairs of runs (Agarwal 2021; the Mann–Whitney U over mn)."""
     a, b = _vector(a, "results"), _vector(b, "results")
     if not len(a) or not len(b):
@@ -309,7 +315,7 @@ def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[floa
     return float((a[:, None] > b[None, :]).mean() + 0.5 * (a[:, None] == b[None, :]).mean())
 
 
-def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
+def holm(p_values: Values) -> Doubles_S:
     """Holm's step-down adjusted p-values of a family, in the order given, at most 1."""
     p = _vector(p_values, "p-values")
     if ((p < 0.0) | (p > 1.0)).any():
@@ -321,7 +327,7 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def tost_p(differences: Sequence[float] | np.ndarray, margin: float, resolution: float = 0.0) -> float:
+def tost_p(differences: Values, margin: float, resolution: float = 0.0) -> float:
     """p-value of equivalence: the larger of two one-sided t tests that the mean difference lies within ±margin.
 
     Small p says "no difference larger than margin"; ``resolution`` as in ``difference_error``. Raises ValueError for

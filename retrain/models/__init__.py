@@ -23,12 +23,17 @@ def bundled_model_path(name: str) -> Path | None:
 
 def find_config(model: str, revision: str | None = None) -> Path | None:
     """The model's config.json where it lies already: bundled, a local directory, or the hub's cache; else None."""
-    path = (bundled_model_path(model) or Path(model).expanduser()) / "config.json"
+    return find_file(model, "config.json", revision)
+
+
+def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
+    """As ``find_config``, for any file of the model."""
+    path = (bundled_model_path(model) or Path(model).expanduser()) / name
     if path.is_file():
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if bundled_model_path(model) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    found = try_to_load_from_cache(model, name, revision=revision)
     return Path(found) if isinstance(found, str) else None

@@ -1,18 +1,20 @@
 """Adapters on disk: plain PEFT directories that peft, transformers, vLLM and SGLang load.
 
-Written without importing peft (its import costs seconds); the tests load every such directory through peft.
+The configuration is peft's own ``LoraConfig``, so that a file has whatever the installed peft gives one. peft is
+imported when the first is made: with a model loaded that takes a moment, without one seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
 
 from retrain.files import write_bytes, write_json
-from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile
+from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile, absolute_base
 from retrain.policy.lora import Adapter, LayerShape
 
 
@@ -31,25 +33,23 @@ def _module_names(shapes: Sequence[LayerShape]) -> list[str]:
 
 
 def peft_config(adapter: Adapter, base_name: str, revision: str | None, dropout: float) -> dict:
-    """The adapter_config.json of this adapter (fields of peft's LoraConfig)."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "revision": revision,
-        "r": adapter.live_rank,
-        "lora_alpha": adapter.scale * adapter.live_rank,
-        "lora_dropout": dropout,
-        "target_modules": _module_names(adapter.shapes),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+    """The adapter_config.json of this adapter: a ``peft.LoraConfig`` as plain JSON."""
+    from peft import LoraConfig, TaskType
+
+    names = _module_names(adapter.shapes)
+    made = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base_name,
+        revision=revision,
+        r=adapter.live_rank,
+        lora_alpha=adapter.scale * adapter.live_rank,  # type: ignore[arg-type]  # peft computes with any number
+        lora_dropout=dropout,
+        target_modules=names,
+        inference_mode=True,
+    ).to_dict()
+    # peft keeps the names as a set, whose order differs between processes; enums are strings.
+    return {key: str(value.value) if isinstance(value, Enum) else value for key, value in made.items()} | {
+        "target_modules": names
     }
 
 
@@ -74,7 +74,7 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
         flat[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
     # As bytes and not by safetensors' own writer, whose errors on a full disk are no OSError.
     write_bytes(directory / WEIGHTS, save(flat, metadata={"format": "pt"}))
-    write_json(directory / CONFIG, config)
+    write_json(directory / CONFIG, absolute_base(config))
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

@@ -86,7 +86,7 @@ class AdapterFile:
         """Raise ModelError when there are tensors besides LoRA's factors."""
         if self.others or self.config.get("use_dora"):
             found = self.others[0] if self.others else "use_dora"
-            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one cannot be compressed")
+            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one is not rewritten")
 
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
         halves: dict[str, dict[str, str]] = {}
@@ -153,7 +153,15 @@ def write_streamed(
                 file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         if missing:
             raise ModelError(f"{next(iter(missing))} was announced and never came")
-    write_json(directory / CONFIG, dict(config))
+    write_json(directory / CONFIG, absolute_base(config))
+
+
+def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter is
+    seldom in the directory from which it was trained."""
+    name = config.get("base_model_name_or_path")
+    local = isinstance(name, str) and name != "" and Path(name).is_dir()
+    return {**config, "base_model_name_or_path": str(Path(name).absolute())} if local else dict(config)
 
 
 def _product(shape: Iterable[int]) -> int:

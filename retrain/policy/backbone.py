@@ -56,10 +56,12 @@ class Backbone:
     notes: tuple[str, ...]
 
     def layout(self, samples: Sequence[Sample], base: BaseModel, share: bool = True) -> Layout:
-        """The layout that this model and these lengths allow. ``share``: one prefix for all that begin with it."""
+        """The layout, on the host, that this model and these lengths allow. ``share``: one prefix for all that begin
+        with it."""
+        host = torch.device("cpu")
         if self.packs and max(map(len, samples)) <= self.window:
-            return packed_layout(samples, base.device, share)
-        return padded_layout(samples, base.device, base.pad_id)
+            return packed_layout(samples, host, share)
+        return padded_layout(samples, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> torch.Tensor:
         """Hidden states [M, H] of the places that predict an action token."""

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from retrain.errors import ModelError, UsageError
 from retrain.models import bundled_model_path
+from retrain.models.directory import local_directory, model_fault
 from retrain.tokenizer import Tokenizer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -131,38 +131,42 @@ def load_base(
 ) -> BaseModel:
     """Load a causal LM by bundled name (``tiny-reasoner``), local directory or hub name, frozen and in eval mode.
 
+    ``dtype`` as in [inference], or "stored": that of the model's own files.
+
     Raises ModelError when it cannot be had, with what to do; the underlying error stays chained.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    device, bundled = resolve_device(devices), bundled_model_path(name)
-    source = str(bundled) if bundled else name
-    local = bundled is not None or Path(source).is_dir()
-    if not local and source.startswith(("/", "./", "../", "~")):
-        raise ModelError(f"cannot load model {name!r}: there is no such directory")
+    device, bundled, directory = resolve_device(devices), bundled_model_path(name), local_directory(name)
+    if fault := model_fault(name, trust_remote_code=trust_remote_code):
+        raise ModelError(f"cannot load model {name!r}: {fault}")
+    source, local = str(directory or name), directory is not None
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if local:
         options["local_files_only"] = True
     else:
         options.update(revision=revision, local_files_only=local_files_only)
-    torch_dtype = resolve_dtype(dtype, device)
+    torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled or not sys.stderr.isatty():
         disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind, from files that somebody else has written
         hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
         if "trust_remote_code" in str(error):
             hint = "; read it, then set [model] trust_remote_code = true"
-        raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}{hint}") from error
+        reason = next(iter(str(error).splitlines()), "")
+        kind = "" if isinstance(error, OSError | ValueError) and reason else f"{type(error).__name__}: "
+        raise ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}") from error
     model.to(device).eval().requires_grad_(False)
     eos_ids = _end_ids(model, tokenizer)
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    return BaseModel(name, model, tokenizer, device, torch_dtype, eos_ids, pad_id, _fingerprint(model))
+    kept = model.dtype if dtype == "stored" else torch_dtype
+    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
 
 
 def base_of(config: Any) -> BaseModel:

@@ -7,7 +7,8 @@ it, nothing is computed twice, and what is kept is [rows, H]. The same for the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,34 @@ from torch import nn
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
+
+
+Lap = Callable[[str], None]
+"""Told the name of the part of the work that ends here, for the clock."""
+
+
+def no_lap(part: str) -> None:
+    """Nobody measures."""
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The tokens that each of M rows was drawn among (``engines.truncation``): row ``rows_K[k]`` may be ``ids_K[k]``.
+    Row m has the places ``offsets[m]`` to ``offsets[m + 1]``, on the host."""
+
+    rows_K: torch.Tensor
+    ids_K: torch.Tensor
+    offsets: list[int]
+
+    def to(self, device: torch.device) -> Supports:
+        """The same on another device."""
+        return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
+
+    def only(self, z_RV: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The logits of rows ``start`` and following [R, V] with −inf for what is not in a row's support."""
+        part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
+        places = (self.rows_K[part] - start, self.ids_K[part])
+        return torch.full_like(z_RV, -math.inf).index_put(places, z_RV[places])
 
 
 @dataclass(frozen=True)
@@ -29,13 +58,22 @@ class Head:
     multiplier: float = 1.0
 
     def logprobs(
-        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, *, entropy: bool = False
+        self,
+        hidden_NH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        lap: Lap = no_lap,
+        supports: Supports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature).
+        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature), over
+        ``supports`` where given.
 
-        In fp32 (fp64 for fp64 weights). Gradients reach ``hidden_NH`` alone.
+        In fp32 (fp64 for fp64 weights). Gradients reach ``hidden_NH`` alone. ``lap`` hears of "forward" before and of
+        "compute_entropy" after the entropy of each chunk.
         """
-        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy)  # pyright: ignore[reportGeneralTypeIssues]
+        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
@@ -48,7 +86,14 @@ class Head:
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, targets_N: torch.Tensor, head: Head, temperature: float, entropy: bool
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        targets_N: torch.Tensor,
+        head: Head,
+        temperature: float,
+        entropy: bool,
+        lap: Lap,
+        supports: Supports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight_VH = head.weight_VH
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
@@ -72,6 +117,8 @@ class _Logprobs(torch.autograd.Function):
                 z_RV = tanh_RV * head.softcap
             if temperature != 1.0:
                 z_RV /= temperature
+            if supports is not None:
+                z_RV = supports.only(z_RV, start)
             logprobs_RV = torch.log_softmax(z_RV, -1)
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
             if not wanted and not entropy:
@@ -81,11 +128,14 @@ class _Logprobs(torch.autograd.Function):
             if tanh_RV is not None:
                 scale = tanh_RV.square_().neg_().add_(1.0).mul_(scale)
             if entropy:
+                lap("forward")
                 logprobs_RV.clamp_min_(torch.finfo(real).min)  # 0 · −inf
                 entropy_N[part] = -torch.linalg.vecdot(probs_RV, logprobs_RV)
             if wanted and entropy:  # ∂H = −π (log π + H), one per logit
                 slope_RV = logprobs_RV.add_(entropy_N[part].unsqueeze(1)).mul_(probs_RV).mul_(scale).neg_()
                 slopes[1][part] = slope_RV.to(weight_VH.dtype) @ weight_VH
+            if entropy:
+                lap("compute_entropy")
             if wanted:
                 slope_RV = probs_RV.neg_()
                 slope_RV.scatter_add_(1, target_R1, torch.ones_like(target_R1, dtype=real))
@@ -99,7 +149,7 @@ class _Logprobs(torch.autograd.Function):
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
             grad_NH.addcmul_(slopes[1], entropy_grad_N.unsqueeze(1).to(grad_NH.dtype))
-        return grad_NH, None, None, None, None
+        return grad_NH, None, None, None, None, None, None
 
 
 def split_head(model: Any) -> tuple[Any, Head] | None:

@@ -58,9 +58,7 @@ class LocalPolicy:
 
     starts_as_base = True
 
-    def __init__(
-        self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...], workers: Workers
-    ):
+    def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...], workers: Workers):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
         optimizer, training = config.optimizer, config.training
@@ -85,7 +83,9 @@ class LocalPolicy:
             raise ModelError("this policy has no critic that could give values")
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
-        for part in split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ():
+        for part in (
+            split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ()
+        ):
             batch = collate([samples[i] for i in part], self.base)
             tables: dict[Want, torch.Tensor | None] = {}
             with torch.no_grad():

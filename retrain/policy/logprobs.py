@@ -3,14 +3,17 @@ read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from retrain.policy.backbone import backbone_of, whole_logits
 from retrain.policy.base import BaseModel
+from retrain.policy.head import Lap, Supports, no_lap
 from retrain.policy.packing import Layout, prefix_key
 from retrain.types import Sample
 
@@ -25,6 +28,14 @@ class MicroBatch:
     loss_mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
+    supports: Supports | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in vars(self).items()
+        }
+        return MicroBatch(**moved)
 
 
 def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
@@ -67,7 +78,7 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
 
 
 def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -> MicroBatch:
-    """The tensors of these samples on the base's device. ``share``: prefixes that repeat are computed once."""
+    """The tensors of these samples, on the host. ``share``: prefixes that repeat are computed once."""
     counts = [int(sample.action_mask.sum()) for sample in samples]
     shape = (len(samples), max(counts))
     real = np.float64 if base.dtype == torch.float64 else np.float32
@@ -79,34 +90,61 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
         targets[i, :count] = sample.token_ids[own]
         floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
         masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
-    device = base.device
     return MicroBatch(
         layout=backbone_of(base).layout(samples, base, share),
-        targets_BT=torch.from_numpy(targets).to(device),
-        action_BT=torch.from_numpy(masks[0]).to(device),
-        loss_mask_BT=torch.from_numpy(masks[1]).to(device),
-        advantages_BT=torch.from_numpy(floats[0]).to(device),
-        sampler_logprobs_BT=torch.from_numpy(floats[1]).to(device),
+        targets_BT=torch.from_numpy(targets),
+        action_BT=torch.from_numpy(masks[0]),
+        loss_mask_BT=torch.from_numpy(masks[1]),
+        advantages_BT=torch.from_numpy(floats[0]),
+        sampler_logprobs_BT=torch.from_numpy(floats[1]),
+        supports=_supports(samples),
     )
 
 
-def token_logprobs(
-    base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability [B, T] of each action token at this temperature, and the full-vocabulary entropy [B, T].
+def _supports(samples: Sequence[Sample]) -> Supports | None:
+    """What the action tokens were drawn among, sample after sample; None where it was the whole vocabulary."""
+    known = [sample.support for sample in samples if sample.support is not None]
+    if not known:
+        return None
+    if len(known) < len(samples):
+        raise ValueError("some samples were drawn from truncated distributions and some were not")
+    counts_M = np.concatenate([np.diff(support.offsets) for support in known])
+    rows_K = np.repeat(np.arange(len(counts_M)), counts_M)
+    ids_K = np.concatenate([support.ids for support in known]).astype(np.int64)
+    offsets = np.concatenate([[0], counts_M.cumsum()])
+    return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
 
-    The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, in
-    fp32 (fp64 for fp64 bases). Padding columns hold 0.
+
+def token_logprobs(
+    base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False, lap: Lap = no_lap
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability [B, T] of each action token at this temperature, and the entropy [B, T].
+
+    The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, or over
+    the recorded support of each token, in fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the
+    base's device; ``lap`` as in ``Head.logprobs``.
     """
     backbone, layout = backbone_of(base), batch.layout
     targets_M = batch.targets_BT[batch.action_BT]
     if backbone.head is not None:
-        chosen_M, entropy_M = backbone.head.logprobs(backbone.hidden(layout), targets_M, temperature, entropy=entropy)
+        chosen_M, entropy_M = backbone.head.logprobs(
+            backbone.hidden(layout), targets_M, temperature, entropy=entropy, lap=lap, supports=batch.supports
+        )
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
-        logprobs_MV = torch.log_softmax(whole_logits(base, layout).to(real) / temperature, dim=-1)
+        z_MV = whole_logits(base, layout).to(real) / temperature
+        if batch.supports is not None:
+            z_MV = batch.supports.only(z_MV)
+        logprobs_MV = torch.log_softmax(z_MV, dim=-1)
         chosen_M = logprobs_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
-        entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1) if entropy else None
+        entropy_M = None
+        if entropy:
+            lap("forward")
+            probs_MV = logprobs_MV.exp()
+            if batch.supports is not None:
+                logprobs_MV = logprobs_MV.masked_fill(logprobs_MV == -math.inf, 0.0)  # 0 · −inf
+            entropy_M = -(probs_MV * logprobs_MV).sum(-1)
+            lap("compute_entropy")
     return _table(chosen_M, batch), None if entropy_M is None else _table(entropy_M, batch)
 
 

@@ -7,11 +7,12 @@ reverse KL's; the base is the model with no adapter active) and a bonus on the e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import torch
 
+from retrain.config import Config
 from retrain.maths.losses import (
     Loss,
     Sums,
@@ -24,6 +25,7 @@ from retrain.maths.losses import (
     ratio_sums,
     token_weights,
 )
+from retrain.policy.head import Lap, no_lap
 from retrain.policy.logprobs import MicroBatch
 from retrain.policy.protocol import Denominators, Want
 
@@ -49,7 +51,12 @@ class Term(Protocol):
         ...
 
     @property
-    def every_sequence(self) -> bool: ...
+    def every_sequence(self) -> bool:
+        """Whether it has a gradient also where all advantages are 0."""
+        ...
+
+    timed_as: ClassVar[str]
+    """The part of the update that its time counts for."""
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """Loss of every token [B, T] before normalisation, None where there is only something to log; and sums for the
@@ -73,6 +80,7 @@ class PolicyTerm:
     dual_clip: float | None = None
     tis_cap: float | None = None
     icepop_band: tuple[float, float] | None = None
+    timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def needs(self) -> frozenset[Want]:
@@ -115,6 +123,7 @@ class KLTerm:
     """``coef`` times the KL divergence to the frozen base; with 0 it is only logged (k3)."""
 
     coef: float = 0.0
+    timed_as: ClassVar[str] = "compute_kl"
 
     @property
     def needs(self) -> frozenset[Want]:
@@ -141,6 +150,7 @@ class EntropyTerm:
     """A bonus of ``coef`` times the entropy of the whole distribution."""
 
     coef: float
+    timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def needs(self) -> frozenset[Want]:
@@ -186,14 +196,22 @@ class Objective:
         """Weight of the KL divergence; 0 without."""
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
 
-    def loss(self, batch: MicroBatch, scores: TokenScores, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
-        """This micro-batch's share of the step's loss (0-dim), and its statistics."""
+    def without_gradient(self) -> Objective:
+        """The same forward passes, that to the base included, with a loss that has no gradient without advantages."""
+        terms = (PolicyTerm(loss="reinforce"), *(KLTerm() for term in self.terms if isinstance(term, KLTerm)))
+        return replace(self, terms=terms)
+
+    def loss(
+        self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, lap: Lap = no_lap
+    ) -> tuple[torch.Tensor, Sums]:
+        """This micro-batch's share of the step's loss (0-dim), and its statistics; ``lap`` hears of each term."""
         total_BT, sums = None, {}
         for term in self.terms:
             per_token_BT, own = term.per_token(batch, scores)
             sums |= own
             if per_token_BT is not None:
                 total_BT = per_token_BT if total_BT is None else total_BT + per_token_BT
+            lap(term.timed_as)
         assert total_BT is not None, "an objective has a term that is not only logged"
         weights_BT = token_weights(
             self.normalizer,
@@ -204,3 +222,26 @@ class Objective:
             denominator_mask_B_T=batch.action_BT if denominators.all_tokens else None,
         )
         return (total_BT * weights_BT).sum(), sums
+
+
+def objective_of(config: Config, loss: Loss) -> Objective:
+    """The objective that a run's configuration asks for; ``loss`` is its policy loss, loaded."""
+    algorithm, training = config.algorithm, config.training
+    clip_low, clip_high = training.clip_range
+    band = algorithm.icepop_band
+    terms: list[Term] = [
+        PolicyTerm(
+            loss=loss,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            ratio_cap=algorithm.cispo_cap,
+            dual_clip=algorithm.dual_clip,
+            tis_cap=algorithm.tis_cap,
+            icepop_band=(band[0], band[1]) if band else None,
+        )
+    ]
+    if algorithm.kl_coef > 0 or config.logging.log_kl:
+        terms.append(KLTerm(algorithm.kl_coef))
+    if algorithm.entropy_coef > 0:
+        terms.append(EntropyTerm(algorithm.entropy_coef))
+    return Objective(tuple(terms), algorithm.loss_normalizer, training.temperature, training.max_tokens)

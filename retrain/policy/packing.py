@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,11 @@ class Layout:
     spread_SL: torch.Tensor | None = None
     home_N: torch.Tensor | None = None
     groups: tuple[SharedPrefix, ...] = ()
+
+    def to(self, device: torch.device) -> Layout:
+        """The same on another device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def prefix_key(sample: Sample) -> bytes:

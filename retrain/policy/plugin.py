@@ -165,7 +165,9 @@ class PluginPolicy:
         sequences = [TrainSequence.of(sample) for sample in batch.samples]
         self.version += bool(sequences)
         return train_with(
-            self.backend, self.plugin, TrainBatch(sequences, batch.denominators, lr, batch.step, (*batch.stream, "update", batch.step))
+            self.backend,
+            self.plugin,
+            TrainBatch(sequences, batch.denominators, lr, batch.step, (*batch.stream, "update", batch.step)),
         )
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:

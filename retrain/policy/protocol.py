@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from retrain.types import Group, Sample, sample_of
+from retrain.types import Group, Sample, sample_of, without_advantages
 
 if TYPE_CHECKING:
     from retrain.policy.objective import Objective
@@ -57,13 +58,34 @@ class TrainBatch:
     """What one optimizer step trains on.
 
     ``samples`` are the rollouts with signal; ``denominators`` count the whole step, groups without signal included.
-    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams.
+    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams. Where nothing trains, ``probe`` holds a
+    few rollouts without advantages, on which sampler and trainer are compared all the same.
     """
 
     samples: Sequence[Sample]
     denominators: Denominators
     step: int
     stream: tuple[int | str, ...]
+    probe: Sequence[Sample] = ()
+
+
+PROBE_SIZE = 4
+"""Rollouts of a step without signal on which sampler and trainer are compared: one small forward pass."""
+
+
+def probe_of(groups: Sequence[Group], size: int = PROBE_SIZE) -> list[Sample]:
+    """The first rollout of every group, then the second, and so on, up to ``size`` of them, without advantages.
+
+    Which ones depends on the order of the prompts alone, so a repeated or resumed step scores the same.
+    """
+    longest = max((len(group.rollouts) for group in groups), default=0)
+    found = (
+        group.rollouts[i]
+        for i in range(longest)
+        for group in groups
+        if i < len(group.rollouts) and len(group.rollouts[i])
+    )
+    return [without_advantages(sample_of(rollout)) for rollout in islice(found, size)]
 
 
 def samples_of(groups: Sequence[Group], every: bool = False) -> list[Sample]:

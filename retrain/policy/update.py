@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from retrain.errors import NonFinite
-from retrain.maths.losses import RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
+from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
 from retrain.models.sizes import cpu_token_budget
 from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
@@ -31,6 +31,18 @@ from retrain.policy.protocol import Denominators, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
 from retrain.types import Sample
+
+UPDATE_PARTS = (
+    "forward",
+    "backward",
+    "loss_computation",
+    "compute_kl",
+    "compute_entropy",
+    "data_to_device",
+    "prepare_tensors",
+    "weight_sync_trainer",
+)
+"""What the seconds of an update are told apart by; the catalogue says what each is (``timing_<part>_total``)."""
 
 
 def new_optimizer(
@@ -66,7 +78,8 @@ def train_step(
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
     side by side, which changes no bit of the result; ``dropout`` is drawn from a stream of ``batch.stream``. Returns the
-    catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0. Raises
+    catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of
+    ``batch.probe`` then go through the forward pass, so that sampler and trainer are compared in every step. Raises
     NonFinite when the loss or the gradient is not finite and RunFailed when one sample does not fit in memory; the
     weights are then untouched.
     """
@@ -74,14 +87,21 @@ def train_step(
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(samples)}
     trained = [sample for sample in samples if sample.loss_mask.any()]
     if not trained:
-        return metrics | {"loss": 0.0, "reported_loss": 0.0} | dict.fromkeys(RATIO_METRICS)
+        metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
+        if not batch.probe:
+            return metrics
     assert adapter.flat.grad is not None
     stream = (*batch.stream, "dropout", batch.step)
-    work = _Work(base, lanes, adapter, objective, batch.denominators, dropout, stream)
+    asked = objective if trained else objective.without_gradient()
+    work = _Work(base, lanes, adapter, asked, batch.denominators, dropout, stream)
     try:
-        loss_total, sums, clock = work.gradient(trained, budget, workers or Workers())
+        loss_total, sums, clock = work.gradient(trained or batch.probe, budget, workers or Workers())
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
+    ratios = loss_metrics(sums)
+    metrics |= _kl_metrics(sums, objective.kl_coef, len(samples if trained else batch.probe))
+    if not trained:
+        return metrics | {key: ratios[key] for key in MISMATCH_METRICS} | clock.metrics()
     norm = float(adapter.flat.grad.norm())
     if not (math.isfinite(loss_total) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
@@ -90,13 +110,20 @@ def train_step(
         adapter.flat.grad.mul_(grad_clip_norm / (norm + 1e-6))
     for group in optimizer.param_groups:
         group["lr"] = lr
+    clock.begin()
     optimizer.step()
+    clock.lap("weight_sync_trainer")
     metrics.update({"loss": loss_total, "reported_loss": loss_total})
     metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})
-    if "kl" in sums and sums["tokens"] > 0:
-        metrics["kl"] = float(sums["kl"] / sums["tokens"])
-        metrics["objective/non_score_reward"] = 0.0 - objective.kl_coef * float(sums["kl"]) / len(samples)
-    return metrics | loss_metrics(sums) | clock.metrics()
+    return metrics | ratios | clock.metrics()
+
+
+def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
+    """KL to the base per token, and what it takes from the reward of a rollout; nothing where it was not asked."""
+    if "kl" not in sums or sums["tokens"] == 0:
+        return {}
+    total = float(sums["kl"])
+    return {"kl": total / float(sums["tokens"]), "objective/non_score_reward": 0.0 - kl_coef * total / sequences}
 
 
 @dataclass
@@ -137,6 +164,7 @@ class _Work:
         for part in reason:
             sums = add_sums(sums, part.sums)
             clock.add(part.clock, 1 / min(workers.count, len(reason)))
+        clock.microbatches = len(reason)
         return float(torch.stack([part.loss for part in reason]).sum()), sums or {}, clock
 
     def _micro_batches(self, samples: Sequence[Sample], tokens: int) -> list[tuple[list[Sample], bool]]:
@@ -179,21 +207,24 @@ class _Work:
         base, objective, clock = self.base, self.objective, _Clock(self.base.device)
         batch = collate(samples, base, share=self.dropout == 0)
         clock.lap("prepare_tensors")
+        batch = batch.to(base.device)
+        clock.lap("data_to_device")
         if self.dropout > 0:
             torch.manual_seed(torch_seed(*self.dropout_stream, number))
         reference_BT = None
         if Want.REFERENCE in objective.needs:  # no lane is active yet: the frozen base itself
             with torch.no_grad():
                 reference_BT, _ = token_logprobs(base, batch, objective.temperature)
+            clock.lap("compute_kl")
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
         gradient = None
         with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, self.dropout), layers:
             logprobs_BT, entropy_BT = token_logprobs(
-                base, batch, objective.temperature, entropy=Want.ENTROPY in objective.needs
+                base, batch, objective.temperature, entropy=Want.ENTROPY in objective.needs, lap=clock.lap
             )
             clock.lap("forward")
             scores = TokenScores(logprobs_BT, entropy_BT, reference_BT)
-            loss, sums = objective.loss(batch, scores, self.denominators)
+            loss, sums = objective.loss(batch, scores, self.denominators, clock.lap)
             clock.lap("loss_computation")
             if wanted and apart:
                 gradient = self.adapter.gradient_of(loss)
@@ -210,10 +241,15 @@ class _Work:
 
 
 class _Clock:
-    """Seconds of the update's parts; on a GPU each lap waits for the device, a few times per micro-batch."""
+    """Seconds of ``UPDATE_PARTS``; on a GPU each lap waits for the device, a few times per micro-batch."""
 
     def __init__(self, device: torch.device):
-        self.device, self.totals, self.laps = device, dict[str, float](), dict[str, int]()
+        self.device, self.microbatches = device, 0
+        self.totals: dict[str, float] = {part: 0.0 for part in UPDATE_PARTS}
+        self.begin()
+
+    def begin(self) -> None:
+        """The next lap counts from here."""
         self.last = time.perf_counter()
 
     def lap(self, part: str) -> None:
@@ -221,19 +257,15 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        self.totals[part] = self.totals.get(part, 0.0) + now - self.last
-        self.laps[part] = self.laps.get(part, 0) + 1
+        self.totals[part] += now - self.last
         self.last = now
 
     def add(self, other: _Clock, share: float) -> None:
         """Count another's laps too; ``share`` of their time, when several ran at once."""
         for part, seconds in other.totals.items():
-            self.totals[part] = self.totals.get(part, 0.0) + share * seconds
-            self.laps[part] = self.laps.get(part, 0) + other.laps[part]
+            self.totals[part] += share * seconds
 
     def metrics(self) -> dict[str, float]:
         """The catalogue's timing_* keys."""
         found = {f"timing_{part}_total": seconds for part, seconds in self.totals.items()}
-        return found | {
-            f"timing_{part}_microbatch_mean": found[f"timing_{part}_total"] / n for part, n in self.laps.items()
-        }
+        return found | {"timing_microbatches": self.microbatches}

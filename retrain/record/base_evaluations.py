@@ -23,9 +23,10 @@ from retrain.files import dumps, write_bytes
 from retrain.types import Action, EvalRecord, Prompt, RewardResult, single_turn
 
 FOLDER = "base"
+SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k", "min_p")
 
 
-class Yardstick:
+class BaseEvaluations:
     """Evaluations of the untrained model by the text that says how they were made.
 
     ``owner`` names what must be the same for all of them: the base's weights and the held-out problems.
@@ -71,7 +72,7 @@ class Yardstick:
             single_turn(prompt, actions[at : at + samples], rewards[at : at + samples])
             for at, prompt in zip(range(0, len(actions), samples), prompts, strict=True)
         ]
-        sampling = {key: facts[key] for key in ("temperature", "samples", "seconds", "max_tokens")}
+        sampling = {key: facts[key] for key in SAMPLING}
         return EvalRecord(facts["name"], 0, groups, **sampling)
 
     def put(self, setting: str, record: EvalRecord) -> None:
@@ -85,10 +86,7 @@ class Yardstick:
             return
         facts: dict[str, Any] = {
             "name": record.name,
-            "temperature": record.temperature,
-            "samples": record.samples,
-            "max_tokens": record.max_tokens,
-            "seconds": record.seconds,
+            **{key: getattr(record, key) for key in SAMPLING},
             "setting": setting,
             "problem_ids": [group.prompt.problem.id for group in record.groups],
             "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in rollouts],

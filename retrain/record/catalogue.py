@@ -75,12 +75,32 @@ def _spread(pattern: str, what: str, unit: str = "", requires: str = "", alias: 
     ]
 
 
+TIMED_PARTS = {
+    "forward": "inside the update: forward passes",
+    "backward": "inside the update: backward passes",
+    "loss_computation": "inside the update: the loss and its statistics from the logprobs",
+    "compute_kl": "inside the update: KL to the base, with the base's forward passes; 0 without `kl_coef` and `log_kl`",
+    "compute_entropy": "inside the update: entropy of whole distributions and its gradient; 0 without `entropy_coef` "
+    "(`entropy` itself comes from the sampler)",
+    "data_to_device": "inside the update: copying micro-batches to the device",
+    "prepare_tensors": "inside the update: padding and packing",
+    "weight_sync_trainer": "inside the update: the optimizer's step, which writes the new weights where the sampler "
+    "reads them; 0 when nothing trained",
+    "weight_sync_inference": "inside the rollout: merging or stacking the new weights of all runs of the cohort for "
+    "the decode batch",
+}
+"""Parts of a step that ``timing_<part>_total`` and ``timing_<part>_microbatch_mean`` tell apart; a backend of the
+user's own may report them, and is null in those that it does not."""
+
 # fmt: off
 
 GENERAL = [
     _metric("step", "optimizer step, from 0", "steps", tinker="progress/batch"),
     _metric("condition", "label of the condition"),
+    _metric("advantage_mode", "how the rewards of a group become advantages"),
+    _metric("transform_mode", "how an advantage is spread over the tokens"),
     _metric("progress/done_frac", "(step + 1) / max_steps", "share"),
+    _metric("epoch", "passes over the training problems so far, this step's prompts included", "passes"),
     _metric("episode", "completions sampled so far, this step's included", "completions"),
     _metric("num_tokens", "prompt + completion tokens so far, the prompt counted once per completion", "tokens"),
     _metric("num_datums", "completions that trained", "completions", wandb="train/num_datums"),
@@ -90,20 +110,23 @@ GENERAL = [
 ]
 
 LOSS = [
-    _metric("loss", "the loss that was differentiated; null when no completion trained", "",
+    _metric("loss", "the loss that was differentiated, or the placeholder for it; null when no completion trained", "",
             "near 0 on-policy: the advantages of a group cancel, the gradient does not",
             wandb="train/loss", trl="loss/policy_avg"),
-    _metric("reported_loss", "what the backend returned as its loss; the same value unless that is a placeholder",
+    _metric("reported_loss", "what the backend returned as its loss, placeholder or not: the same value as `loss` "
+            "unless a backend of your own reports another under this name",
             wandb="train/reported_loss"),
-    _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: `loss` is then null, and "
-            "`reported_loss` is what it returned, if anything", "boolean",
+    _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: what stands in `loss` and "
+            "`reported_loss` is then not that loss, or null if it returned nothing", "boolean",
             wandb="train/loss_is_placeholder"),
     _metric("backend_reports_sync_loss", "the loss belongs to this very step", "boolean",
             wandb="train/backend/reports_sync_loss"),
     _metric("backend_preserves_token_advantages", "each token trains with its own advantage", "boolean",
             wandb="train/backend/preserves_token_advantages"),
-    _metric("optim/lr", "learning rate of the update", "", trl="learning_rate", retrain="lr"),
-    _metric("optim/grad_norm", "norm of the whole gradient before clipping", "", trl="grad_norm"),
+    _metric("optim/lr", "learning rate of the update", "", trl="learning_rate lr",
+            telescope="learning_rate", retrain="lr"),
+    _metric("optim/grad_norm", "norm of the whole gradient before clipping", "", trl="grad_norm",
+            telescope="grad_norm"),
     _metric("optim/skipped", "whether the update was left out because loss or gradient was not finite", "boolean",
             "false"),
     _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`", "boolean"),
@@ -111,13 +134,28 @@ LOSS = [
 
 REWARD = [
     _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
-            tinker="env/all/reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
+            tinker="env/all/reward/total reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
     _metric("reward_std", "standard deviation (population) of total reward over completions", "reward",
             telescope="reward_sum_std"),
     _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
     _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
-    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups where it exists "
-            "(no negative reward, sum above 0)", "0 equal to 1 concentrated", telescope="reward_gini_mean"),
+    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups with at least two "
+            "graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; where rewards "
+            "can be negative, from the `reward_min` that the reward or data source declares, or from the group's "
+            "smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
+            telescope="reward_gini_mean"),
+    *(
+        _metric(f"reward_{name}", definition, unit)
+        for name, definition, unit in (
+            ("tie_eligible_groups", "groups with at least two rewards", "groups"),
+            ("tie_groups", "of these: groups in which two rewards are equal", "groups"),
+            ("tie_group_rate", "reward_tie_groups / reward_tie_eligible_groups", "share"),
+            ("tie_pair_rate", "share of equal pairs among all pairs of rewards of a group, over all groups", "share"),
+            ("uniform_groups", "groups of at least two rewards that are all equal", "groups"),
+            ("uniform_group_rate", "reward_uniform_groups / reward_tie_eligible_groups", "share"),
+            ("unique_fraction_mean", "mean over groups of different rewards / rewards", "share"),
+        )
+    ),
     _metric("reward_failed", "completions that could not be graded; they count as not correct and have no reward",
             "completions", "0"),
     _metric("rewards/<name>/mean", "mean of this reward component or sample metric over completions", "",
@@ -125,7 +163,8 @@ REWARD = [
     _metric("rewards/<name>/std", "standard deviation (population)", telescope="reward_<name>_std"),
     _metric("rewards/<name>/min", "smallest", telescope="reward_<name>_min"),
     _metric("rewards/<name>/max", "largest", telescope="reward_<name>_max"),
-    _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient", "0 equal to 1 concentrated",
+    _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient, as in reward_gini; the smallest value is "
+            "declared as `metrics_ranges.<name>.min`", "0 equal to 1 concentrated",
             telescope="reward_<name>_gini_mean"),
     _metric("correct_rate", "share of all sampled completions that are correct", "share", "rising",
             wandb="train/rewards/correct_rate", tinker="env/all/correct"),
@@ -141,6 +180,7 @@ REWARD = [
             "below 0.5: above it the data is too hard, or no answer matches the format"),
     _metric("env/all/total_episodes", "completions in the step", "completions"),
     _metric("env/all/ob_tokens_per_turn", "mean prompt tokens of a turn", "tokens"),
+    _metric("env/all/total_turns", "turns in the step", "turns"),
     _metric("env/all/turns_per_episode", "mean turns of a completion; 1 in single-turn tasks", "turns"),
     _metric("env/all/total_ac_tokens", "completion tokens in the step", "tokens"),
     _metric("env/all/total_ob_tokens", "prompt tokens in the step, once per completion", "tokens"),
@@ -152,24 +192,28 @@ REWARD = [
 ADVANTAGE = _spread("advantage_{}", "advantage over the completions that trained", "reward")
 
 POLICY = [
-    _metric("entropy", "mean full-vocabulary entropy over trained tokens, of the distribution sampled from; null where "
-            "the engine cannot give it", "nats", "falling slowly, not to 0",
+    _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
+            "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
             trl="policy/entropy_avg objective/entropy"),
-    _metric("entropy_sampled", "minus the mean sampler logprob over trained tokens", "nats", "close to entropy"),
-    _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob on trained tokens, before the update",
-            "nats", "near 0", tinker="optim/kl_sample_train_v1"),
-    _metric("kl_sample_train_v2", "half the mean of d², before the update", "nats²",
+    _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
+            "close to entropy", tinker="optim/entropy"),
+    _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob over the tokens that the trainer ran, "
+            "before the update: those that trained, or, where nothing trained, those of the first completions of the "
+            "step (4, one of each group first), which it then scores by a forward pass; null with a backend of your "
+            "own that does not report it", "nats", "near 0", tinker="optim/kl_sample_train_v1"),
+    _metric("kl_sample_train_v2", "half the mean of d² over the same tokens, before the update", "nats²",
             "below 1e-6 in float32, below 1e-3 in bfloat16: more means that sampler and trainer disagree",
             tinker="optim/kl_sample_train_v2"),
-    _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d: k3 of the current policy against the rollout policy",
-            "nats", "near 0 on-policy"),
-    _metric("kl", "k3 to the frozen base; null unless `kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly",
-            trl="objective/kl"),
-    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over completions", "reward",
-            requires="kl"),
-    _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward", requires="kl"),
+    _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d over the same tokens: k3 of the current policy against "
+            "the rollout policy", "nats", "near 0 on-policy"),
+    _metric("kl", "k3 to the frozen base over the same tokens; null unless `kl_coef` > 0 or `log_kl` is on", "nats",
+            "rising slowly", trl="objective/kl"),
+    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over the completions that the "
+            "trainer ran; 0 without `kl_coef`", "reward"),
+    _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
     _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens", "nats²"),
-    _metric("policy/clipfrac_avg", "share of trained tokens whose ratio was clipped", "share", "below 0.2"),
+    _metric("policy/clipfrac_avg", "share of trained tokens whose ratio was clipped", "share", "below 0.2",
+            retrain="clip_fraction"),
     _metric("val/ratio", "mean importance ratio over trained tokens", "", "1 on-policy"),
     _metric("val/ratio_var", "variance of the importance ratio over trained tokens", "", "near 0 on-policy"),
     _metric("clip_ratio/low_mean", "share of trained tokens clipped from below (negative advantage)", "share"),
@@ -204,9 +248,10 @@ CREDIT = [
     _metric("exec_weight_var_unpooled", "that variance without pooling", "", requires="pooling"),
     _metric("plan_weight_change", "largest change of a planning token's weight by pooling", "",
             "rounding: pooling keeps every planning weight", requires="pooling"),
-    _metric("sepa_lambda", "pooling strength λ of SEPA", "0 to 1", wandb="train/sepa_lambda"),
-    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened", "boolean",
-            wandb="train/sepa_gate_open"),
+    _metric("sepa_lambda", "pooling strength λ of SEPA; 0 in other transform modes", "0 to 1",
+            wandb="train/sepa_lambda"),
+    _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened; false in other transform modes",
+            "boolean", wandb="train/sepa_gate_open"),
 ]
 
 LENGTH = [
@@ -261,11 +306,14 @@ TOOL_USE = [
 ]
 
 BACK_PRESSURE = [
-    _metric("bp_action", "hold, increase or throttle; null when back pressure is off",
+    _metric("bp_action", "hold, increase or throttle; off without back pressure",
             wandb="train/backpressure/action"),
-    _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound",
+    _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",
             wandb="train/backpressure/regime"),
-    _metric("bp_p_star", "load with the highest predicted throughput", "sequences", wandb="train/backpressure/p_star"),
+    _metric("bp_p_star", "load, of those allowed, with the highest throughput that the fit predicts; like σ, κ and "
+            "utilization null before there are 4 measurements at 3 loads. The load follows it once κ is "
+            "certainly above 0 and loads on both sides of it were measured", "prompts",
+            wandb="train/backpressure/p_star"),
     _metric("bp_sigma", "contention σ of the Universal Scalability Law", wandb="train/backpressure/sigma"),
     _metric("bp_kappa", "coherency κ of the Universal Scalability Law", wandb="train/backpressure/kappa"),
     _metric("bp_utilization", "throughput / best predicted throughput", "share of peak",
@@ -288,24 +336,18 @@ TIME = [
     _metric("time/other", "the rest, so that the parts add up to step_time_s", "s", "below 2 % of the step"),
     _metric("timing_waiting_for_data", "seconds in which the trainer waited for graded rollouts: rollout + score in a "
             "synchronous loop", "s"),
+    _metric("timing_step_active", "seconds of the step in which this run's trainer did not wait: step_time_s without "
+            "timing_waiting_for_data and time/cohort", "s"),
+    *(_metric(f"timing_{part}_total", words, "s") for part, words in TIMED_PARTS.items()),
+    _metric("timing_microbatches", "micro-batches of the update, or of the forward pass where nothing trained",
+            "micro-batches"),
     *(
-        _metric(f"timing_{part}_total", f"inside the update: {words}", "s")
-        for part, words in (
-            ("forward", "forward passes"),
-            ("backward", "backward passes"),
-            ("loss_computation", "the loss from the logprobs"),
-            ("data_to_device", "copying the batch to the device"),
-            ("prepare_tensors", "padding and packing"),
-            ("weight_sync_trainer", "handing the new weights to the sampler"),
-        )
-    ),
-    *(
-        _metric(f"timing_{part}_microbatch_mean", f"mean over micro-batches of timing_{part}_total", "s")
-        for part in ("forward", "backward", "loss_computation", "data_to_device", "prepare_tensors")
+        _metric(f"timing_{part}_microbatch_mean", f"timing_{part}_total / timing_microbatches", "s")
+        for part in TIMED_PARTS
     ),
     _metric("perf/completion_tokens_per_s", "completion tokens / step_time_s", "tokens/s"),
     _metric("perf/tokens_per_s", "prompt and completion tokens / step_time_s", "tokens/s",
-            telescope="tokens_per_second"),
+            telescope="tokens_per_second", retrain="tokens_per_second"),
     _metric("perf/episodes_per_s", "completions / step_time_s", "completions/s", trl="eps"),
     _metric("perf/peak_memory_gib", "most memory in use so far: of the GPU's allocator, on the CPU of the process",
             "GiB"),
@@ -447,7 +489,6 @@ def _markdown_row(metric: Metric) -> str:
             note = " (×100)" if factor == 100.0 else f" ({offset:g} − value)" if factor == -1.0 else ""
             aliases.append(f"`{alias}`{note} {tool}")
     needs = {
-        "kl": "with KL",
         "critic": "with a critic",
         "tools": "with tools",
         "evaluation": "with evaluation",

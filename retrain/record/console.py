@@ -57,11 +57,12 @@ class PlainConsole(Board):
         self._line(f"start run={spec.run_id} step={step} max_steps={max_steps}")
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """``step run=… step=…/… reward=… …``."""
+        """``step run=… step=… done=…/… reward=… …``: the step's number as in its row, and how many are finished."""
         super().step(spec, row)
         view = self.runs[spec.run_id]
         pairs = {
-            "step": f"{view.steps_done}/{view.max_steps}",
+            "step": row["step"],
+            "done": f"{view.steps_done}/{view.max_steps}",
             "reward": number(row.get("mean_reward")),
             "correct": number(row.get("correct_rate")),
             "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),
@@ -76,11 +77,12 @@ class PlainConsole(Board):
         self._line(f"step run={spec.run_id} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """``eval run=… name=… step=… correct=… low=… high=…``."""
+        """``eval run=… name=… step=… reward=… correct=… low=… high=…``."""
         super().evaluated(spec, name, row)
         prefix = f"eval/{name}"
         pairs = {
             "step": row.get(f"{prefix}/step", "-"),
+            "reward": number(row.get(f"{prefix}/reward_mean")),
             "correct": number(row.get(f"{prefix}/correct_rate")),
             "low": number(row.get(f"{prefix}/ci_low")),
             "high": number(row.get(f"{prefix}/ci_high")),

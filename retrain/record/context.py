@@ -49,6 +49,10 @@ class RunContext:
         names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
         return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
+    def lowest(self, name: str) -> float | None:
+        """The smallest value that ``ranges`` declares for this number; None where it declares none."""
+        return self.ranges.get(name, {}).get("min")
+
     @property
     def evaluations(self) -> dict[str, int]:
         """The held-out sets that are evaluated, in order: samples per problem by name."""
@@ -63,13 +67,19 @@ class RunContext:
         return self.set_tags.get(name, self.tags)
 
     @property
+    def component_weights(self) -> dict[str, tuple[float, float]]:
+        """Weight and offset of each configured part of a weighted reward: it adds weight · (value + offset)."""
+        parts = setting(self.config, "reward.components", None) or ()
+        weights = ((setting(part, "weight", 1.0), setting(part, "offset", 0.0)) for part in parts)
+        names = (setting(part, "name", None) or setting(part, "type", "") for part in parts)
+        return dict(zip(names, weights, strict=True))
+
+    @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         config, found = self.config, set()
         if self.evaluations:
             found.add("evaluation")
-        if setting(config, "algorithm.kl_coef", 0) or setting(config, "logging.log_kl", False):
-            found.add("kl")
         if setting(config, "algorithm.advantage_mode", "") == "gae":
             found.add("critic")
         transform = setting(config, "algorithm.transform_mode", "")

@@ -5,7 +5,6 @@ Environment variables are not written, so that no secret gets into a run directo
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.files import sha256, write_json, write_text
+from retrain.files import sha256, write_bytes, write_json
+from retrain.record.repositories import code_diff, git_state, own_checkout
+from retrain.record.secrets import without_keys
 
 # fmt: off
 PACKAGES = (
@@ -27,19 +28,7 @@ PACKAGES = (
     "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
 )
 # fmt: on
-# fmt: off
-SECRET_NAMES = (
-    "*.env", ".env*", "*.pem", "*.key", "*.p12", "*secret*", "*credential*", "cred.*", "creds*", "*passw*",
-    "*token*.txt", ".netrc", "*id_rsa*", "*id_ed25519*",
-)
-# fmt: on
-"""Files whose content never goes into a run directory."""
-KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
-"""What the access keys of common services look like."""
-SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
-MAX_FILE_BYTES = 200_000
-MAX_DIFF_BYTES = 2_000_000
-GIT_SECONDS = 20.0
+TOOL_SECONDS = 20.0
 
 
 def run_facts(config: Any, **facts: Any) -> dict[str, Any]:
@@ -151,111 +140,28 @@ def environment_facts() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SystemInfo:
     """What a run is made in: the content of ``environment.json`` and of ``code.diff``."""
 
     facts: Mapping[str, Any]
     diff: str
 
     @classmethod
-    def now(cls) -> Surroundings:
-        """As they are in the current directory."""
-        return cls(environment_facts(), code_diff(Path.cwd()))
+    def now(cls, folder: Path) -> SystemInfo:
+        """As they are, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
+        places = (Path.cwd(), folder, own_checkout())
+        return cls(environment_facts(), code_diff(*(place for place in places if place is not None)))
 
     def write(self, directory: Path) -> None:
         """Write both files into ``directory``."""
         write_json(directory / "environment.json", self.facts)
-        write_text(directory / "code.diff", self.diff)
-
-
-def git_state(path: Path) -> dict[str, Any] | None:
-    """Root, revision and whether there are changes, for the repository around ``path``; None without one."""
-    root = _git(path, "rev-parse", "--show-toplevel")
-    if root is None:
-        return None
-    revision = _git(path, "rev-parse", "HEAD")
-    changes = _git(path, "status", "--porcelain")
-    return {
-        "root": root.strip(),
-        "revision": revision.strip() if revision else None,
-        "changed": None if changes is None else bool(changes.strip()),
-    }
-
-
-def code_diff(path: Path) -> str:
-    """``### repo: <root> @ <sha>``, then staged, unstaged and untracked changes; a reason where there is no repository.
-
-    Files named like a secret, and untracked ones that are large or binary, are listed without their content; what
-    runs have written is left out. No part is longer than 2 MB.
-    """
-    state = git_state(path)
-    if state is None:
-        return f"### no git repository around {path}\n"
-    root = Path(state["root"])
-    parts = [f"### repo: {root} @ {state['revision'] or 'no commit yet'}\n"]
-    for title, arguments in (("staged", ("diff", "--cached")), ("unstaged", ("diff",))):
-        names = (_git(root, *arguments, "--name-only", "-z") or "").split("\0")
-        secret = [name for name in names if is_secret(name)]
-        hidden = "".join(f"diff --git a/{name} b/{name}\n### content left out\n" for name in secret)
-        changes = _git(root, *arguments, "--", ".", *(f":(exclude,literal){name}" for name in secret)) or ""
-        cut = "\n### cut off here: too large\n" if len(changes) > MAX_DIFF_BYTES else ""
-        parts.append(f"### {title}\n{changes[:MAX_DIFF_BYTES]}{cut}{hidden}")
-    parts.append("### untracked\n")
-    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    size = 0
-    for name in filter(None, listed.split("\0")):
-        if any(is_run_directory(folder) for folder in (root / name).parents if root in folder.parents):
-            continue
-        part = _untracked(root, name)
-        size += len(part)
-        if size > MAX_DIFF_BYTES:
-            parts.append("### cut off here: too large\n")
-            break
-        parts.append(part)
-    return without_keys("".join(parts))
-
-
-def is_run_directory(folder: Path) -> bool:
-    """Whether a run or campaign wrote (or is about to write) into this directory."""
-    return (folder / "plan.json").is_file() and (folder / "manifest.json").is_file()
-
-
-def is_secret(name: str) -> bool:
-    """Whether a file's name says that it holds secrets."""
-    return any(fnmatch.fnmatch(Path(name).name.lower(), pattern) for pattern in SECRET_NAMES)
-
-
-def without_keys(text: str) -> str:
-    """``text`` without what looks like an access key, and without the values of variables named as secrets."""
-    values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, "[key left out]")
-    return KEYS.sub("[key left out]", text)
-
-
-def _untracked(root: Path, name: str) -> str:
-    """A new file as a diff against nothing, in the form of ``git diff``."""
-    path = root / name
-    heading = f"diff --git a/{name} b/{name}\nnew file\n"
-    if is_secret(name) or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
-        return heading + "### content left out\n"
-    data = path.read_bytes()
-    if b"\0" in data:
-        return heading + "### binary\n"
-    lines = data.decode("utf-8", "replace").splitlines()
-    body = "".join(f"+{line}\n" for line in lines)
-    return f"{heading}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}"
-
-
-def _git(path: Path, *arguments: str) -> str | None:
-    """Output of a git command, or None when git, the repository or the answer is missing."""
-    return _output("git", "-C", str(path), *arguments)
+        write_bytes(directory / "code.diff", self.diff.encode("utf-8", "surrogateescape"))
 
 
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=GIT_SECONDS, check=True, encoding="utf-8", errors="replace"
+            command, capture_output=True, timeout=TOOL_SECONDS, check=True, encoding="utf-8", errors="replace"
         )
     except (OSError, subprocess.SubprocessError):
         return None

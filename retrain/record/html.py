@@ -57,7 +57,12 @@ def data_block(identifier: str, value: Any) -> str:
     return f'<script type="application/json" id="{escape(identifier)}">{text}</script>'
 
 
-def page(title: str, body: str, *, styles: str = "", script: str = "") -> str:
+def generator(made_by: str) -> str:
+    """The element in a page's head that says who made it."""
+    return f'<meta name="generator" content="{escape(made_by)}">'
+
+
+def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: str = "retrain") -> str:
     """A whole document. ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
 
     The styles give ``body`` a palette as CSS variables (``--ink --paper --raised --line --muted --accent --good --bad
@@ -88,6 +93,7 @@ def page(title: str, body: str, *, styles: str = "", script: str = "") -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
+{generator(made_by)}
 <title>{escape(title)}</title>
 <style>{BASE_STYLES}{styles}</style>
 </head>

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from retrain.files import jsonable
-from retrain.record.catalogue import METRICS, aliases_of, fill, row_metrics
+from retrain.record.catalogue import METRICS, TIMED_PARTS, aliases_of, fill, row_metrics
 from retrain.record.context import RunContext, setting
 from retrain.record.evaluation import empty_evaluation
-from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread
+from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
 from retrain.types import Group, StepRecord
 
 Row = dict[str, Any]
@@ -32,6 +32,9 @@ ENV_KEYS = (
     "by_group/frac_all_bad",
 )
 """What is said of each tag, besides the reward parts."""
+
+_OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
+"""What stands in the row of a run without the controller in question."""
 
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
 
@@ -71,9 +74,10 @@ def step_row(
     samples = collect(record.groups) if samples is None else samples
     values: Row = {
         **_general(record, context, samples, (totals or Totals()).plus(samples)),
-        **_rewards(samples),
+        **_OFF,
+        **_rewards(samples, context),
         **_advantages(samples),
-        **_policy(record, samples),
+        **_policy(record, context, samples),
         **_credit(record, context),
         **_lengths(samples),
         **_discarded(record.groups, samples),
@@ -83,6 +87,7 @@ def step_row(
     if values.get("planning_fraction") is not None:
         given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in given.items() if value is not None or key not in values})
+    values = _microbatch_means(values) | values
     if not values["num_datums"]:
         values["loss"] = values["reported_loss"] = None  # nothing was differentiated
     tools = context.aliases
@@ -92,7 +97,7 @@ def step_row(
         for alias, factor, offset in aliases_of(metric, tools):
             row[alias] = _scaled(row[metric.key], factor, offset)
     names = tuple(sorted({*context.component_names, *samples.parts}))
-    _add_parts(row, samples, names, tools)
+    _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
         _add_tag(row, samples, tag, names)
     row.update(empty_evaluation(context) | (evaluations or {}))
@@ -130,6 +135,8 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
     return {
         "step": record.step,
         "condition": context.condition,
+        "advantage_mode": setting(context.config, "algorithm.advantage_mode", None),
+        "transform_mode": setting(context.config, "algorithm.transform_mode", None),
         "progress/done_frac": (record.step + 1) / context.max_steps if context.max_steps else None,
         "episode": totals.episodes,
         "num_tokens": totals.tokens,
@@ -140,7 +147,7 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
     }
 
 
-def _rewards(samples: Samples) -> Row:
+def _rewards(samples: Samples, context: RunContext) -> Row:
     numbers = spread(samples.reward_N)
     by_group = samples.by_group(samples.reward_N)
     everyone = env_metrics(samples)
@@ -149,13 +156,15 @@ def _rewards(samples: Samples) -> Row:
         "reward_std": numbers["std"],
         "reward_min": numbers["min"],
         "reward_max": numbers["max"],
-        "reward_gini": mean_gini(by_group),
+        "reward_gini": mean_gini(by_group, context.lowest("reward")),
+        **{f"reward_{key}": value for key, value in ties(by_group).items()},
         "reward_failed": int(np.isnan(samples.reward_N).sum()),
         "correct_rate": everyone["correct"],
         "env/all/format": everyone["format"],
         **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
         "env/all/total_episodes": len(samples),
         "env/all/ob_tokens_per_turn": mean(samples.prompt_length_N),
+        "env/all/total_turns": len(samples),
         "env/all/turns_per_episode": 1.0 if len(samples) else None,
         "env/all/total_ac_tokens": int(samples.length_N.sum()),
         "env/all/total_ob_tokens": int(samples.prompt_length_N.sum()),
@@ -166,23 +175,24 @@ def _advantages(samples: Samples) -> Row:
     return {f"advantage_{key}": value for key, value in spread(samples.advantage_N[samples.trained_N]).items()}
 
 
-def _policy(record: StepRecord, samples: Samples) -> Row:
-    """Entropy of the trained tokens from what the sampler reported; ages are 0 unless the update says otherwise."""
+def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
+    """Entropy of all sampled tokens from what the sampler reported, and the score with its KL penalty; ages are 0
+    unless the update says otherwise."""
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
-    trained = [rollouts[i] for i in np.flatnonzero(samples.trained_N)]
-    entropies = [entropy_T for rollout in trained if (entropy_T := rollout.entropy_T) is not None]
-    known = len(entropies) == len(trained)
-    row: Row = {
+    entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
+    known = len(entropies) == len(rollouts)
+    penalty = record.update.get("objective/non_score_reward")
+    if penalty is None and not setting(context.config, "algorithm.kl_coef", 0):
+        penalty = 0.0
+    score = mean(samples.reward_N)
+    return {
         "entropy": _mean_of(entropies) if known else None,
-        "entropy_sampled": _minus(_mean_of([rollout.logprobs_T for rollout in trained])),
+        "entropy_sampled": _minus(_mean_of([rollout.logprobs_T for rollout in rollouts])),
         "off_policy_steps_mean": 0.0,
         "off_policy_steps_max": 0,
+        "objective/non_score_reward": penalty,
+        "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
-    non_score = record.update.get("objective/non_score_reward")
-    score = mean(samples.reward_N)
-    if non_score is not None and score is not None:
-        row["objective/rlhf_reward"] = score + non_score
-    return row
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
@@ -263,6 +273,7 @@ def _times(record: StepRecord, samples: Samples) -> Row:
     spent = sum(value for key, value in row.items() if key.startswith("time/"))
     row["time/other"] = max(0.0, total - spent)
     row["timing_waiting_for_data"] = row["time/rollout"] + row["time/score"]
+    row["timing_step_active"] = max(0.0, total - row["timing_waiting_for_data"] - row["time/cohort"])
     if total > 0:
         tokens = float(samples.length_N.sum())
         row["perf/completion_tokens_per_s"] = tokens / total
@@ -271,15 +282,25 @@ def _times(record: StepRecord, samples: Samples) -> Row:
     return row
 
 
-def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], tools: tuple[str, ...]) -> None:
+def _microbatch_means(values: Row) -> Row:
+    """Each timed part per micro-batch, where there was one."""
+    count = values.get("timing_microbatches")
+    totals = {part: values.get(f"timing_{part}_total") for part in TIMED_PARTS}
+    return {
+        f"timing_{part}_microbatch_mean": total / count for part, total in totals.items() if count and total is not None
+    }
+
+
+def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
     """``rewards/<name>/…`` and their aliases; an alias never replaces a key that already stands in the row."""
     for name in names:
         values_N = samples.parts.get(name, np.full(len(samples), math.nan))
-        numbers: Row = {**spread(values_N), "gini": mean_gini(samples.by_group(values_N))}
+        by_group = samples.by_group(values_N)
+        numbers: Row = {**spread(values_N), "gini": mean_gini(by_group, context.lowest(name))}
         for metric in PART_METRICS:
             value = numbers[metric.key.rsplit("/", 1)[1]]
             row[fill(metric.key, name=name)] = value
-            for alias, factor, offset in aliases_of(metric, tools, name=name):
+            for alias, factor, offset in aliases_of(metric, context.aliases, name=name):
                 row.setdefault(alias, _scaled(value, factor, offset))
 
 

@@ -39,7 +39,9 @@ class Note:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.remedy[:1].upper()}{self.remedy[1:]}."
+        first = self.remedy.partition(" ")[0].rstrip(",:;")
+        remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}" if first.isalpha() else self.remedy  # run.log, a key
+        return f"{self.text}. {remedy}."
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,20 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def is_graded(row: Row) -> bool:
+    """Whether the rewards of a step had values other than 0 and 1: of those two, the mean m says that the variance is
+    m · (1 − m)."""
+    lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
+    if lowest is None or highest is None or mean is None or std is None:
+        return False
+    return not {lowest, highest} <= {0.0, 1.0} or abs(std**2 - mean * (1.0 - mean)) > 1e-6
+
+
+def sees_reward(primary_metric: str) -> bool:
+    """Whether a metric that decides a comparison sees the whole reward, not only what counts as correct."""
+    return "reward" in primary_metric
+
+
 # -- learning signal --------------------------------------------------------------------------------------------
 
 
@@ -114,6 +130,18 @@ def _ungraded(recent: Recent) -> Finding:
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
         "run.log names the reasons: a judge that cannot be reached, a grader that fails or takes too long",
+    )
+
+
+def _graded(recent: Recent) -> Finding:
+    declared = recent.asked("campaign.primary_metric", "final")
+    if not is_graded(recent.now) or sees_reward(declared):
+        return None
+    name = "reward_mean" if recent.asked("evaluation.problems", 0) else "mean_reward"
+    return (
+        "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
+        "not (what the reward says, else a reward above 0.5)",
+        f'to compare conditions by the whole reward, declare [campaign] primary_metric = "final:{name}"',
     )
 
 
@@ -162,6 +190,8 @@ def _unchanged(recent: Recent) -> Finding:
         why, remedy = "no completion had anything to train on", "see why the groups were discarded (discarded_*_pct)"
     elif not any(row.get("optim/lr") for row in rows):
         why, remedy = "the learning rate is 0", "set [training] lr, or a shorter [optimizer] warmup_steps"
+    elif all(row.get("optim/grad_norm") is None for row in rows):
+        return None  # a backend that does not tell, or a gradient that is not a number
     else:
         why, remedy = "the gradient is 0", "check the loss settings: a clip range or mask may leave no token"
     return f"the adapter has not changed for 5 steps: {why}", remedy
@@ -171,7 +201,7 @@ def _unchanged(recent: Recent) -> Finding:
 
 
 def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> Finding:
-    if max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
+    if recent.now.get("loss_is_placeholder") or max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
         return None
     return (
         "the loss is near 0: on-policy that is normal, the advantages of a group cancel in its value",
@@ -230,7 +260,8 @@ def _grad_clipped(recent: Recent, flags: list[bool], norms: list[float]) -> Find
 
 def _no_gradient_number(recent: Recent) -> Finding:
     row = recent.now
-    if not row.get("num_datums") or "optim/grad_norm" not in row or row["optim/grad_norm"] is not None:
+    told = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # by a backend that tells norms at all
+    if not row.get("num_datums") or row.get("optim/grad_norm") is not None or not (told or row.get("optim/skipped")):
         return None
     return (
         "the gradient is not a number (NaN or infinite)",
@@ -309,10 +340,13 @@ def _sepa_shut(recent: Recent) -> Finding:
 def _sepa_too_late(recent: Recent) -> Finding:
     step, last = int(recent.now["step"]) + 1, recent.asked("training.max_steps", 0)
     value = recent.now.get("sepa_lambda")
-    if not _uses_sepa(recent) or step != last or last < 2:
+    if not _uses_sepa(recent) or step != last or value is None or value >= 0.5 or _sepa_shut(recent):
         return None
-    if value is None or value >= 0.5 or recent.now.get("sepa_gate_open") is False:
-        return None
+    if value == 0 and recent.asked("sepa.schedule", "linear") == "linear":  # which never falls again
+        return (
+            f"SEPA's λ was 0 in every one of the {last} steps: the run equals plain GTPO",
+            "raise max_steps, or lower [sepa] steps or delay_steps to fit it",
+        )
     return (
         f"the run ended with SEPA's λ at {value:.2f}: most of it was plain GTPO",
         "lower [sepa] steps or delay_steps to fit max_steps",
@@ -347,6 +381,7 @@ def _max_tokens(recent: Recent) -> Any:
 
 RULES: dict[str, Rule] = {
     "not_graded": Rule("warning", _ungraded),
+    "reward_graded": Rule("info", _graded),
     "format_never_matched": Rule("warning", _format_never, (("env/all/format", 3),)),
     "groups_uniform": Rule("warning", _all_uniform, (("env/all/by_group/frac_mixed", 3),)),
     "groups_hardly_mixed": Rule("warning", _few_mixed, (("env/all/by_group/frac_mixed", 10),)),

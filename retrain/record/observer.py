@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -22,6 +23,15 @@ class SpecLike(Protocol):
     @property
     def seed(self) -> int:
         """Its seed."""
+        ...
+
+
+class RunSpecLike(SpecLike, Protocol):
+    """What a run needs of its plan besides."""
+
+    @property
+    def export(self) -> Path | None:
+        """The user's directory that also receives the final adapter."""
         ...
 
 

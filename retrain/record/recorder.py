@@ -17,11 +17,11 @@ from typing import Any
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.context import RunContext, setting
-from retrain.record.environment import Surroundings, without_keys
+from retrain.record.environment import SystemInfo, without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
-from retrain.record.rollout_files import remove_after, write_pages, write_summaries
+from retrain.record.rollout_files import remove_files, write_pages, write_summaries
 from retrain.record.rollouts import TRAIN, Batch, TokenText
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
@@ -83,8 +83,8 @@ class RunRecorder:
         if not self.close(failed=error is not None) and error is None:
             self._files.check()
 
-    def start(self, facts: Mapping[str, Any] | None = None, surroundings: Surroundings | None = None) -> None:
-        """Have ``config.json`` (``facts`` as given) and the files of ``surroundings`` written, and start the trackers;
+    def start(self, facts: Mapping[str, Any] | None = None, system: SystemInfo | None = None) -> None:
+        """Have ``config.json`` (``facts`` as given) and the files of ``system`` written, and start the trackers;
         a second call does nothing."""
         if self._started:
             return
@@ -94,8 +94,8 @@ class RunRecorder:
             self._marker = marker = self.directory / "config.json"
             self._files.write(lambda: write_json(marker, facts))
             self._dtype = setting(facts, "built.dtype", self._dtype)
-        if surroundings is not None:
-            self._files.write(lambda: surroundings.write(self.directory))
+        if system is not None:
+            self._files.write(lambda: system.write(self.directory))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             name = reporter.tracker.name
@@ -155,7 +155,8 @@ class RunRecorder:
 
     def _batch(self, split: str, iteration: int, groups: Sequence[Group], started: float) -> Batch:
         names = (self.context.run_id, self.context.condition)
-        return Batch(split, iteration, groups, iteration, *names, started, self._token_text)
+        weights = self.context.component_weights
+        return Batch(split, iteration, groups, iteration, *names, started, self._token_text, weights)
 
     def _setting(self, key: str, default: int) -> int:
         return setting(self.context.config, f"logging.{key}", default)
@@ -180,7 +181,9 @@ class RunRecorder:
             "step": record.step,
             "name": record.name,
             "temperature": record.temperature,
-            "top_p": 1.0,
+            "top_p": record.top_p,
+            "top_k": record.top_k,
+            "min_p": record.min_p,
             "max_tokens": record.max_tokens,
             "samples": record.samples,
             "seconds": record.seconds,
@@ -226,18 +229,27 @@ class RunRecorder:
     def truncate(self, step: int) -> None:
         """Forget everything at and after ``step`` (the next step to run) and lines torn by a kill."""
         self.flush()
-        for name in STEP_FILES:
-            truncate_jsonl(self.directory / name, step)
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
+        self._remove_rollouts(step, done)
+        for name in STEP_FILES:
+            truncate_jsonl(self.directory / name, step)
         truncate_jsonl(self.directory / "evals.jsonl", done)
         truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
-        remove_after(self.directory, step)
         rows = read_jsonl(self.directory / "metrics.jsonl")
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
         self._noted = {row["key"] for row in read_jsonl(self.directory / "notes.jsonl")}
         self.log(f"records truncated to the {step} finished steps")
+
+    def _remove_rollouts(self, step: int, done: int) -> None:
+        """Delete the rollouts of the steps and evaluations whose rows are about to go: those that were recorded."""
+        for row in read_jsonl(self.directory / "metrics.jsonl"):
+            if row["step"] >= step:
+                remove_files(self.directory, TRAIN, row["step"])
+        for row in read_jsonl(self.directory / "evals.jsonl"):
+            if row["step"] >= done:
+                remove_files(self.directory, f"eval/{row['name']}", row["step"])
 
     def state(self) -> dict[str, Any]:
         """What must be saved for an exact continuation, as JSON."""

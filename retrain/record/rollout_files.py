@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from retrain.files import dumps, write_text
 from retrain.record.rollout_page import rollout_page
-from retrain.record.rollouts import TRAIN, Batch, logtree, summary_rows
+from retrain.record.rollouts import Batch, batch_name, logtree, summary_rows
 
-_FILE_NAME = re.compile(r"(train|eval_.+)_iteration_(\d{6,})(?:\.html|_logtree\.json|_rollout_summaries\.jsonl)")
+_ENDINGS = (".html", "_logtree.json", "_rollout_summaries.jsonl")
 
 
 def write_summaries(directory: Path, batch: Batch) -> Path:
@@ -30,11 +29,7 @@ def write_pages(directory: Path, batch: Batch, shown: int) -> tuple[Path, Path]:
     return tree, page
 
 
-def remove_after(directory: Path, step: int) -> None:
-    """Delete what belongs to ``step`` (the next to run) and later; an evaluation after ``step`` updates stays."""
-    for path in directory.glob("*_iteration_*"):
-        match = _FILE_NAME.fullmatch(path.name)
-        if match:
-            first_lost = step if match[1] == TRAIN or step == 0 else step + 1
-            if int(match[2]) >= first_lost:
-                path.unlink()
+def remove_files(directory: Path, split: str, iteration: int) -> None:
+    """Delete the files of one iteration's rollouts."""
+    for ending in _ENDINGS:
+        (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)

@@ -19,12 +19,15 @@ from retrain.record.rollout_style import SCRIPT, STYLES
 from retrain.record.rollouts import (
     LEAST_CHARACTERS,
     Batch,
+    Part,
     advantage_of,
+    breakdown,
     conversation_of,
     fair_share,
     metrics_of,
+    part_names,
 )
-from retrain.types import Group, Rollout
+from retrain.types import Group, RewardResult, Rollout
 
 SAMPLE_CHARACTERS = 20_000
 """Longest text of one sample on a page."""
@@ -37,6 +40,8 @@ MAP_GROUPS = 256
 """Groups in the overview of rewards."""
 TABLE_ROWS = 1_000
 """Trajectories in the table at the end of the page."""
+PARTS_SHOWN = 50
+"""Numbers of a reward beside each sample, and columns for them in the table."""
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
@@ -162,9 +167,7 @@ def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
         f'<details class="raw"><summary>as the model read it · {len(group.prompt.token_ids)} tokens</summary>'
         f'<div class="text mono">{_shortened(group.prompt.text, PROMPT_CHARACTERS)}</div></details>'
     )
-    samples = [
-        _sample(batch, sample, rollout, limit) for sample, rollout in enumerate(group.rollouts[:SAMPLES_SHOWN])
-    ]
+    samples = [_sample(batch, sample, rollout, limit) for sample, rollout in enumerate(group.rollouts[:SAMPLES_SHOWN])]
     more = len(group.rollouts) - len(samples)
     left = f'<p class="muted">{more} more samples not shown; they are in the table.</p>' if more > 0 else ""
     answer = _message("answer", problem.answer, LEAST_CHARACTERS) if problem.answer else ""
@@ -190,17 +193,39 @@ def _sample(batch: Batch, sample: int, rollout: Rollout, limit: int) -> str:
     chips.append(f"<span>{len(rollout):,} tokens</span>")
     if rollout.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
-    parts = {k: v for k, v in metrics_of(reward).items() if k not in ("correct", "format") and v is not None}
-    if list(parts.values()) == [total]:
-        parts = {}  # the only component is the reward itself
-    extra = "".join(f"<span>{escape(name)} {value:g}</span>" for name, value in list(parts.items())[:12])
+    extra = _parts(reward, batch)
     error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
     text, data = _tokens(batch, rollout, limit)
     left = len(text) - limit
     note = f'<p class="muted">{left:,} more characters not shown</p>' if left > 0 else ""
     return f"""<article class="card"><header><span class="muted">#{sample}</span>{"".join(chips)}</header>
-{f'<div class="parts">{extra}</div>' if extra else ""}<div class="text sample"{data}>{_folded(text[:limit])}</div>
+{extra}<div class="text sample"{data}>{_folded(text[:limit])}</div>
 {note}{error}</article>"""
+
+
+def _parts(reward: RewardResult, batch: Batch) -> str:
+    """What the total is made of, and the reward's other numbers; ``correct`` stands in the heading already."""
+    components, others = breakdown(reward, batch.weights)
+    if [part.value for part in components] == [reward.total_reward] and components[0].adds is None:
+        components = []  # the only component is the reward itself
+    others = [part for part in others if part.name != "correct"]
+    lines = []
+    for label, parts in (("reward", components), ("metrics", others)):
+        spans = [_part(part) for part in parts[:PARTS_SHOWN]]
+        if len(parts) > PARTS_SHOWN:
+            spans.append(f"<span>{len(parts) - PARTS_SHOWN} more not shown</span>")
+        if spans:
+            lines.append(f'<div class="parts"><i>{label}</i>{"".join(spans)}</div>')
+    return "".join(lines)
+
+
+def _part(part: Part) -> str:
+    value = "none" if part.value is None else minus(f"{part.value:g}")
+    if part.adds is None:
+        return f"<span>{escape(part.name)} {value}</span>"
+    told = escape(f"{part.how} = {part.adds:g}")
+    adds = minus(f"{part.adds:+.3g}") if part.adds else "0"
+    return f'<span title="{told}">{escape(part.name)} {value} <b>{adds}</b></span>'
 
 
 def _signed(value: float, digits: int) -> str:
@@ -271,6 +296,8 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 def _table(groups: Sequence[Group], name: str) -> str:
     """Every trajectory in one row."""
     rows, count = [], sum(len(group.rollouts) for group in groups)
+    every = part_names(groups)
+    names = every[:PARTS_SHOWN]
     for index, group in enumerate(groups):
         for sample, rollout in enumerate(group.rollouts):
             if len(rows) == TABLE_ROWS:
@@ -282,20 +309,24 @@ def _table(groups: Sequence[Group], name: str) -> str:
                 rollout.observation_tokens,
                 len(rollout),
             )
+            numbers = {**reward.components, **metrics_of(reward)}
+            found = (numbers.get(each, "") for each in names)
+            values += tuple("none" if v is None else v if v == "" else minus(f"{v:g}") for v in found)
             cells = "".join(f'<td class="number">{value}</td>' for value in values)
             rows.append(
                 f'<tr><td class="number">{index}</td><td>{escape(group.prompt.problem.id[:80])}</td>'
-                f'<td class="number">{sample}</td>{cells}<td>{escape(rollout.stop_reason)}</td></tr>'
+                f'<td class="number">{sample}</td><td>{escape(rollout.stop_reason)}</td>{cells}</tr>'
             )
     more = f'<p class="muted">{count - len(rows):,} more not shown</p>' if count > len(rows) else ""
     heads = "".join(
         f"<th{css}>{text}</th>"
         for text, css in (
-            ("group", ' class="number"'), ("problem", ""), ("sample", ' class="number"'),
-            ("reward", ' class="number"'), ("advantage", ' class="number"'), ("prompt", ' class="number"'),
-            ("tokens", ' class="number"'), ("end", ""),
+            ("group", ' class="number"'), ("problem", ""), ("sample", ' class="number"'), ("end", ""),
+            *((text, ' class="number"') for text in ("reward", "advantage", "prompt", "tokens", *map(escape, names))),
         )
     )  # fmt: skip
+    if len(every) > len(names):
+        more += f'<p class="muted">{len(every) - len(names)} more numbers of the reward not shown</p>'
     return f"""<details class="all"><summary>All {count:,} trajectories</summary>
 <p class="muted">The same and more, as JSON lines: <code>{escape(name)}_rollout_summaries.jsonl</code></p>
 <div class="scroll"><table><thead><tr>{heads}</tr></thead>

@@ -53,6 +53,7 @@ h2 .chip { margin-left: .5em; font-weight: 400; }
 .samples article header .warn { color: var(--warn); margin-left: auto; }
 .parts { display: flex; flex-wrap: wrap; gap: 0 12px; font-size: .78rem; color: var(--muted); margin-bottom: 6px;
   overflow-wrap: anywhere; }
+.parts i { min-width: 4.2em; } .parts b { font-weight: 600; color: var(--ink); }
 .sample { font: .84rem/1.55 ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   max-height: 26em; overflow-y: auto; }
 .think { margin: 0 0 .4em; padding-left: 10px; border-left: 2px solid var(--line); white-space: normal; }

@@ -11,8 +11,8 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.record.html import escape
@@ -38,7 +38,7 @@ class Batch:
 
     ``split`` is ``train`` or ``eval/<name>``; ``policy_step`` is how many updates the sampling weights had; ``run``
     and ``condition`` name the run; ``token_text`` places tokens in texts where that is known; ``started`` is in
-    seconds since the epoch.
+    seconds since the epoch; ``weights`` has weight and offset of each part of a weighted reward.
     """
 
     split: str
@@ -49,22 +49,24 @@ class Batch:
     condition: str
     started: float
     token_text: TokenText | None = None
+    weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Stem of the files: ``train_iteration_000010``, ``eval_<name>_iteration_000010``."""
-        kind, _, name = self.split.partition("/")
-        return (
-            f"{kind}_{sanitised(name)}_iteration_{self.iteration:06d}"
-            if name
-            else f"{kind}_iteration_{self.iteration:06d}"
-        )
+        return batch_name(self.split, self.iteration)
 
     @property
     def title(self) -> str:
         """In words."""
-        kind, _, name = self.split.partition("/")
-        return f"evaluation {name}, after {self.iteration} updates" if name else f"{kind} iteration {self.iteration}"
+        _, _, name = self.split.partition("/")
+        return f"evaluation {name}, step {self.iteration}" if name else f"step {self.iteration}"
+
+
+def batch_name(split: str, iteration: int) -> str:
+    """Stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
+    kind, _, name = split.partition("/")
+    return f"{kind}_{sanitised(name)}_iteration_{iteration:06d}" if name else f"{kind}_iteration_{iteration:06d}"
 
 
 def sanitised(name: str) -> str:
@@ -122,6 +124,38 @@ def metrics_of(reward: RewardResult) -> Row:
     return {**reward.sample_metrics, **reward.components, **values}
 
 
+@dataclass(frozen=True)
+class Part:
+    """One number that a reward gave: ``value`` as recorded, None where there is none; for a component with a weight
+    also what it ``adds`` to the total, and ``how``."""
+
+    name: str
+    value: float | None
+    adds: float | None = None
+    how: str = ""
+
+
+def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> tuple[list[Part], list[Part]]:
+    """Components of the total, and the other numbers: sample metrics, ``correct`` and ``format``."""
+    components = []
+    for name, value in reward.components.items():
+        if name in weights and value is not None:
+            weight, offset = weights[name]
+            inner = f"({value:g} {'+' if offset > 0 else '−'} {abs(offset):g})" if offset else f"{value:g}"
+            components.append(Part(name, value, weight * (value + offset), f"{weight:g} · {inner}"))
+        else:
+            components.append(Part(name, value))
+    others = {name: value for name, value in metrics_of(reward).items() if name not in reward.components}
+    return components, [Part(name, value) for name, value in others.items()]
+
+
+def part_names(groups: Sequence[Group]) -> list[str]:
+    """Names of all components and other numbers of these groups, components first."""
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+    components = dict.fromkeys(name for reward in rewards for name in reward.components)
+    return list(components | dict.fromkeys(name for reward in rewards for name in metrics_of(reward)))
+
+
 def advantage_of(rollout: Rollout) -> float | None:
     """The rollout's advantage; None where there is none (no reward, or an evaluation)."""
     return rollout.advantage if math.isfinite(rollout.advantage) else None
@@ -152,7 +186,7 @@ def logtree(batch: Batch, shown: int) -> Row:
     started = datetime.datetime.fromtimestamp(batch.started, datetime.UTC).isoformat(timespec="seconds")
     children: list[Any] = [node("h1", "lt-title", escape(title)), node("div", "lt-subtitle", f"Generated {started}")]
     for index, group in enumerate(batch.groups):
-        body = _group_body(group, limit) if index < shown else []
+        body = _group_body(group, limit, batch.weights) if index < shown else []
         details = _section("Trajectory Details", 3, [_details_table(group)])
         children.append(_section(f"Group {index}: {group.prompt.problem.id}", 2, [*body, details]))
     if len(batch.groups) > shown:
@@ -177,7 +211,7 @@ def _section(title: str, level: int, body: list[Any]) -> Row:
     return node("section", "lt-section", heading, node("div", "lt-section-body", *body))
 
 
-def _group_body(group: Group, limit: int) -> list[Row]:
+def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, float]]) -> list[Row]:
     asked = _cut_messages(conversation_of(group), limit)
     body = []
     for sample, rollout in enumerate(group.rollouts):
@@ -190,6 +224,7 @@ def _group_body(group: Group, limit: int) -> list[Row]:
             _conversation(messages),
             node("div", "answer", escape(f"Reference answer: {cut(group.prompt.problem.answer, LEAST_CHARACTERS)}")),
             node("div", "reward", escape(graded)),
+            _breakdown_table(reward, weights),
         ]
         if reward.error:
             parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))
@@ -211,16 +246,43 @@ def _conversation(messages: list[dict[str, str]]) -> Row:
     return node("div", "lt-conversation", *lines, data={"type": "conversation", "messages": messages})
 
 
+def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> Row:
+    """What the reward is made of, as a table and, in ``data``, as numbers."""
+    components, others = breakdown(reward, weights)
+    rows = [_row("th", ("reward", "value", "adds"))]
+    rows += [_row("td", (part.name, _number(part.value), _adds(part))) for part in components]
+    rows += [_row("td", (part.name, _number(part.value), "")) for part in others]
+    rows.append(_row("td", ("total", _number(reward.total_reward), "")))
+    data = {
+        "type": "reward",
+        "total": reward.total_reward,
+        "components": {part.name: part.value for part in components},
+        "adds": {part.name: part.adds for part in components if part.adds is not None},
+        "metrics": {part.name: part.value for part in others},
+    }
+    return node("table", "reward-breakdown", *rows, data=data)
+
+
+def _adds(part: Part) -> str:
+    return "" if part.adds is None else f"{part.how} = {part.adds:g}"
+
+
 def _details_table(group: Group) -> Row:
-    names = ("trajectory", "ob_len", "ac_len", "reward", "advantage", "stop_reason")
-    head = node("tr", "", *(node("th", "", name) for name in names))
-    rows = [
-        node("tr", "", *(node("td", "", str(value)) for value in (
-            sample, rollout.observation_tokens, len(rollout), _number(rollout.reward.total_reward),
-            _number(advantage_of(rollout)), rollout.stop_reason)))
-        for sample, rollout in enumerate(group.rollouts)
-    ]  # fmt: skip
-    return node("table", "lt-table", head, *rows)
+    """Every trajectory of the group in a row, with every number that its reward gave."""
+    names = part_names([group])
+    rows = [_row("th", ("trajectory", "ob_len", "ac_len", "reward", "advantage", "stop_reason", *names))]
+    for sample, rollout in enumerate(group.rollouts):
+        numbers = {**rollout.reward.components, **metrics_of(rollout.reward)}
+        rows.append(_row("td", (
+            str(sample), str(rollout.observation_tokens), str(len(rollout)), _number(rollout.reward.total_reward),
+            _number(advantage_of(rollout)), rollout.stop_reason,
+            *(_number(numbers.get(name)) if name in numbers else "" for name in names),
+        )))  # fmt: skip
+    return node("table", "lt-table", *rows)
+
+
+def _row(tag: str, cells: Sequence[str]) -> Row:
+    return node("tr", "", *(node(tag, "", escape(cell)) for cell in cells))
 
 
 def _number(value: float | None) -> str:

@@ -80,9 +80,7 @@ def collect(groups: Sequence[Group]) -> Samples:
         length_N=_floats(map(len, rollouts)),
         prompt_length_N=_floats(rollout.observation_tokens for rollout in rollouts),
         stopped_N=np.array([rollout.stop_reason == "stop" for rollout in rollouts], dtype=bool),
-        tags=[
-            tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts
-        ],
+        tags=[tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts],
         parts=_parts(rewards),
     )
 
@@ -120,9 +118,9 @@ def spread(values: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def mean_gini(groups: Sequence[np.ndarray]) -> float | None:
-    """Mean over the groups where the coefficient exists."""
-    found = [value for value in map(gini, groups) if value is not None]
+def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
+    """Mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    found = [value for value in (gini(group, lowest) for group in groups) if value is not None]
     return float(np.mean(found)) if found else None
 
 
@@ -137,4 +135,24 @@ def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
         "frac_mixed": mixed / count,
         "frac_all_good": good / count,
         "frac_all_bad": (count - mixed - good) / count,
+    }
+
+
+def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
+    """How often rewards of one group are equal (up to float noise); groups of one reward say nothing."""
+    eligible = [np.round(rewards, 8) for rewards in groups if len(rewards) > 1]
+    counts = [np.unique(rewards, return_counts=True)[1] for rewards in eligible]
+    tied = sum(int(count * (count - 1) // 2) for found in counts for count in found)
+    pairs = sum(len(rewards) * (len(rewards) - 1) // 2 for rewards in eligible)
+    tie_groups = sum(len(found) < len(rewards) for found, rewards in zip(counts, eligible, strict=True))
+    uniform = sum(len(found) == 1 for found in counts)
+    unique = [len(found) / len(rewards) for found, rewards in zip(counts, eligible, strict=True)]
+    return {
+        "tie_eligible_groups": len(eligible),
+        "tie_groups": tie_groups,
+        "tie_group_rate": tie_groups / len(eligible) if eligible else None,
+        "tie_pair_rate": tied / pairs if pairs else None,
+        "uniform_groups": uniform,
+        "uniform_group_rate": uniform / len(eligible) if eligible else None,
+        "unique_fraction_mean": float(np.mean(unique)) if unique else None,
     }

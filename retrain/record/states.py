@@ -8,6 +8,7 @@ from typing import Any
 
 from retrain.errors import UsageError
 from retrain.files import read_json
+from retrain.ownership import not_readable
 
 MANIFEST = "manifest.json"
 STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
@@ -16,7 +17,8 @@ ENDED = ("done", "failed", "stopped")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of ``manifest.json``. Raises UsageError when it is none, or names files outside the directory."""
+    """The content of ``manifest.json``. Raises UsageError when it is damaged or names files outside the directory,
+    NotOurs when it is no manifest of retrain."""
     path = directory / MANIFEST
     try:
         content = read_json(path)
@@ -27,7 +29,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             if run["state"] not in STATES or not isinstance(run["step"], int):
                 raise ValueError(f"run {run_id} is in no known state")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged ({error!r}): move it away to begin the record of runs anew") from error
+        raise not_readable(path, error, "move it away to begin the record of runs anew") from error
     return content
 
 

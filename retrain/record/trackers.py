@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrain.errors import MissingExtra, PluginError, RetrainError
+from retrain.config.upkeep import trackers
+from retrain.errors import PluginError, RetrainError
+from retrain.extras import missing
 from retrain.files import dumps
 from retrain.plugins import load_function
 from retrain.record.catalogue import wandb_name
@@ -43,6 +45,7 @@ RUN_CONFIG_KEYS = {
 }
 """Names in a tracker's run configuration → our keys."""
 
+NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 TAG_CHARACTERS = 64
 """wandb refuses a longer tag."""
 
@@ -72,18 +75,14 @@ def make_trackers(context: RunContext, run_dir: Path) -> list[Tracker]:
         RetrainError: a name in ``report_to`` that is neither known nor a ``module:function``; PluginError for one of
             these that cannot be loaded or returns no tracker.
     """
-    wanted = list(setting(context.config, "logging.report_to", ()))
-    if setting(context.config, "logging.wandb_project", "") and "wandb" not in wanted:
-        wanted.append("wandb")
+    asked = setting(context.config, "logging.report_to", ())
+    wanted = trackers(asked, setting(context.config, "logging.wandb_project", None))
     unknown = [name for name in wanted if name not in TRACKERS and ":" not in name]
     if unknown:
         raise RetrainError(
             f"logging.report_to: unknown tracker {unknown[0]!r}; known are {', '.join(TRACKERS)}, and module:function"
         )
-    return [
-        TRACKERS[name](run_dir) if name in TRACKERS else plugin_tracker(name, context, run_dir)
-        for name in dict.fromkeys(wanted)
-    ]
+    return [TRACKERS[name](run_dir) if name in TRACKERS else plugin_tracker(name, context, run_dir) for name in wanted]
 
 
 def plugin_tracker(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
@@ -165,7 +164,8 @@ def run_config(context: RunContext) -> dict[str, Any]:
 
 
 def run_identity(context: RunContext) -> dict[str, Any]:
-    """Name, group and tags: from ``[logging]``; a campaign names and groups its runs by condition and adds tags."""
+    """Name, group and tags, as ``[logging]`` of the planned run has them; a campaign's runs are named, grouped and
+    tagged by condition and seed."""
     tags = setting(context.config, "logging.wandb_tags", ())
     tags = [tag.strip() for tag in tags.split(",")] if isinstance(tags, str) else list(tags)
     if not context.is_campaign:
@@ -176,18 +176,19 @@ def run_identity(context: RunContext) -> dict[str, Any]:
         }
     tags += [context.condition, f"seed{context.seed}"]
     return {
-        "name": f"{context.condition}_s{context.seed}",
+        "name": setting(context.config, "logging.wandb_run_name", "") or f"{context.condition}_s{context.seed}",
         "group": context.condition,
         "tags": [tag[:TAG_CHARACTERS] for tag in dict.fromkeys(tags) if tag],
     }
 
 
 def tracker_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row under its tracker names: nulls left out, booleans as 0 and 1, the step left to the tracker."""
+    """A row under its tracker names: nulls left out, booleans as 0 and 1; the step is the tracker's, and what the
+    run's configuration says there does not change."""
     return {
         wandb_name(key): int(value) if isinstance(value, bool) else value
         for key, value in row.items()
-        if value is not None and key not in ("step", "condition")
+        if value is not None and key not in NOT_TRACKED
     }
 
 
@@ -273,7 +274,8 @@ def _wandb_init(wandb: Any, context: RunContext, directory: Path, **arguments: A
 
 
 class TensorboardTracker:
-    """tensorboard event files in ``<run>/tensorboard``; numbers only."""
+    """tensorboard event files in ``logging.logging_dir`` (of a campaign, ``<run id>`` in it), else in
+    ``<run>/tensorboard``; numbers only."""
 
     name = "tensorboard"
 
@@ -290,10 +292,16 @@ class TensorboardTracker:
         self.proto = _import("tensorboard.compat.proto.event_pb2", "logging.report_to")
         self.summary = _import("tensorboard.compat.proto.summary_pb2", "logging.report_to").Summary
         try:
-            self.writer = module.EventFileWriter(str(self.run_dir / "tensorboard"))
+            self.writer = module.EventFileWriter(str(self._directory(context)))
         except OSError as error:
             raise RetrainError(f"tensorboard could not start: {error}") from error
         return {}
+
+    def _directory(self, context: RunContext) -> Path:
+        chosen = setting(context.config, "logging.logging_dir", None)
+        if chosen is None:
+            return self.run_dir / "tensorboard"
+        return Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """All numbers of the row as scalars at ``step``."""
@@ -372,4 +380,4 @@ def _import(module: str, asked_by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(asked_by, package, package) from error
+        raise missing(asked_by, package) from error

@@ -21,7 +21,7 @@ STATE_STYLES = {
     "waiting": "dim",
 }
 RUN_COLUMNS = (
-    ("step", 7, 0),
+    ("done", 7, 0),
     ("ETA", 5, 0),
     ("reward", 6, 56),
     ("correct", 7, 0),
@@ -93,7 +93,7 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
             cells.append(bar_text(view, bar))
         state: RenderableType = Text(view.state, style=STATE_STYLES[view.state])
         values: dict[str, RenderableType] = {
-            "step": f"{view.steps_done}/{view.max_steps}",
+            "done": f"{view.steps_done}/{view.max_steps}",
             "ETA": duration(view.eta(now)) if view.state == "running" else state,
             "reward": number(row.get("mean_reward")),
             "correct": percent(row.get("correct_rate")),

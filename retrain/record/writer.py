@@ -200,6 +200,7 @@ class Reporter:
         self._thread.put(begin)
         self._thread.wait()
         if errors:
+            self.broken = True  # nothing was begun that could be finished
             self._thread.close()
             raise errors[0]
         return found[0]

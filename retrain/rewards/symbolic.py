@@ -8,13 +8,12 @@ equal or different as plain text already (the same spelling, two different integ
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from retrain.errors import MissingExtra
+from retrain.extras import is_installed, missing
 from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.extract import last_boxed, normalise, plain_number
 from retrain.rewards.rules import has_answer_format, same_text
@@ -35,8 +34,8 @@ class MathReward(Reward):
     name = "math"
 
     def __init__(self, workers: int = 2, timeout_s: float = 10.0):
-        if importlib.util.find_spec("math_verify") is None:
-            raise MissingExtra('[reward] type = "math"', "math-verify", "math")
+        if not is_installed("math_verify"):
+            raise missing('[reward] type = "math"', "math_verify")
         self.pool = WorkerPool(
             "retrain.rewards.symbolic:verifier",
             {},

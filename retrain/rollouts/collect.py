@@ -29,6 +29,9 @@ class Sampling:
 
     max_tokens: int
     temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,7 @@ def _sample_request(group: _Open, turn: int, sample: int | None) -> SampleReques
         one = group.trajectories[sample]
         before = [token for past in one.turns for token in (*past.observation_ids, *past.action.token_ids)]
         prompt_ids, count, stream = (*before, *one.reads), 1, (*request.stream, "turn", turn, sample)
-    return SampleRequest(
-        request.policy, tuple(prompt_ids), count, request.sampling.max_tokens, request.sampling.temperature, stream
-    )
+    return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, **vars(request.sampling))
 
 
 class _Stepping:
@@ -186,7 +187,7 @@ class _Stepping:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            batch = [item]
+            batch: list[tuple[_Open, Sequence[int], list[Action]] | threading.Event | None] = [item]
             while not self._queue.empty():
                 batch.append(self._queue.get())
             steps = [each for each in batch if isinstance(each, tuple)]

@@ -151,6 +151,7 @@ def test_whitening_is_the_masked_token_moments(rows):
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_whitening_wants_a_count_for_each():
     assert "reinforce_pp" in BATCH_WHITENED
     with pytest.raises(ValueError, match="one token count per advantage"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, roofline_regime, usl
+from retrain.maths.backpressure import DecodeWork, Limits, UslFit, decide, fit_usl, roofline_regime, usl
 
 CISCO = [
     *(955.16, 1878.91, 2688.01, 3548.68, 4315.54, 5130.43, 5931.37, 6531.08, 7219.8, 7867.61, 8278.71),
@@ -35,6 +35,42 @@ def test_cisco():
     assert fit.peak_throughput == pytest.approx(12341, abs=3)
     low, high = fit.n_star_interval
     assert (low, high) == (pytest.approx(35.57 - 3.85, abs=0.01), pytest.approx(35.57 + 3.85, abs=0.01))
+
+
+def test_a_peak_is_certain_only_two_standard_errors_above_zero():
+    """κ̂ at 1, 1.9, 2 and 2.1 standard errors: only the last says that there is a peak."""
+    for ratio, certain in ((1.0, False), (1.9, False), (2.0, False), (2.1, True)):
+        fit = UslFit(1000.0, 0.02, ratio * 0.01, 1.0, 0.001, 0.01, 10.0, 1.0)
+        assert fit.kappa_is_positive == certain
+
+
+def test_beyond_the_peak_is_retrograde_and_below_it_the_roofline_decides():
+    """The peak is at 22.1, the aim 0.85 of it."""
+    loads, roofline = [1, 2, 4, 8, 16, 24, 32, 48, 64], {"peak_gflops": 1000.0, "peak_bw_gb_s": 100.0}
+    throughputs = curve(loads)
+    for load, expected in ((22, ("hold", "optimal", 22)), (23, ("throttle", "retrograde", 19))):
+        decision = decide(loads, throughputs, load, LIMITS)
+        assert (decision.action, decision.regime, decision.load) == expected
+    bound = decide(loads, throughputs, 22, Limits(1, 64, warmup_steps=3, **roofline), flops_per_byte=5.0)
+    beyond = decide(loads, throughputs, 23, Limits(1, 64, warmup_steps=3, **roofline), flops_per_byte=5.0)
+    assert (bound.regime, beyond.regime) == ("memory_bound", "retrograde")
+
+
+def test_what_the_fit_predicts_is_told_before_it_is_acted_on():
+    """Below the peak, without a peak and with one: the best allowed load, and the share of its throughput."""
+    assert decide([1, 2, 4, 4], [1.0, 2.0, 3.0, 3.0], 4, Limits(1, 64, warmup_steps=4)).best_load is None
+    below = decide(LOADS[:8], CISCO[:8], 8, LIMITS)
+    fit = fit_usl(LOADS[:8], CISCO[:8])
+    assert below.basis == "explore"
+    assert below.best_load == pytest.approx(min(fit.n_star or math.inf, 64))
+    assert below.utilization == pytest.approx(CISCO[7] / usl(below.best_load, fit.lam, fit.sigma, fit.kappa))
+    straight = decide([1, 2, 4, 8, 16], [100.0, 200.0, 400.0, 800.0, 1600.0], 16, Limits(1, 16, warmup_steps=3))
+    assert (straight.basis, straight.best_load) == ("unbounded", 16.0)
+    assert straight.utilization == pytest.approx(1.0, rel=1e-6)
+    whole = decide(LOADS, CISCO, 8, Limits(1, 20, warmup_steps=3))
+    assert whole.best_load == 20.0  # n* = 35.6 is not allowed
+    known = decide([1, 2, 4, 8, 16, 24, 32, 48, 64], curve([1, 2, 4, 8, 16, 24, 32, 48, 64]), 16, LIMITS)
+    assert known.best_load == known.n_star == pytest.approx(22.1, abs=0.1)
 
 
 def test_loads_below_the_peak_end_in_explore():
@@ -163,6 +199,8 @@ def test_any_measurements_give_a_decision_within_limits(pairs, current):
     moved = decision.load - current
     assert decision.action == ("increase" if moved > 0 else "throttle" if moved < 0 else "hold")
     assert (decision.n_star is None) == (decision.basis != "fit")
+    assert (decision.best_load is None) == (decision.utilization is None) == (decision.basis == "warmup")
+    assert decision.best_load is None or 1 <= decision.best_load <= 64
 
 
 def test_impossible_measurements_are_named():

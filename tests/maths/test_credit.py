@@ -205,6 +205,13 @@ def test_entropy_mask_details():
             entropy_mask(flat, mask, rho)
 
 
+@pytest.mark.parametrize(("rho", "tokens", "kept"), [(0.07, 100, 7), (0.1, 30, 3), (0.2, 5, 1), (0.29, 100, 29)])
+def test_the_share_is_the_decimal_that_was_written(rho, tokens, kept):
+    """0.07 · 100 is 7.000000000000001 in floating point, and the number nearest to 0.1 is above it."""
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    assert int(entropy_mask(torch.ones(1, tokens), mask, rho).sum()) == kept
+
+
 def test_entropy_mask_denominators():
     batch = Batch()
     kept = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2))
@@ -264,6 +271,7 @@ def test_gtpo_paper_normalises_jointly():
     assert (advantages[group & ~batch.correct[:, None]] < 0).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_gtpo_paper_wants_its_inputs():
     batch = Batch()
     with pytest.raises(ValueError, match="rewards_B, correct_B and group_B"):
@@ -303,6 +311,7 @@ def test_nan_is_located():
         huge.credit("gtpo")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_named():
     batch = Batch()
     with pytest.raises(ValueError, match="unknown transform mode 'sepa'"):

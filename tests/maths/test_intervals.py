@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retrain.maths.intervals import _trimmed_quantile, iqm_interval, mean_interval, same_problems_interval
+from retrain.maths.intervals import (
+    SIMULATED_SEEDS,
+    _trimmed_quantile,
+    iqm_interval,
+    mean_interval,
+    same_problems_interval,
+)
 from retrain.maths.statistics import bootstrap_ci
 
 
@@ -122,3 +128,26 @@ def test_coverage_for_two_models_that_mostly_agree(lost):
     gains = random.choice([-1.0, 1.0, 0.0], p=[lost, lost / 2, 1 - 1.5 * lost], size=(2000, 128))
     ours = sum(covers(same_problems_interval(row), -lost / 2) for row in gains) / 2000
     assert ours > 0.935
+
+
+def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
+    """With h values kept and a scale in steps of r: √((h − 1)·r²/12 / (h(h − 1))), a uniform error within a step."""
+    distinct = np.array([0.1, 0.2, 0.3, 0.45, 0.5, 0.6, 0.75, 0.9])
+    winsorised = np.clip(distinct, distinct[2], distinct[5])
+    error = (((winsorised - winsorised.mean()) ** 2).sum() / (4 * 3)) ** 0.5
+    known = iqm_interval(distinct)
+    quantile = (known.high - known.estimate) / error  # of eight values, whatever they are
+    tied = iqm_interval([0.5] * 8, resolution=1 / 16)
+    assert tied.high - tied.estimate == pytest.approx(quantile * (1 / 16) / (12 * 4) ** 0.5)
+    step = 2.0  # of the scale, when the values themselves differ by less
+    coarse = iqm_interval(distinct, resolution=step)
+    assert coarse.high - coarse.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
+
+
+def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
+    x = np.sort(np.random.default_rng(3).normal(size=4 * SIMULATED_SEEDS))
+    n = len(x)
+    kept, winsorised = n // 2, np.clip(x, x[n // 4], x[n - 1 - n // 4])
+    error = (((winsorised - winsorised.mean()) ** 2).sum() / (kept * (kept - 1))) ** 0.5
+    found = iqm_interval(x)
+    assert found.high - found.estimate == pytest.approx(stats.t.ppf(0.975, kept - 1) * error)

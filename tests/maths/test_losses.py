@@ -217,6 +217,7 @@ def test_far_off_policy_stays_finite(name, shift, advantage):
     assert math.isfinite(loss_metrics(sums)["val/ratio_var"])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_named():
     good = torch.zeros(1, 3)
     with pytest.raises(ValueError, match="unknown loss 'grpo'"):
@@ -283,6 +284,29 @@ def test_mismatch_weights():
     for wrong in ({}, {"cap": 1.0, "band": (0.5, 2.0)}, {"cap": 0.0}, {"band": (2.0, 0.5)}):
         with pytest.raises(ValueError, match="either cap > 0 or a band"):
             mismatch_weights(NEW3, OLD3, MASK3, **wrong)
+
+
+def test_both_edges_of_the_band_belong_to_it():
+    """A ratio of exactly 1, which on-policy tokens have, trains with the bands [1, β] and [α, 1]; beyond it none."""
+    for band in ((1.0, 2.0), (0.5, 1.0)):
+        assert mismatch_weights(OLD3, OLD3, MASK3, band=band).tolist() == MASK3.double().tolist()
+    above, below = OLD3 + 1e-3, OLD3 - 1e-3
+    assert not mismatch_weights(above, OLD3, MASK3, band=(0.5, 1.0)).any()
+    assert not mismatch_weights(below, OLD3, MASK3, band=(1.0, 2.0)).any()
+
+
+def test_empty_completions_have_no_clipped_share():
+    """Beside a completion whose every token is clipped, one without trained tokens is not the smallest share."""
+    sampler = torch.zeros(2, 2, dtype=torch.float64)
+    mask = torch.tensor([[True, True], [False, False]])
+    for ratio, advantage, side in ((0.5, -1.0, "low"), (2.0, 1.0, "high")):
+        logprobs = torch.full_like(sampler, math.log(ratio))
+        sums = policy_loss("ppo", logprobs, sampler, torch.full_like(sampler, advantage), mask)[1]
+        assert loss_metrics(sums)[f"clip_ratio/{side}_mean"] == 1.0
+        assert loss_metrics(sums)["clip_ratio/low_min"] == float(side == "low")
+        assert loss_metrics(sums)["clip_ratio/high_max"] == float(side == "high")
+        alone = policy_loss("ppo", logprobs[1:], sampler[1:], sampler[1:], mask[1:])[1]
+        assert loss_metrics(add_sums(sums, alone)) == loss_metrics(sums)
 
 
 def test_ratio_is_one_in_the_padding():

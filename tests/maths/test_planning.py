@@ -97,6 +97,7 @@ def test_own_phrases():
             RegexDetector(wrong)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_batches_and_empty_completions():
     masks = DETECTOR.token_masks(["", "notice that", "notice that"], [[], [(0, 6), (6, 11)], np.zeros((0, 2), int)])
     assert [mask.tolist() for mask in masks] == [[], [True, True], []]

@@ -104,6 +104,7 @@ def test_a_higher_threshold_marks_a_subset(text, threshold):
         (dict(embed=lambda texts: counts(texts) * np.nan), "NaN or infinity"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_is_an_error(arguments, message):
     given = {"embed": counts, "planning": ["think"], "execution": ["add"]} | arguments
     with pytest.raises(ValueError, match=message):

@@ -76,6 +76,7 @@ def test_all_of_alpha_may_be_spent_at_the_end_and_more_as_pairs_come(spending):
     assert spent[-1] == pytest.approx(0.05)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_values_that_have_no_answer():
     assert sequential_looks([], 5) == []
     assert not stops([0.0] * 6)
@@ -86,3 +87,11 @@ def test_values_that_have_no_answer():
         sequential_looks([1.0], MOST_PAIRS + 1)
     with pytest.raises(ValueError, match="spending"):
         sequential_looks([1.0], 4, spending="all at once")
+
+
+def test_a_p_value_holds_what_earlier_looks_have_spent():
+    """Five ones, minus one, one: of the 128 patterns 4 stopped at the sixth look, 12 of the others reach a sum of 5."""
+    looks = sequential_looks([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0], 8)
+    assert (looks[5].spent, looks[5].stop) == (2 / 64, False)
+    assert looks[6].tail == 12 / 128
+    assert looks[6].p == 4 / 128 + 12 / 128

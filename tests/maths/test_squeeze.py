@@ -149,6 +149,7 @@ def test_scales():
     assert lora_alpha(4.0, 2) == 8.0
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_named():
     a, b = factors(0, 3, 5, 4)
     with pytest.raises(UsageError, match="target rank 4 is outside 1 … 3"):

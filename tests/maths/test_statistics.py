@@ -23,6 +23,8 @@ from retrain.maths.statistics import (
     iqm,
     paired_comparison,
     probability_of_improvement,
+    sampled_sign_flip_p,
+    score_interval,
     sign_flip_p,
     smallest_p,
     tost_p,
@@ -112,8 +114,11 @@ def test_perfect_and_tiny_evaluations():
 def test_gini_is_the_pairwise_definition(values):
     got = gini(values)
     n, total = len(values), sum(values)
-    if n < 2 or total == 0:
+    if n < 2:
         assert got is None
+        return
+    if total == 0:
+        assert got == 0.0
         return
     pairs = sum(abs(a - b) for a, b in itertools.product(values, repeat=2))
     assert got == pytest.approx(pairs / (2 * n * n * (total / n)) * n / (n - 1), abs=1e-9)
@@ -123,13 +128,24 @@ def test_gini_is_the_pairwise_definition(values):
 def test_gini_edges():
     assert gini([0, 0, 0, 5]) == 1.0
     assert gini([3, 3, 3]) == 0.0
-    assert gini([-1, 2]) is None
-    assert gini([0, 0]) is None
+    assert gini([0, 0]) == gini([-2, -2]) == gini([-0.3, -(0.1 + 0.2)]) == 0.0
     assert gini([1]) is None
     assert gini([]) is None
     assert gini([1e308, 1e308, 0.0]) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="finite"):
         gini([math.nan, 1.0])
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), st.none() | st.floats(-200, 5))
+def test_gini_counts_negative_values_from_the_smallest_there_can_be(values, lowest):
+    """Declared or found, the origin is the same for all; without negative values it is 0."""
+    origin = min(0.0, min(values), 0.0 if lowest is None else lowest)
+    assert gini(values, lowest) == pytest.approx(gini([value - origin for value in values]), abs=1e-6)
+    assert gini([-1, 3]) == 1.0
+    assert gini([-1, 3], -3) == gini([2, 6]) == pytest.approx(0.5)
+    assert gini([-1e308, 1e308, 1e308]) == pytest.approx(0.5)
+    assert gini([-1, 3], -0.5) == 1.0  # a declaration that a value disproves
+    assert gini([1, 3], -1) == gini([2, 4])  # one scale for groups with and without negative values
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20))
@@ -268,3 +284,26 @@ def test_equal_differences_prove_no_more_than_the_scale_of_the_results_can():
     rounded = np.random.default_rng(0).uniform(size=(2, 200_000)).round(2)
     exact = np.random.default_rng(0).uniform(size=(2, 200_000))
     assert np.std((rounded - exact)[0] - (rounded - exact)[1]) == pytest.approx(0.01 / 6**0.5, rel=0.01)
+
+
+def test_an_accuracy_is_never_known_better_than_from_independent_samples():
+    """Samples of one problem that differ more than chance would have a clustered error below the binomial one."""
+    correct = [1, 0] * 9 + [1, 1]
+    clusters = [problem for problem in range(10) for _ in range(2)]
+    found, p = accuracy_interval(correct, clusters), 11 / 20
+    expected = score_interval(p, 20, stats.t.ppf(0.975, 9))
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    for share in (0, 1):  # without an error the problems count, not the samples
+        found = accuracy_interval([share] * 40, [i // 4 for i in range(40)])
+        expected = score_interval(share, 10, stats.t.ppf(0.975, 9))
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    found = accuracy_interval([1] * 4 + [0] * 4 + [1] * 4, [i // 4 for i in range(12)])
+    assert found.high - found.low > 0.9  # three problems all or nothing: as few trials as problems
+
+
+def test_a_sampled_p_value_counts_the_pattern_that_was_seen():
+    assert sampled_sign_flip_p([1.0] * 60, patterns=1000) == 1 / 1001
+    assert sampled_sign_flip_p([0.0] * 60, patterns=1000) == 1.0
+    d = [0.3, -0.1, 0.4, 0.2, -0.2, 0.5, 0.1]
+    assert sampled_sign_flip_p(d, patterns=20_000) == pytest.approx(sign_flip_p(d), abs=0.01)
+    assert sampled_sign_flip_p(d, patterns=1) in (0.5, 1.0)

@@ -1,0 +1,252 @@
+"""Adapters for other programs: merged into a full model, or with their rank filled up for servers that know only
+certain ones.
+
+Merging is peft's ``merge_and_unload`` on the base in float32; every weight then gets the number format back that it
+has in the base's own files. What is checked is what was written: it is read again and compared with the adapter.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.campaign.provenance import Provenance
+from retrain.errors import ModelError, StorageError, UsageError
+from retrain.files import prepare_directory, publish_directory, writing
+from retrain.policy.adapter_stream import AdapterFile, Pair, write_streamed
+from retrain.policy.base import load_base
+from retrain.rng import generator
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROBE_ROWS, PROBE_TOKENS = 4, 32
+"""Sequences of random tokens whose logits are compared: they meet every weight, whatever the tokenizer."""
+FLOAT32_NOISE = 16 * torch.finfo(torch.float32).eps
+"""What sums in another order differ by, relative, for one product of float32."""
+LARGEST_LOSS = 0.5
+"""Of the adapter's own effect on the logits: where rounding takes more, the merged model is not the trained one."""
+
+
+def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any]:
+    """Write the base with the adapter merged into it to ``out``, a directory in transformers' format with tokenizer.
+
+    ``dtype`` is "stored" (that of each weight in the base's files) or one of ``DTYPES``. Returns adapter, base, out,
+    dtype, modules, and, relative to the spread of the logits, ``difference`` (written model to adapter),
+    ``tolerance`` and ``effect`` (adapter to base). Raises UsageError when ``out`` is in use, ModelError when base and
+    adapter do not fit, or the written model differs by more than rounding to its number format explains.
+    """
+    out = _free(out)
+    model_keys = source.config.model
+    base = load_base(
+        source.base, revision=source.revision, local_files_only=model_keys.local_files_only,
+        trust_remote_code=model_keys.trust_remote_code, devices="cpu", dtype="stored",
+    )  # fmt: skip
+    stored = {name: weight.dtype for name, weight in base.model.named_parameters()}
+    changed = source.fingerprint != base.fingerprint and source.dtype == str(base.dtype).removeprefix("torch.")
+    if source.fingerprint and changed:
+        raise ModelError(f"{source.base} holds other weights than those that {source.adapter} was trained on")
+    tokens = _probe(base.vocab_size, base.context_length)
+    model = _with_adapter(base.model.float(), source)
+    modules = sum(hasattr(module, "lora_A") for module in model.modules())
+    with_adapter = _logits(model, tokens)
+    with model.disable_adapter():
+        effect = _difference(_logits(model, tokens), with_adapter)
+    merged = model.merge_and_unload()
+    for name, weight in merged.named_parameters():
+        weight.data = weight.data.to(DTYPES.get(dtype, stored.get(name, base.dtype)))
+    merged.config.dtype = DTYPES.get(dtype, base.dtype)
+    told = str(merged.config.dtype).removeprefix("torch.")
+    with _published(out) as aside:
+        _save(merged, base.tokenizer, aside)
+        tokenizer = base.tokenizer
+        del base, model, merged  # one model at a time is enough memory
+        gc.collect()
+        own_code = model_keys.trust_remote_code
+        again = load_base(str(aside), trust_remote_code=own_code, devices="cpu", dtype="float32")
+        _check_tokenizer(tokenizer, again.tokenizer)
+        difference = _difference(_logits(again.model, tokens), with_adapter)
+        tolerance = max(torch.finfo(DTYPES[told]).eps, FLOAT32_NOISE) * math.sqrt(modules)
+        _check(difference, tolerance, effect, told)
+    return {
+        "adapter": str(source.adapter),
+        "base": source.base,
+        "out": str(out),
+        "dtype": told,
+        "modules": modules,
+        "difference": difference,
+        "tolerance": tolerance,
+        "effect": effect,
+    }
+
+
+def _with_adapter(model: Any, source: Provenance) -> Any:
+    """The model with the adapter, as peft has it. Raises ModelError unless every factor of the file is on a layer."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with AdapterFile(source.adapter) as file:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # peft goes on with a warning where a factor has no layer
+                adapted: Any = PeftModel.from_pretrained(model, str(source.adapter))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ModelError(f"{source.adapter} does not fit {source.base}: {str(error).splitlines()[0]}") from error
+        loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        for name, where in file.modules.items():
+            for key, factor in zip((where.a_key, where.b_key), file.factors(name), strict=True):
+                if key not in loaded or not torch.equal(loaded[key].cpu(), factor.to(loaded[key].dtype)):
+                    raise ModelError(f"{source.adapter} does not fit {source.base}: no layer takes {key}")
+    return adapted
+
+
+def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
+    """Write the adapter with A and B filled up with zeros to ``rank`` in every module, under one plain rule of scale.
+
+    The result has no rsLoRA and no patterns, which not every server reads: alpha/rank is the scale that most modules
+    have, and in the others B takes up the ratio, rounded once; ΔW is otherwise unchanged to the bit. Raises UsageError
+    for a rank below the adapter's or when ``out`` is in use, ModelError for what is more than a LoRA adapter.
+    """
+    out = _free(out)
+    with AdapterFile(source.adapter) as file:
+        if rank < file.rank:
+            raise UsageError(
+                f"{source.adapter} has rank {file.rank}, and padding cannot lower it: type --rank-pad {file.rank} or "
+                f"more, or retrain squeeze {source.adapter} --to {rank} first"
+            )
+        file.require_plain()
+        scale, pairs = uniform(file, rank)
+        alpha = scale * rank
+        config = file.config | {
+            "r": rank, "lora_alpha": round(alpha) if abs(alpha - round(alpha)) < 1e-9 * rank else alpha,
+            "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
+            "base_model_name_or_path": source.base, "revision": source.revision,
+        }  # fmt: skip
+        layout = {
+            name: replace(where, a_shape=(rank, where.a_shape[1]), b_shape=(where.b_shape[0], rank))
+            for name, where in file.modules.items()
+        }
+        with _published(out) as aside, writing(aside):
+            write_streamed(aside, layout, pairs, config)
+        ranks = sorted({where.rank for where in file.modules.values()})
+    return {
+        "adapter": str(source.adapter),
+        "base": source.base,
+        "out": str(out),
+        "rank": rank,
+        "ranks_before": ranks,
+        "lora_alpha": config["lora_alpha"],
+        "modules": len(layout),
+    }
+
+
+def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pair]]]:
+    """The scale that most modules have, and A [rank, in], B [out, rank] of every module for that one scale."""
+    scales = list(file.scales.values())
+    common = max(scales, key=lambda scale: (scales.count(scale), scale))
+
+    def padded(name: str) -> Pair:
+        a, b = file.factors(name)
+        if file.scales[name] != common:
+            b = (b.to(torch.float64) * (file.scales[name] / common)).to(b.dtype)
+        missing = rank - a.shape[0]
+        pad = torch.nn.functional.pad
+        return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
+
+    return common, ((name, padded(name)) for name in file.modules)
+
+
+def _free(out: Path) -> Path:
+    """``out`` as an absolute path, at which there is nothing yet or an empty directory. Raises UsageError."""
+    out = out.absolute()
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        kind = "a symbolic link" if out.is_symlink() else "a file"
+        raise UsageError(f"{out} is {kind}: give a new directory with --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty and stays as it is: give a new directory with --out")
+    prepare_directory(out.parent)
+    return out
+
+
+@contextmanager
+def _published(out: Path) -> Iterator[Path]:
+    """A directory aside to write to, renamed to ``out`` at the end, removed when anything fails."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with writing(aside):
+            aside.mkdir()
+        yield aside
+        if out.exists():
+            try:
+                out.rmdir()  # only an empty one goes: whoever has written there meanwhile keeps it
+            except OSError:
+                raise UsageError(f"{out} has been filled meanwhile: give a new directory with --out") from None
+        publish_directory(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _save(model: Any, tokenizer: Any, directory: Path) -> None:
+    from safetensors import SafetensorError
+
+    with writing(directory):
+        try:
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+        except SafetensorError as error:  # how a full disk reads there
+            raise StorageError(directory, str(error)) from error
+        mode = (directory / "config.json").stat().st_mode
+        for path in directory.iterdir():
+            path.chmod(mode)  # safetensors makes files that their owner alone reads, and a server is another user
+
+
+def _probe(vocabulary: int, context: int) -> torch.Tensor:
+    shape = (PROBE_ROWS, min(PROBE_TOKENS, context))
+    return torch.from_numpy(generator("export").integers(0, vocabulary, shape))
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, tokens, vocabulary] less their mean over the vocabulary, which no probability depends on."""
+    logits = model(input_ids=tokens, use_cache=False).logits.double()
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _difference(given: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of the reference."""
+    spread = float(reference.square().mean().sqrt())
+    return float((given - reference).square().mean().sqrt()) / max(spread, 1e-30)
+
+
+def _check(difference: float, tolerance: float, effect: float, dtype: str) -> None:
+    """Raise ModelError unless the written model does what base and adapter do.
+
+    Rounding leaves each weight with an independent relative error of eps/√12 (root mean square), as large in the
+    product with it; over n products in a row they add up as √n. The tolerance eps·√n is three times that.
+    """
+    if not difference <= tolerance:
+        raise ModelError(
+            f"the merged model's logits differ from the adapter's by {difference:.2g} of their spread, and {dtype} "
+            f"explains {tolerance:.2g} at most: nothing is written"
+        )
+    if effect > 0 and difference > LARGEST_LOSS * effect:
+        advice = "type --dtype float32, or serve the adapter itself" if dtype != "float32" else "serve the adapter"
+        raise ModelError(
+            f"rounding to {dtype} takes {min(difference / effect, 99):.0%} of what the adapter changes: {advice}; "
+            "nothing is written"
+        )
+
+
+def _check_tokenizer(before: Any, after: Any) -> None:
+    text = "Natalia sold 48/2 = 24 clips in May. \\boxed{24}\n\t<|end|> é 数学"
+    same = before(text)["input_ids"] == after(text)["input_ids"]
+    if not same or getattr(before, "chat_template", None) != getattr(after, "chat_template", None):
+        raise ModelError("the tokenizer reads texts otherwise after it was saved: nothing is written")

@@ -1,0 +1,122 @@
+"""Answers of a trained adapter beside those of its base: the same prompts, the same random numbers, one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from retrain.campaign.export import uniform
+from retrain.campaign.provenance import Provenance
+from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.environments.prompts import render
+from retrain.errors import ModelError
+from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.base import BaseModel, load_base
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.threads import workers_for
+from retrain.types import Action, Problem, Prompt
+
+
+def answers(
+    source: Provenance,
+    prompts: Sequence[str],
+    *,
+    samples: int,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Sample every prompt with the adapter and with its base; sample k of both draws the same random numbers.
+
+    Prompts go through the system prompt, prompt template and chat template of the run; temperature and max_tokens are
+    by default those of its held-out evaluation. Returns adapter, base, temperature, max_tokens, seed and ``prompts``,
+    each {prompt, rendered, tokens, base: [{text, tokens, stop}], adapter: [...]}. Raises RetrainError when the model
+    or adapter cannot be loaded, or a prompt is too long for it.
+    """
+    config = source.config
+    asked = resolved(config, EvaluationSet(name=HELDOUT))
+    temperature = asked.temperature if temperature is None else temperature
+    max_tokens = max_tokens or asked.max_tokens
+    cut = replace(asked, temperature=temperature).truncation
+    with ExitStack() as stack:
+        base = load_base(
+            source.base, revision=source.revision, local_files_only=config.model.local_files_only,
+            trust_remote_code=config.model.trust_remote_code, devices=config.backend.devices,
+            dtype=config.inference.dtype,
+        )  # fmt: skip
+        same_format = source.dtype == str(base.dtype).removeprefix("torch.")
+        if source.fingerprint and same_format and source.fingerprint != base.fingerprint:
+            tell(f"{source.base} holds other weights than those that the adapter was trained on")
+        with AdapterFile(source.adapter) as file:
+            file.require_plain()
+            lanes = Lanes(base, _layers(file, base))
+            stack.callback(lanes.detach)
+            adapters = [lanes.new_adapter(1, 1.0), _loaded(file, lanes)]  # one of zeros is the base
+        workers = workers_for(base)
+        stack.callback(workers.close)
+        engine = LocalEngine(base, lanes, workers=workers, tell=tell)
+        refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
+        for ref, adapter in zip(refs, adapters, strict=True):
+            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
+        rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
+                    for i, text in enumerate(prompts)]  # fmt: skip
+        requests = [
+            SampleRequest(ref, prompt.token_ids, samples, max_tokens, temperature, (seed, "talk", i), **cut)
+            for ref in refs
+            for i, prompt in enumerate(rendered)
+        ]
+        sampled = engine.sample(requests)
+    count = len(rendered)
+    return {
+        "adapter": str(source.adapter),
+        "base": source.base,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "prompts": [
+            {
+                "prompt": text,
+                "rendered": as_read(prompt, base.tokenizer),
+                "tokens": len(prompt.token_ids),
+                "base": [_told(each) for each in sampled[i]],
+                "adapter": [_told(each) for each in sampled[count + i]],
+            }
+            for i, (text, prompt) in enumerate(zip(prompts, rendered, strict=True))
+        ],
+    }
+
+
+def as_read(prompt: Prompt, tokenizer: Any) -> str:
+    """The prompt as the model reads it, special tokens and all."""
+    return tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+
+
+def _told(completion: Action) -> dict[str, Any]:
+    return {"text": completion.text, "tokens": len(completion), "stop": completion.stop_reason}
+
+
+def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
+    """The adapted modules, all of them linear layers of the base."""
+    found = dict(base.model.named_modules())
+    for name, where in file.modules.items():
+        weight = getattr(found.get(name), "weight", None)
+        if weight is None or tuple(weight.shape) != (where.b_shape[0], where.a_shape[1]):
+            raise ModelError(
+                f"{file.directory} adapts {name}, which is no linear layer of that size in {base.name}: give the right "
+                "base with --base"
+            )
+    return list(file.modules)
+
+
+def _loaded(file: AdapterFile, lanes: Lanes) -> Adapter:
+    """The adapter on the lanes, every module at the highest rank and the one scale."""
+    scale, pairs = uniform(file, file.rank)
+    adapter = lanes.new_adapter(file.rank, scale * file.rank)
+    adapter.load(dict(pairs))
+    return adapter

@@ -1,0 +1,247 @@
+"""A look before training: some problems of a run's first batch as the model reads them, sampled and graded.
+
+The run is put together as training does it (``assemble``), in a directory that is removed again and without trackers:
+the prompts are those of its first batch, the answers those of its first step, the grader is its own. Answers are graded
+one after the other, so that each has its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from retrain.campaign.assemble import assemble
+from retrain.campaign.fitting import DoesNotFit
+from retrain.campaign.plan import RunSpec, plan
+from retrain.campaign.references import check_references
+from retrain.campaign.talk import as_read
+from retrain.config import Loaded, parse_dict
+from retrain.engines.protocol import SampleRequest
+from retrain.environments.prompts import conversation
+from retrain.environments.single_turn import SingleTurn
+from retrain.errors import UsageError
+from retrain.plugins import described
+from retrain.record.environment import without_keys
+from retrain.record.observer import NullObserver
+from retrain.record.samples import EQUAL_REWARDS
+from retrain.rewards import Grader
+from retrain.rewards.base import failed
+from retrain.rollouts.collect import RolloutRequest
+from retrain.run import Run
+from retrain.types import Action, Prompt, RewardResult
+
+ANSWERS = 4
+"""Answers for each problem, or the group size where that is smaller."""
+PATIENCE_S = 30.0
+"""Seconds spent on grading without one grade, after which the rest is not tried."""
+POOLED = ("math", "judge", "custom")
+"""Rewards that grade several answers at once, ``[reward] workers`` of them."""
+
+
+class Messages(NullObserver):
+    """Passes on what a person should hear, and nothing else."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+
+    def message(self, text: str, level: str = "info") -> None:
+        """One line for the reader."""
+        self.tell(text)
+
+
+def trial(
+    loaded: Loaded, problems: int, samples: int | None, condition: str | None, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one run of the file.
+
+    ``condition`` is the label of the run's condition, None the first; the seed is the first. Returns ``run``, ``seed``,
+    ``model``, ``prompts`` (each with its answers and what the reward says of them), ``sampling`` and ``grading``
+    (counts and seconds, with what a whole step takes) and ``verdict``. Raises RetrainError as training does.
+    """
+    check_references(loaded)
+    spec = _spec(loaded, condition)
+    samples = samples or min(ANSWERS, spec.config.training.group_size)
+    with ExitStack() as stack:
+        aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
+        try:
+            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack)
+        except DoesNotFit as short:
+            raise UsageError(str(short)) from short
+        run = cohort.runs[0]
+        environment = run.environments["train"]
+        assert isinstance(environment, SingleTurn)
+        asked: list[RolloutRequest] = []
+        while len(asked) < problems:
+            asked += run.rollout_requests()
+        asked = asked[:problems]
+        prompts = [run.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked]
+        cohort.engine.publish(run.policy_ref, run.policy.snapshot())
+        begin = time.perf_counter()
+        sampled = cohort.engine.sample(
+            [
+                SampleRequest(run.policy_ref, prompt.token_ids, samples, stream=each.stream, **asdict(each.sampling))
+                for each, prompt in zip(asked, prompts, strict=True)
+            ]
+        )
+        sampling_s = time.perf_counter() - begin
+        graded = _grade(environment.grader, prompts, sampled)
+        return {
+            "run": spec.run_id,
+            "seed": spec.seed,
+            "model": spec.config.model.model,
+            "prompts": [
+                {
+                    "id": prompt.problem.id,
+                    "rendered": as_read(prompt, run.renderer.tokenizer),
+                    "tokens": len(prompt.token_ids),
+                    "answer": prompt.problem.answer,
+                    "samples": [
+                        _told(*each) for each in zip(sampled[i], *graded[i], strict=True)
+                    ],
+                }
+                for i, prompt in enumerate(prompts)
+            ],
+            "sampling": _sampling(run, sampled, sampling_s),
+            "grading": _grading(run, graded),
+            "verdict": _verdict(run, sampled, [results for results, _ in graded]),
+        }  # fmt: skip
+
+
+def _chosen(loaded: Loaded, condition: str | None) -> tuple[RunSpec, list[RunSpec]]:
+    """The first run of the condition, and all runs of the file. Raises UsageError when there is no such condition."""
+    specs = plan(loaded)
+    labels = list(dict.fromkeys(spec.label for spec in specs))
+    if condition is not None and condition not in labels:
+        raise UsageError(f"--condition {condition!r} is none of {', '.join(labels)}")
+    return next(spec for spec in specs if condition in (None, spec.label)), specs
+
+
+def _spec(loaded: Loaded, condition: str | None) -> RunSpec:
+    """The run that is tried, without trackers and other outputs."""
+    spec, _ = _chosen(loaded, condition)
+    data = spec.config.model_dump(mode="json", by_alias=True)
+    data["logging"] |= {"report_to": [], "wandb_project": None}
+    data["backend"]["adapter_path"] = None
+    return replace(spec, config=parse_dict(data), is_campaign=False)
+
+
+def others(loaded: Loaded, condition: str | None) -> list[str]:
+    """Labels of the conditions whose reward or sampling is not that of the one that is tried.
+
+    Raises UsageError when there is no such condition.
+    """
+    tried, specs = _chosen(loaded, condition)
+
+    def seen(spec: RunSpec) -> tuple[Any, ...]:
+        training = spec.config.training
+        return spec.config.reward.grading, training.temperature, training.max_tokens
+
+    return list(dict.fromkeys(spec.label for spec in specs if spec.seed == tried.seed and seen(spec) != seen(tried)))
+
+
+Graded = tuple[list[RewardResult], list[float]]
+"""The results of one prompt's answers, and the seconds that each took; NaN for one that was not tried."""
+
+
+def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
+    """Every answer graded by itself; without one grade in ``PATIENCE_S`` seconds the rest is not tried."""
+    found: list[Graded] = []
+    spent, any_grade = 0.0, False
+    for prompt, completions in zip(prompts, sampled, strict=True):
+        results, seconds = [], []
+        for completion in completions:
+            if spent > PATIENCE_S and not any_grade:
+                results.append(failed(f"not tried: no grade in {spent:.0f} s"))
+                seconds.append(float("nan"))
+                continue
+            begin = time.perf_counter()
+            try:
+                (result,) = grader.grade([(prompt.problem, completion.text)])
+            except Exception as error:  # in training it would end the run
+                result = failed(described(error))
+            seconds.append(time.perf_counter() - begin)
+            spent += seconds[-1]
+            any_grade = any_grade or result.total_reward is not None
+            results.append(replace(result, error=without_keys(result.error)) if result.error else result)
+        found.append((results, seconds))
+    return found
+
+
+def _told(completion: Action, result: RewardResult, seconds: float) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "tokens": len(completion),
+        "stop": completion.stop_reason,
+        "reward": result.total_reward,
+        "components": dict(result.components),
+        "sample_metrics": dict(result.sample_metrics),
+        "tags": list(result.tags),
+        "correct": None if result.total_reward is None else result.is_correct,
+        "format_ok": result.format_ok,
+        "error": result.error,
+        "seconds": seconds,
+    }
+
+
+def _sampling(run: Run, sampled: Sequence[Sequence[Action]], seconds: float) -> dict[str, Any]:
+    """``step_seconds``: at least as long as these answers took, at most in proportion to their number."""
+    training = run.config.training
+    answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
+    ends = sorted((seconds, seconds * step / answers))
+    return {
+        "answers": answers,
+        "tokens": sum(len(each) for group in sampled for each in group),
+        "seconds": seconds,
+        "step_answers": step,
+        "step_seconds": [ends[0], ends[1]],
+    }
+
+
+def _grading(run: Run, graded: Sequence[Graded]) -> dict[str, Any]:
+    """``step_seconds``: all answers of a step at these seconds each, as many at once as the reward has workers.
+
+    The first answer waits for the workers to start and is left out of the mean where there are others.
+    """
+    times = [each for _, seconds in graded for each in seconds if each == each]
+    usual = times[1:] or times
+    reward, training = run.config.reward, run.config.training
+    pooled = any(kind in POOLED for kind in (reward.type, *(part.type for part in reward.components)))
+    workers, step = (reward.workers if pooled else 1), training.batch_size * training.group_size
+    mean = sum(usual) / len(usual)
+    return {
+        "graded": len(times),
+        "failed": sum(result.total_reward is None for results, _ in graded for result in results),
+        "first_seconds": times[0],
+        "mean_seconds": mean,
+        "slowest_seconds": max(times),
+        "timeout_s": reward.timeout_s if pooled else None,
+        "workers": workers,
+        "step_answers": step,
+        "step_seconds": ceil(step / workers) * mean,
+    }
+
+
+def _verdict(run: Run, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]) -> dict[str, Any]:
+    """What it comes to: mean reward, right answers, groups with something to learn from, and the reasons of failures,
+    the most frequent first."""
+    results = [result for group in graded for result in group]
+    totals = [[r.total_reward for r in group if r.total_reward is not None] for group in graded]
+    known = [total for group in totals for total in group]
+    errors = [result.error or "no reason given" for result in results if result.total_reward is None]
+    return {
+        "answers": len(results),
+        "mean_reward": sum(known) / len(known) if known else None,
+        "correct": sum(result.is_correct for result in results),
+        "groups": len(totals),
+        "mixed_groups": sum(bool(group) and max(group) - min(group) > EQUAL_REWARDS for group in totals),
+        "truncated": sum(each.stop_reason == "length" for group in sampled for each in group),
+        "max_tokens": run.config.training.max_tokens,
+        "all_failed": not known,
+        "reasons": {error: errors.count(error) for error in sorted(set(errors), key=lambda e: -errors.count(e))},
+    }

@@ -1,0 +1,146 @@
+"""``sample`` and ``export``: what to do with a trained adapter."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrain.commands.arguments import AsJson, require_directory
+from retrain.commands.output import plural, print_record, print_text, visible
+from retrain.errors import UsageError
+from retrain.files import dumps
+
+AdapterDirectory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A run, checkpoint, final/ or other adapter directory.", show_default=False),
+]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="The base model, where it is not the one that the adapter names."),
+]
+
+
+class Dtype(StrEnum):
+    """Number formats of a merged model."""
+
+    stored = "stored"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def sample(
+    directory: AdapterDirectory,
+    prompts: Annotated[
+        list[str],
+        typer.Option(
+            "--prompt", metavar="TEXT", help="What to ask; may be repeated; - reads standard input.", show_default=False
+        ),
+    ],
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers to each prompt.")] = 1,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer; without it that of evaluation."),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy; without it that of evaluation."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random numbers.")] = 0,
+    base: Base = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a trained adapter and its base the same, with the run's own template; print both answers."""
+    require_directory(directory)
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    if prompts.count("-") > 1:
+        raise UsageError("standard input is read once: give --prompt - only once")
+    if not all(text.strip() for text in texts):
+        raise UsageError("a prompt is empty: type --prompt and the question")
+    from retrain.campaign.provenance import provenance
+    from retrain.campaign.talk import answers
+
+    source = provenance(directory, base)
+    if source.record is None:
+        tell(f"{source.adapter} belongs to no run here: default template and sampling")
+    found = answers(
+        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, tell=tell
+    )
+    if as_json:
+        print(dumps(found, indent=2))
+    elif sys.stdout.isatty():
+        print_answers(found)
+    else:
+        for number, prompt in enumerate(found["prompts"], start=1):
+            print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
+            for place, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
+                for who, each in zip(("base", "adapter"), pair, strict=True):
+                    facts = {"tokens": each["tokens"], "stop": each["stop"]}
+                    print_record(who, prompt=number, answer=place, **facts, text=each["text"])
+
+
+def print_answers(found: dict[str, Any]) -> None:
+    """Both answers to each prompt, for a person."""
+    for prompt in found["prompts"]:
+        print(f"prompt    {plural(prompt['tokens'], 'token')}")
+        print_text(prompt["rendered"], 2)
+        for pair in zip(prompt["base"], prompt["adapter"], strict=True):
+            for who, each in zip(("base", "adapter"), pair, strict=True):
+                cut = " (cut off)" if each["stop"] == "length" else ""
+                print(f"{who:<10}{plural(each['tokens'], 'token')}{cut}")
+                print_text(each["text"], 2, limit=1 << 30)
+        print()
+    print(f"adapter   {visible(found['adapter'])}\nbase      {visible(found['base'])}")
+
+
+def export(
+    directory: AdapterDirectory,
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="New directory to write to.", show_default=False)],
+    merge: Annotated[bool, typer.Option("--merge", help="Write a full model with the adapter merged in.")] = False,
+    rank_pad: Annotated[
+        int | None,
+        typer.Option("--rank-pad", metavar="RANK", min=1, help="Write the adapter filled up with zeros to this rank."),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option("--dtype", help="Number format of the merged model; stored is that of the base's files.")
+    ] = Dtype.stored,
+    base: Base = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained adapter for other programs: merged into a full model, checked against the adapter's logits; or
+    with its rank padded, for servers that know only certain ranks."""
+    require_directory(directory)
+    if merge == (rank_pad is not None):
+        raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")
+    if rank_pad is not None and dtype is not Dtype.stored:
+        raise UsageError("--dtype is the merged model's: type --merge, or leave it out")
+    from retrain.campaign.export import merge as merge_adapter
+    from retrain.campaign.export import pad_rank
+    from retrain.campaign.provenance import provenance
+
+    source = provenance(directory, base)
+    if rank_pad is None:
+        found = merge_adapter(source, out, dtype.value)
+        checked = (
+            f"logits differ from the adapter's by {found['difference']:.1e} of their spread (rounding to "
+            f"{found['dtype']} explains {found['tolerance']:.1e}; the adapter changes them by {found['effect']:.1e})"
+        )
+        lines = {"dtype": found["dtype"], "checked": checked}
+    else:
+        found = pad_rank(source, out, rank_pad)
+        before = " to ".join(map(str, dict.fromkeys((found["ranks_before"][0], found["ranks_before"][-1]))))
+        lines = {"rank": f"{found['rank']}, was {before}", "lora_alpha": f"{found['lora_alpha']:g}"}
+    if as_json:
+        print(dumps(found, indent=2))
+        return
+    for name, text in {"adapter": found["adapter"], "base": found["base"], **lines, "written": found["out"]}.items():
+        print(f"{name:<12}{visible(text)}")
+
+
+def tell(text: str) -> None:
+    """Say something beside the result."""
+    print(f"note: {visible(text)}", file=sys.stderr)

@@ -1,0 +1,158 @@
+"""``try``: what the model is asked, answers and is paid, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
+from retrain.commands.output import plural, print_record, print_text, visible
+from retrain.errors import RunFailed
+from retrain.files import dumps
+
+
+def try_(
+    file: ConfigFile,
+    problems: Annotated[int, typer.Option("--problems", metavar="N", min=1, help="How many problems.")] = 4,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", metavar="N", min=1, help="Answers to each; without it 4, or the group size."),
+    ] = None,
+    condition: Annotated[
+        str | None,
+        typer.Option("--condition", metavar="LABEL", help="Which condition of a campaign; without it the first."),
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show prompts as the model reads them, answers, and what the reward says of each; nothing is trained or written.
+
+    They are those of the first step. Exit status 1 when the reward grades none of the answers.
+    """
+    from retrain.campaign.trial import others, trial
+
+    loaded = read(file, sets)
+    for label in others(loaded, condition):
+        tell(f"{label} has another reward or sampling: type --condition '{label}'")
+    found = trial(loaded, problems, samples, condition, tell)
+    if as_json:
+        print(dumps({"file": str(file), **found}, indent=2))
+    elif sys.stdout.isatty():
+        print_trial(found)
+    else:
+        print_trial_lines(found)
+    if found["verdict"]["all_failed"]:
+        reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in found["verdict"]["reasons"].items())
+        raise RunFailed(f"the reward graded none of {found['verdict']['answers']} answers: {reasons}")
+
+
+def tell(text: str) -> None:
+    """Say something beside the result."""
+    print(f"note: {visible(text)}", file=sys.stderr)
+
+
+def print_trial(found: dict[str, Any]) -> None:
+    """The trial for a person."""
+    for number, prompt in enumerate(found["prompts"], start=1):
+        reference = f", answer {visible(prompt['answer'])[:80]}" if prompt["answer"] else ""
+        print(f"problem {number}  {visible(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
+        print_text(prompt["rendered"], 2)
+        for place, sample in enumerate(prompt["samples"], start=1):
+            print(f"  answer {place}  {sample_words(sample)}")
+            print_text(sample["text"], 4)
+        print()
+    sampling, grading, verdict = found["sampling"], found["grading"], found["verdict"]
+    low, high = (seconds_words(each) for each in sampling["step_seconds"])
+    print(f"run       {found['run']} with {visible(found['model'])}, its first step")
+    took, step = seconds_words(sampling["seconds"]), low if low == high else f"{low} to {high}"
+    print(
+        f"sampling  {sampling['answers']} answers of {sampling['tokens']:,} tokens in {took};"
+        f" the {sampling['step_answers']:,} of a step: {step}"
+    )
+    at_once = f", {grading['workers']} at once" if grading["workers"] > 1 else ""
+    limit = f", given up after {grading['timeout_s']:g} s" if grading["timeout_s"] else ""
+    print(
+        f"grading   {seconds_words(grading['mean_seconds'])} for an answer, {seconds_words(grading['slowest_seconds'])}"
+        f" at most{limit}; the {grading['step_answers']:,} of a step{at_once}:"
+        f" {seconds_words(grading['step_seconds'])}"
+    )
+    for reason, count in verdict["reasons"].items():
+        print(f"failed    {count} of {verdict['answers']}: {visible(reason)}")
+    if not verdict["all_failed"]:
+        print(f"rewards   {verdict_words(verdict)}")
+    for advice in advice_of(found):
+        print(f"careful   {advice}")
+
+
+def print_trial_lines(found: dict[str, Any]) -> None:
+    """The trial for a script: one line for each prompt, answer and sum."""
+    print_record("run", run=found["run"], seed=found["seed"], model=found["model"])
+    for number, prompt in enumerate(found["prompts"], start=1):
+        facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
+        print_record("prompt", prompt=number, **facts, text=prompt["rendered"])
+        for place, sample in enumerate(prompt["samples"], start=1):
+            facts = {key: value for key, value in sample.items() if value not in ({}, []) and key != "text"}
+            print_record("answer", prompt=number, answer=place, **facts, text=sample["text"])
+    for kind in ("sampling", "grading", "verdict"):
+        print_record(kind, **{key: value for key, value in found[kind].items() if key != "reasons"})
+    for reason, count in found["verdict"]["reasons"].items():
+        print_record("failed", answers=count, reason=reason)
+    for advice in advice_of(found):
+        tell(advice)
+
+
+def sample_words(sample: dict[str, Any]) -> str:
+    """What the reward says of one answer, and how it was made."""
+    length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
+    took = seconds_words(sample["seconds"])
+    if sample["reward"] is None:
+        return f"no reward: {visible(sample['error'] or '')}; {length}, {took}"
+    parts = {**sample["components"], **sample["sample_metrics"]}
+    own = [
+        f"{visible(name)} {number_words(value)}"
+        for name, value in parts.items()
+        if len(parts) > 1 or value != sample["reward"]
+    ]
+    words = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *own]
+    if sample["tags"]:
+        words.append("tags " + " ".join(map(visible, sample["tags"])))
+    return f"{', '.join(words)}; {length}, {took}"
+
+
+def number_words(value: float | None) -> str:
+    """A number in at most four digits."""
+    return "none" if value is None else f"{value:.4g}"
+
+
+def seconds_words(seconds: float | None) -> str:
+    """Seconds as "0.2 ms", "35 ms", "1.2 s" or "3 min"."""
+    if seconds is None or seconds != seconds:
+        return "not tried"
+    if seconds < 1:
+        return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def verdict_words(verdict: dict[str, Any]) -> str:
+    """What the rewards come to."""
+    cut = f", {verdict['truncated']} cut off at max_tokens = {verdict['max_tokens']}" if verdict["truncated"] else ""
+    return (
+        f"{number_words(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
+        f"{verdict['mixed_groups']} of {plural(verdict['groups'], 'group')} with rewards that differ{cut}"
+    )
+
+
+def advice_of(found: dict[str, Any]) -> list[str]:
+    """What a person should know before a run of this costs hours."""
+    grading, verdict, lines = found["grading"], found["verdict"], []
+    if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
+        lines.append(
+            f"{plural(verdict['groups'], 'group')} tried, and none has rewards that differ: such groups teach nothing"
+        )
+    if 2 * verdict["truncated"] > verdict["answers"]:
+        lines.append(f"{verdict['truncated']} of {verdict['answers']} answers are cut off: raise [training] max_tokens")
+    if grading["step_seconds"] > max(found["sampling"]["step_seconds"][1], 1.0):
+        lines.append("grading a step takes longer than sampling it: raise [reward] workers, or make the reward faster")
+    return lines

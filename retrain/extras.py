@@ -1,0 +1,54 @@
+"""Packages that only some files need: what brings them, and what is said when one is missing. None is imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from retrain.errors import MissingExtra
+
+
+class Extra(NamedTuple):
+    """Package by the module that it is imported as, the one to look for first; and what they are for."""
+
+    packages: Mapping[str, str]
+    purpose: str
+
+
+EXTRAS = {
+    "data": Extra({"datasets": "datasets", "pyarrow": "pyarrow"}, "data sets by hub name, Parquet files"),
+    "math": Extra({"math_verify": "math-verify"}, "reward type math"),
+    "wandb": Extra({"wandb": "wandb"}, "Weights & Biases tracking"),
+    "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
+    "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
+    "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks for a data source of your own"),
+    "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
+}
+"""By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
+
+EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
+"""Module → the extra that brings it."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether this top-level module can be imported."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
+
+
+def package_of(module: str) -> str:
+    """The package with this module of an extra."""
+    return EXTRAS[EXTRA_OF[module]].packages[module]
+
+
+def install_line(module: str) -> str:
+    """What to type, in the checkout, for the package with this module."""
+    return f"pip install '.[{EXTRA_OF[module]}]'"
+
+
+def missing(feature: str, module: str) -> MissingExtra:
+    """The error to raise when ``feature`` needs this module, and it is not there."""
+    return MissingExtra(feature, package_of(module), install_line(module))

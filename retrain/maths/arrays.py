@@ -1,0 +1,24 @@
+"""As ``shapes``, of numpy's arrays: what is imported where torch is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float64, Integer, Num
+
+TokenMask = Bool[np.ndarray, "T"]
+AnyTokenMask = Bool[np.ndarray, "_"]
+OffsetArray = Integer[np.ndarray, "T 2"]
+TokenNumbers = Integer[np.ndarray, "T"]
+Offsets = Sequence[tuple[int, int]] | Integer[np.ndarray, "_ 2"]
+"""Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]."""
+Vectors_ND = Num[np.ndarray, "N D"]
+Doubles_ND = Float64[np.ndarray, "N D"]
+Doubles_N = Float64[np.ndarray, "N"]
+
+Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
+"""One number per replicate: a seed, a problem, a pair of runs."""
+Doubles_S = Float64[np.ndarray, "S"]
+Table = Num[np.ndarray, "..."]
+"""Of any shape."""

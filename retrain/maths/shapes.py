@@ -1,0 +1,30 @@
+"""Shapes and kinds of the tensors that ``maths`` takes and gives, as types; the letters are those of ``retrain.types``.
+
+They cost nothing at run time: nobody looks at an annotation unless asked to, as the tests do (jaxtyping, beartype).
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float, Float64, Shaped
+from torch import Tensor
+
+Floats_BT = Float[Tensor, "B T"]
+Mask_BT = Bool[Tensor, "B T"]
+Floats_B1 = Float[Tensor, "B 1"]
+Floats_B = Float[Tensor, "B"]
+Doubles_B = Float64[Tensor, "B"]
+Values_B = Shaped[Tensor, "B"]
+"""Of any kind of number, or bool."""
+Rewards_PN = Shaped[Tensor, "*P N"]
+"""Groups of rewards, with any number of axes (or none) for the prompts."""
+Doubles_PN = Float64[Tensor, "*P N"]
+Sum = Float64[Tensor, ""]
+
+FactorA = Float[Tensor, "r in"]
+FactorB = Float[Tensor, "out r"]
+CutA = Float[Tensor, "k in"]
+CutB = Float[Tensor, "out k"]
+Spectrum = Float[Tensor, "k"]
+Doubles_K = Float64[Tensor, "k"]
+AnySpectrum = Float[Tensor, "_"]
+"""Of a length of its own, where there are several."""

@@ -1,0 +1,187 @@
+"""Whether a directory holds a model that can be loaded, told from names, sizes and headers: no weight is read, and
+neither torch nor transformers is imported."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from retrain.models import BUNDLED, bundled_model_path
+
+CONFIG = "config.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files that a vocabulary stands in; one of them is enough."""
+WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
+HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
+LONGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header, as safetensors itself limits them."""
+
+
+def local_directory(name: str) -> Path | None:
+    """The directory of a bundled model or of a path that is one (``~`` is the home); None for anything else."""
+    path = bundled_model_path(name) or _expanded(name)
+    return path if path.is_dir() else None
+
+
+def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
+    """Why nothing can be loaded by this name, in words; "" where nothing speaks against it.
+
+    Of a hub name only its form is looked at: what is not in the local cache may be downloaded.
+    """
+    directory = local_directory(name)
+    if directory is not None:
+        return directory_fault(directory, trust_remote_code=trust_remote_code)
+    path = _expanded(name)
+    if path.exists():
+        return "it is a file: a model is a directory in transformers format, or a hub name"
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/"):
+        return "there is no such directory"
+    if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
+        return 'it is neither a directory nor a hub name, which is like "Qwen/Qwen3-0.6B"'
+    close = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.8)
+    return f'it is neither a directory nor a bundled model: did you mean "{close[0]}"' if close else ""
+
+
+def directory_fault(directory: Path, *, trust_remote_code: bool = False) -> str:
+    """The first thing that keeps the model in ``directory`` from being loaded, in words; "" if there is none."""
+    try:
+        if not any(directory.iterdir()):
+            return "it is an empty directory"
+        for fault in (
+            _config_fault(directory, trust_remote_code),
+            _weights_fault(directory),
+            _tokenizer_fault(directory, trust_remote_code),
+        ):
+            if fault:
+                return fault
+    except OSError as error:
+        return f"it cannot be read: {error.filename or directory}: {(error.strerror or str(error)).lower()}"
+    return ""
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # the home of nobody
+        return Path(name)
+
+
+def _config_fault(directory: Path, trust_remote_code: bool) -> str:
+    if not (directory / CONFIG).is_file():
+        return f"it has no {CONFIG}: a model directory is what save_pretrained writes"
+    config, fault = _json(directory / CONFIG)
+    if fault:
+        return fault
+    kind, own_code = config.get("model_type"), bool(config.get("auto_map"))
+    known = causal_types()
+    if isinstance(kind, str) and (known is None or kind in known):
+        return ""
+    if own_code:
+        return "" if trust_remote_code else "it brings its own code: read it, then set trust_remote_code = true"
+    if not isinstance(kind, str):
+        return f"its {CONFIG} names no model_type"
+    close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
+    hint = f'; the nearest that it has is "{close[0]}"' if close else ""
+    return f'its {CONFIG} has model_type "{kind}", of which this transformers has no language model{hint}'
+
+
+@cache
+def causal_types() -> frozenset[str] | None:
+    """Every model_type that the installed transformers has a causal language model of, read from its source; None
+    where it is not found there."""
+    spec = importlib.util.find_spec("transformers")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(place) / "models" / "auto" / "modeling_auto.py"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", text, re.MULTILINE | re.DOTALL)
+        if table and (found := re.findall(r'^\s+\("([\w.-]+)",', table.group(), re.MULTILINE)):
+            return frozenset(found)
+    return None
+
+
+def _weights_fault(directory: Path) -> str:
+    for index, whole in ((INDEX, WHOLE), (PICKLED_INDEX, PICKLED)):
+        if (directory / whole).is_file():  # as in transformers, one file goes before shards, and both before pickles
+            return _file_fault(directory / whole)
+        if (directory / index).is_file():
+            return _shards_fault(directory, index)
+    return f"it has no weights: neither {WHOLE} nor {INDEX}"
+
+
+def _shards_fault(directory: Path, index: str) -> str:
+    content, fault = _json(directory / index)
+    if fault:
+        return fault
+    shards = content.get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        return f"its {index} has no weight_map"
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        return f"it lacks {len(missing)} of the {len(names)} files that {index} names, such as {missing[0]}"
+    return next((fault for name in names if (fault := _file_fault(directory / name))), "")
+
+
+def _file_fault(path: Path) -> str:
+    """What is wrong with one file of weights."""
+    size = path.stat().st_size
+    if size == 0:
+        return f"its {path.name} is empty"
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            return f"it has only a pointer of Git LFS in place of {path.name}; type: git lfs pull"
+        if path.suffix != ".safetensors":
+            return ""
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 0 < length <= LONGEST_HEADER:
+            return f"its {path.name} is no safetensors file"
+        text = file.read(length)
+    if len(text) < length:
+        return f"its {path.name} is cut off: {size:,} bytes, and its header alone takes {8 + length:,}"
+    try:
+        header = json.loads(text)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return f"its {path.name} is no safetensors file"
+    if size < whole:
+        return f"its {path.name} is cut off: {size:,} of {whole:,} bytes"
+    if size > whole:
+        return f"its {path.name} has {size:,} bytes where the header tells of {whole:,}"
+    return ""
+
+
+def _tokenizer_fault(directory: Path, trust_remote_code: bool) -> str:
+    found = [name for name in VOCABULARIES if (directory / name).is_file()]
+    if "tokenizer.json" in found:
+        return _json(directory / "tokenizer.json")[1]
+    if found:
+        return ""
+    settings: dict[str, Any] = {}
+    if (directory / "tokenizer_config.json").is_file():
+        settings, fault = _json(directory / "tokenizer_config.json")
+        if fault:
+            return fault
+    if settings.get("tokenizer_class") in WITHOUT_VOCABULARY or (settings.get("auto_map") and trust_remote_code):
+        return ""
+    return f"it has no tokenizer: none of {', '.join(VOCABULARIES[:3])} …"
+
+
+def _json(path: Path) -> tuple[dict[str, Any], str]:
+    """The object in a JSON file, and what is wrong with it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}, f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}"
+    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is no JSON object")

@@ -1,0 +1,273 @@
+"""Whose a directory is: nothing that a run did not write itself is ever removed or overwritten.
+
+Every directory that retrain writes carries a mark, ``retrain.json``: who wrote it (a random id, made at the first start
+of a campaign or run) and as what (its place below that start's directory). Two kinds of directories have one:
+
+- one that grows (a campaign, a run) is claimed before anything else is written there, which is refused where one of
+  the names that will be written is taken. From then on these names are the owner's, also after a kill.
+- one that is complete when it appears (a checkpoint, an adapter) has in its mark the files that were written. They
+  alone are replaced or removed, and only by the owner; what somebody has put beside them stays.
+
+A name proves nothing: ``checkpoints/step_000002`` without the run's mark is somebody else's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import NotOurs, UsageError
+from retrain.files import is_aside, publish_directory, read_json, write_bytes, write_json, writing
+
+MARK = "retrain.json"
+LAYOUT = (
+    MARK, ".lease", "manifest.json", "plan.json", "config.json", "code.diff", "environment.json", "runs", "base",
+    "squeeze", "comparison.json", "report.html", "metrics.jsonl", "evals.jsonl", "checkpoints.jsonl",
+    "timing_spans.jsonl", "notes.jsonl", "emergence", "timeline.html", "run.log", "checkpoints", "final",
+    "train_iteration_*", "eval_*_iteration_*", "tensorboard", "wandb",
+)  # fmt: skip
+"""Names (patterns) that a campaign or run writes directly in its directory."""
+NAMES_TOLD = 4
+ELSEWHERE = "give another directory with --out"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes a directory: the ``id`` of the start that it belongs to, and its ``place`` below that directory."""
+
+    id: str
+    place: str = "."
+
+    def at(self, place: str) -> Owner:
+        """The same owner's directory ``place`` below this one."""
+        return Owner(self.id, place if self.place == "." else f"{self.place}/{place}")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The content of ``retrain.json``; ``files`` is None for a directory that grows."""
+
+    owner: Owner
+    files: tuple[str, ...] | None
+
+
+def mark_of(directory: Path) -> Mark | None:
+    """The mark of a directory; None where there is none that can be read."""
+    path = directory / MARK
+    try:
+        content = {} if path.is_symlink() else read_json(path)
+        owner, files = Owner(content["owner"], content["place"]), content["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    names = [owner.id, owner.place, *(files or ())]
+    if not all(isinstance(name, str) for name in names) or any(not _is_inside(name) for name in files or ()):
+        return None
+    return Mark(owner, None if files is None else tuple(files))
+
+
+def owner_of(directory: Path) -> Owner | None:
+    """Who wrote a directory, as its mark says."""
+    mark = mark_of(directory)
+    return mark.owner if mark else None
+
+
+def is_whole(directory: Path, owner: Owner | None) -> bool:
+    """Whether ``directory`` was published by this owner; with None by anybody, marked or not."""
+    mark = None if directory.is_symlink() else mark_of(directory)
+    return owner is None or (mark is not None and mark.files is not None and mark.owner == owner)
+
+
+def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEWHERE) -> None:
+    """Raise NotOurs unless ``directory`` is the owner's, or none of the names of ``LAYOUT`` is taken in it.
+
+    Without ``owner`` any campaign's or run's own directory will do. Nothing is written.
+    """
+    mark = mark_of(directory)
+    if mark is not None:
+        if mark.files is None and (mark.owner.place == "." if owner is None else mark.owner == owner):
+            return
+        what = f"{mark.owner.place} of another directory" if mark.owner.place != "." else "another run's directory"
+        raise NotOurs(f"{directory} is {what} (says its {MARK}), nothing is written there: {advice}")
+    taken = [
+        path.name
+        for path in (sorted(directory.iterdir()) if directory.is_dir() else ())
+        if any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and not _is_empty(path)
+    ]
+    if taken:
+        raise NotOurs(f"{directory} holds {_told(taken)}, which retrain did not write there: {advice}")
+
+
+def claim(directory: Path, owner: Owner | None = None) -> Owner:
+    """Make ``directory`` the owner's (without one, a new owner's) before anything else is written in it.
+
+    Raises NotOurs as ``check_claim`` does, StorageError when the mark cannot be written.
+    """
+    check_claim(directory, owner)
+    mark = mark_of(directory)
+    if mark is not None:
+        return mark.owner
+    owner = owner or Owner(uuid.uuid4().hex)
+    _write_mark(directory, owner, None)
+    return owner
+
+
+def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advice: str = ELSEWHERE) -> None:
+    """Raise NotOurs when files of these ``names`` would take the place of what is not the owner's in ``target``."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise NotOurs(f"{target} is a file, no directory: {advice}")
+    mark = mark_of(target)
+    mine = set(mark.files or ()) if mark is not None and mark.owner == owner else set[str]()
+    taken = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
+    taken += [name for name in names if name not in mine and _taken(target, name)]
+    if taken:
+        raise NotOurs(f"{target} holds {_told(taken)}, which this run did not write: {advice}")
+
+
+def publish(aside: Path, target: Path, owner: Owner | None) -> None:
+    """Give the completely written directory ``aside`` its name, with the owner's mark in it (none without owner).
+
+    What the owner published there before is replaced, the whole directory at once. Where somebody has put files beside
+    it, they stay, and the files are replaced one by one. Raises NotOurs when one would replace somebody else's,
+    StorageError when the file system refuses.
+    """
+    target = target.resolve() if target.is_symlink() else target
+    names = files_in(aside)
+    check_publish(target, names, owner)
+    mark = mark_of(target)
+    if target.is_dir() and {*files_in(target)} - {*(mark.files or () if mark else ())}:
+        install(aside, target, owner)
+        shutil.rmtree(aside, ignore_errors=True)
+        return
+    if owner is not None:
+        _write_mark(aside, owner, names)
+    publish_directory(aside, target)
+
+
+def install(source: Path, target: Path, owner: Owner | None) -> None:
+    """Write every file below ``source`` into ``target``, beside what others have there. Raises as ``publish``."""
+    names = files_in(source)
+    check_publish(target, names, owner)
+    mark = mark_of(target)
+    before = mark.files or () if mark else ()
+    if owner is not None:  # before the files: what is there after a kill is the owner's
+        _write_mark(target, owner, sorted({*before, *names}))
+    for name in names:
+        write_bytes(target / name, (source / name).read_bytes())
+    for name in {*before} - {*names}:
+        (target / name).unlink(missing_ok=True)
+    if owner is not None:
+        _write_mark(target, owner, names)
+
+
+def remove(directory: Path, owner: Owner | None) -> bool:
+    """Remove what the owner published as ``directory``, the mark last; False, and nothing done, for any other.
+
+    What somebody has put beside it stays.
+    """
+    mark = None if directory.is_symlink() else mark_of(directory)
+    if mark is None or owner is None or mark.files is None or mark.owner != owner:
+        return False
+    with writing(directory):
+        for name in mark.files:
+            if not _leads_elsewhere(directory, name):
+                (directory / name).unlink(missing_ok=True)
+        (directory / MARK).unlink()
+        for folder in sorted({Path(name).parent for name in mark.files}, key=lambda path: -len(path.parts)):
+            with suppress(OSError):  # somebody's files are in it
+                (directory / folder).rmdir()
+    return True
+
+
+def files_in(directory: Path) -> list[str]:
+    """Names of everything below a directory that is no directory, in order, without the mark."""
+    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in found if (name := path.relative_to(directory).as_posix()) != MARK)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what processes killed in the middle of a write left in an owner's directory and its runs.
+
+    Directories of other owners below it (a run that continues from a compressed adapter) are left alone: a process may
+    be writing there.
+    """
+    owner = owner_of(directory)
+    for folder, folders, files in os.walk(directory):
+        for name in [name for name in folders if is_aside(name)]:
+            if not os.path.islink(os.path.join(folder, name)):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        for name in filter(is_aside, files):
+            Path(folder, name).unlink(missing_ok=True)
+        there = {name: owner_of(Path(folder, name)) for name in folders}
+        folders[:] = [name for name, other in there.items() if other is None or (owner and other.id == owner.id)]
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise UsageError when something that a run writes or reads again is a symbolic link, through which writes could
+    leave ``directory``. The directory itself may be reached through links; wandb makes links of its own."""
+    for top in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if not any(fnmatchcase(top.name, pattern) for pattern in LAYOUT):
+            continue
+        below = (os.path.join(folder, name) for folder, names in _walked(top) for name in names)
+        for path in (str(top), *below):
+            if os.path.islink(path):
+                raise UsageError(
+                    f"{path} is a symbolic link: nothing is written through links inside a run directory; "
+                    "put what it points to in its place (the whole directory may be a link)"
+                )
+
+
+def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
+    for folder, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if name != "wandb" or os.path.islink(os.path.join(folder, name))]
+        if os.path.basename(folder) != "wandb":
+            yield folder, [*folders, *files]
+
+
+def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
+    """What to tell of a ``manifest.json`` or ``plan.json`` that cannot be read: a damaged one, or not retrain's."""
+    try:
+        content: Any = read_json(path)
+        ours = isinstance(content, dict) and {"format", "runs"} <= content.keys()
+    except (OSError, ValueError):
+        ours = mark_of(path.parent) is not None
+    if ours:
+        return UsageError(f"{path} is damaged ({error!r}): {advice}")
+    return NotOurs(f"{path} is not retrain's: give the directory of a run or campaign, or move that file away")
+
+
+def _write_mark(directory: Path, owner: Owner, files: Sequence[str] | None) -> None:
+    write_json(directory / MARK, {"owner": owner.id, "place": owner.place, "files": files})
+
+
+def _is_inside(name: str) -> bool:
+    parts = Path(name).parts
+    return bool(parts) and not Path(name).is_absolute() and ".." not in parts
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether this is a directory with no file in it, at any depth."""
+    return path.is_dir() and not path.is_symlink() and not files_in(path)
+
+
+def _taken(target: Path, name: str) -> bool:
+    """Whether the file ``name`` cannot be new in ``target``: it is there, or what should be its folder is none."""
+    return os.path.lexists(target / name) or _leads_elsewhere(target, name)
+
+
+def _leads_elsewhere(target: Path, name: str) -> bool:
+    folders = [target / parent for parent in Path(name).parents if parent.name]
+    return any(os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()) for folder in folders)
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
+    return ", ".join(names[:NAMES_TOLD]) + more

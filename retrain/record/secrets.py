@@ -1,0 +1,32 @@
+"""What must not get into a run directory: files named like secrets, access keys, values of secret variables."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from pathlib import Path
+
+# fmt: off
+SECRET_NAMES = (
+    "*.env", ".env*", "*.pem", "*.key", "*.p12", "*secret*", "*credential*", "cred.*", "creds*", "*passw*",
+    "*token*.txt", ".netrc", "*id_rsa*", "*id_ed25519*",
+)
+# fmt: on
+"""Files whose content never goes into a run directory."""
+KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
+"""What the access keys of common services look like."""
+SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a file's name says that it holds secrets."""
+    return any(fnmatch.fnmatch(Path(name).name.lower(), pattern) for pattern in SECRET_NAMES)
+
+
+def without_keys(text: str) -> str:
+    """``text`` without what looks like an access key, and without the values of variables named as secrets."""
+    values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "[key left out]")
+    return KEYS.sub("[key left out]", text)

@@ -1,0 +1,367 @@
+"""Adapters for other programs, and beside their base: merged models, padded ranks, answers of both, from the command
+line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toymodels import TINY_RUN, qwen3_directory, train_quietly
+from typer.testing import CliRunner
+
+from retrain.campaign import export as exporting
+from retrain.cli import app
+from retrain.files import read_json, write_json
+from retrain.models import bundled_model_path
+from retrain.policy.adapter_stream import AdapterFile
+
+PREFIX = "base_model.model."
+TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
+
+
+def run(*arguments: str | Path, stdin: str | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def told(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A trained run of a toy model; its adapter is enlarged so that it says something else than its base."""
+    path = tmp_path_factory.mktemp("export")
+    model = qwen3_directory(path / "model", TEXTS)
+    (path / "rewards.py").write_text("def score(completion, answer):\n    return len(completion) % 5 / 4\n")
+    reward = '[reward]\ntype = "custom"\ncustom_module = "rewards.py"\nworkers = 1\n'
+    data = '[data]\nprompt_template = "Say {prompt} now"\n'
+    train_quietly(path, TINY_RUN.format(model=model) + "max_tokens = 8\n" + reward + data)
+    for weights in (path / "out").rglob("adapter_model.safetensors"):
+        enlarge(weights.parent)
+    return path
+
+
+def enlarge(directory: Path) -> None:
+    """Fill B with random numbers."""
+    weights = directory / "adapter_model.safetensors"
+    tensors, stream = load_file(weights), torch.Generator().manual_seed(3)
+    for name in sorted(tensors):
+        if ".lora_B." in name:
+            tensors[name] = 0.02 * torch.randn(tensors[name].shape, generator=stream)
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def logits_with(adapter: Path, model: Path | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of base and adapter as peft has them."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).float()
+    with torch.no_grad():
+        return PeftModel.from_pretrained(base, str(adapter)).eval()(input_ids=tokens()).logits
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(3, 43).reshape(2, 20)
+
+
+@pytest.mark.parametrize("which", ["", "final", "checkpoints/step_000002"])
+def test_a_merged_model_is_base_and_adapter(home, tmp_path, which):
+    """A run, its final/ and a checkpoint: full models that transformers loads, with the same logits and tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, out = home / "out" / which, tmp_path / "deep" / "merged"
+    report = told(run("export", source, "--merge", "--out", out, "--json"))
+    adapter = Path(report["adapter"])
+    assert adapter == (home / "out" / (which or "final")).resolve()
+    assert (report["base"], report["dtype"], report["modules"]) == (str(home / "model"), "float32", 14)
+    assert report["difference"] <= report["tolerance"] < 1e-4 < report["effect"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        got = model(input_ids=tokens()).logits
+    want = logits_with(adapter, home / "model")
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    mine, theirs = (AutoTokenizer.from_pretrained(path) for path in (out, home / "model"))
+    assert mine.chat_template == theirs.chat_template
+    assert mine(TEXTS)["input_ids"] == theirs(TEXTS)["input_ids"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["merged"]
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_the_number_format_of_each_weight_is_kept(home, tmp_path):
+    """A base stored in bfloat16 with its norms in float32 comes out so; --dtype changes all of it."""
+    half = tmp_path / "half"
+    shutil.copytree(home / "model", half)
+    weights = load_file(half / "model.safetensors")
+    stored = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(stored, half / "model.safetensors", metadata={"format": "pt"})
+    write_json(half / "config.json", read_json(half / "config.json") | {"dtype": "bfloat16"})
+    adapter = home / "out" / "final"
+    report = told(run("export", adapter, "--base", half, "--merge", "--out", tmp_path / "out", "--json"))
+    assert report["dtype"] == "bfloat16"
+    assert 1e-4 < report["difference"] < report["tolerance"]
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert read_json(tmp_path / "out" / "config.json")["dtype"] == "bfloat16"
+    assert {tensor.dtype for name, tensor in merged.items() if "norm" not in name} == {torch.bfloat16}
+    wide = told(
+        run("export", adapter, "--base", half, "--merge", "--dtype", "float32", "--out", tmp_path / "wide", "--json")
+    )
+    assert wide["difference"] < 1e-5 < report["difference"]
+    assert {tensor.dtype for tensor in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_the_bundled_model_merges(tmp_path):
+    """From a run that names it, over base paths that other programs find."""
+    head = TINY_RUN.format(model="tiny-reasoner").replace("batch_size = 2", "batch_size = 4")
+    train_quietly(tmp_path, head + "max_tokens = 24\n")
+    result = run("export", tmp_path / "out", "--merge", "--out", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    assert f"base        {bundled_model_path('tiny-reasoner')}" in result.stdout
+    assert "logits differ from the adapter's by" in result.stdout
+    padded = told(run("export", tmp_path / "out", "--rank-pad", 8, "--out", tmp_path / "padded", "--json"))
+    assert read_json(tmp_path / "padded" / "adapter_config.json")["base_model_name_or_path"] == padded["base"]
+    want = logits_with(tmp_path / "out" / "final", padded["base"])
+    torch.testing.assert_close(logits_with(tmp_path / "padded", padded["base"]), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merge_that_is_wrong_is_not_published(home, tmp_path, monkeypatch):
+    """What is written is read again: one tensor that went wrong on the way to the disk, or a loss by rounding."""
+    save = exporting._save
+
+    def broken(model, tokenizer, directory):
+        save(model, tokenizer, directory)
+        tensors = load_file(directory / "model.safetensors")
+        tensors["model.layers.1.mlp.down_proj.weight"] *= 1.05
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(exporting, "_save", broken)
+    result = run("export", home / "out", "--merge", "--out", tmp_path / "merged")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "nothing is written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_that_rounding_swallows_is_told(home, tmp_path):
+    adapter = tmp_path / "small"
+    shutil.copytree(home / "out" / "final", adapter)
+    weights = adapter / "adapter_model.safetensors"
+    tensors = {name: tensor * (1e-3 if ".lora_B." in name else 1) for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    arguments = ("export", adapter, "--merge", "--out", tmp_path / "out")
+    result = run(*arguments, "--dtype", "bfloat16")
+    assert result.exit_code == 2
+    assert "type --dtype float32" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(*arguments).exit_code == 0  # float32 keeps it
+
+
+def test_other_base_weights_are_refused(home, tmp_path):
+    """The run recorded what its base was; a directory that holds something else now would give another model."""
+    moved = tmp_path / "home"
+    shutil.copytree(home / "out", moved / "out")
+    other = qwen3_directory(tmp_path / "model", TEXTS, seed=5)
+    result = run("export", moved / "out", "--merge", "--base", other, "--out", tmp_path / "merged")
+    assert result.exit_code == 2
+    assert "other weights" in result.stderr
+    result = run("sample", moved / "out", "--prompt", "4", "--base", other)
+    assert (result.exit_code, "other weights" in result.stderr) == (0, True)
+    wide = qwen3_directory(tmp_path / "wide", TEXTS, hidden=64)
+    result = run("sample", moved / "out", "--prompt", "4", "--base", wide)
+    assert result.exit_code == 2
+    assert "no linear layer of that size" in result.stderr
+    shutil.rmtree(moved / "out" / "final")
+    shutil.copytree(home / "out" / "final", tmp_path / "alone")
+    result = run("export", tmp_path / "alone", "--merge", "--base", wide, "--out", tmp_path / "merged")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "does not fit" in result.stderr
+
+
+def test_a_factor_that_no_layer_takes_is_told(home, tmp_path):
+    """peft warns and goes on, which would export the base under the adapter's name."""
+    adapter = tmp_path / "renamed"
+    shutil.copytree(home / "out" / "final", adapter)
+    weights = adapter / "adapter_model.safetensors"
+    tensors = {name.replace("model.layers", "model.blocks"): value for name, value in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    result = run("export", adapter, "--merge", "--out", tmp_path / "out")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "no layer takes" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["full", "file", "link"])
+@pytest.mark.parametrize("how", [("--merge",), ("--rank-pad", "16")])
+def test_nothing_that_is_there_is_overwritten(home, tmp_path, kind, how):
+    out = tmp_path / "out"
+    if kind == "full":
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    elif kind == "file":
+        out.write_text("mine")
+    else:
+        out.symlink_to(tmp_path)
+    result = run("export", home / "out", *how, "--out", out)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "--out" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert kind == "link" or (out / "mine.txt" if kind == "full" else out).read_text() == "mine"
+    if kind == "full":
+        (out / "mine.txt").unlink()
+        assert run("export", home / "out", *how, "--out", out).exit_code == 0  # an empty one is filled
+
+
+def test_usage_is_told_in_one_line(home, tmp_path):
+    for arguments, words in (
+        ((), "--merge for a full model, or --rank-pad"),
+        (("--merge", "--rank-pad", "8"), "--merge for a full model, or --rank-pad"),
+        (("--rank-pad", "8", "--dtype", "float32"), "--dtype is the merged model's"),
+        (("--rank-pad", "2"), "has rank 4"),
+        (("--merge", "--base", "/no/such/model"), "no directory here"),
+    ):
+        result = run("export", home / "out", "--out", tmp_path / "out", *arguments)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+        assert words in result.stderr
+    campaign = tmp_path / "campaign"
+    write_json(campaign / "manifest.json", {"runs": [{"path": "runs/a_s1", "state": "done"}]})
+    result = run("export", campaign, "--merge", "--out", tmp_path / "out")
+    assert (result.exit_code, "such as" in result.stderr, "runs/a_s1" in result.stderr) == (2, True, True)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
+    """Ranks and alphas by pattern, rsLoRA: peft and AdapterFile see the same ΔW under one plain alpha and rank."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def model():
+        return AutoModelForCausalLM.from_pretrained(home / "model")
+
+    settings = LoraConfig(
+        r=6, lora_alpha=8, use_rslora=rslora, target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"v_proj": 3}, alpha_pattern={r"layers\.0\.self_attn\.q_proj": 5}, init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(4)
+    get_peft_model(model(), settings).save_pretrained(tmp_path / "source")
+    write_json(
+        tmp_path / "source" / "adapter_config.json",
+        read_json(tmp_path / "source" / "adapter_config.json") | {"base_model_name_or_path": str(home / "model")},
+    )
+    report = told(run("export", tmp_path / "source", "--rank-pad", "16", "--out", tmp_path / "padded", "--json"))
+    config = read_json(tmp_path / "padded" / "adapter_config.json")
+    assert (config["r"], config["use_rslora"], config["rank_pattern"], config["alpha_pattern"]) == (16, False, {}, {})
+    assert report["ranks_before"] == [3, 6]
+    exact = 0
+    with AdapterFile(tmp_path / "source") as before, AdapterFile(tmp_path / "padded") as after:
+        assert before.modules.keys() == after.modules.keys()
+        for name in before.modules:
+            (a, b), (wide_a, wide_b) = before.factors(name), after.factors(name)
+            assert (wide_a.shape[0], wide_b.shape[1]) == (16, 16)
+            assert not wide_a[a.shape[0] :].any()
+            assert not wide_b[:, b.shape[1] :].any()
+            assert after.scales[name] == pytest.approx(config["lora_alpha"] / 16)
+            exact += torch.equal(wide_b[:, : b.shape[1]], b)
+            torch.testing.assert_close(after.scales[name] * (wide_b @ wide_a), before.scales[name] * (b @ a))
+    assert exact >= 2  # the modules of the most frequent scale, to the bit
+    with torch.no_grad():
+        outputs = [
+            PeftModel.from_pretrained(model(), str(tmp_path / name)).eval()(input_ids=tokens()).logits
+            for name in ("source", "padded")
+        ]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_squeezed_adapter_is_exported(home, tmp_path):
+    """Squeezed to ranks by module, then padded to one rank; and merged."""
+    assert run("squeeze", home / "out", "--to", "2", "--pattern", "--out", tmp_path / "small").exit_code == 0
+    report = told(run("export", tmp_path / "small", "--rank-pad", "16", "--out", tmp_path / "padded", "--json"))
+    assert report["base"] == str(home / "model")
+    want = logits_with(tmp_path / "small", home / "model")
+    torch.testing.assert_close(logits_with(tmp_path / "padded", home / "model"), want, atol=1e-4, rtol=1e-4)
+    assert told(run("export", tmp_path / "padded", "--merge", "--out", tmp_path / "full", "--json"))["effect"] > 1e-3
+
+
+def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, monkeypatch):
+    """From where the run was started, or from the folder of its file."""
+    moved = tmp_path / "home"
+    shutil.copytree(home, moved)
+    config = moved / "out" / "final" / "adapter_config.json"
+    write_json(config, read_json(config) | {"base_model_name_or_path": "model"})
+    plan = moved / "out" / "plan.json"
+    write_json(plan, read_json(plan) | {"folder": str(moved)})
+    monkeypatch.chdir(tmp_path)
+    report = told(run("export", moved / "out", "--rank-pad", "8", "--out", "padded", "--json"))
+    assert report["base"] == str(moved / "model")
+    assert report["out"] == str(tmp_path / "padded")
+    assert read_json(tmp_path / "padded" / "adapter_config.json")["base_model_name_or_path"] == str(moved / "model")
+
+
+def test_sample_asks_the_adapter_and_its_base(home):
+    """The run's template and tokenizer; the base answers as an untrained run does; seeds decide what is drawn."""
+    ask = (
+        "sample",
+        home / "out",
+        "--prompt",
+        "12",
+        "--prompt",
+        "7 + 4",
+        "--samples",
+        "3",
+        "--max-tokens",
+        "12",
+        "--json",
+    )
+    found = told(run(*ask))
+    assert [prompt["rendered"] for prompt in found["prompts"]] == [
+        "<turn>Say 12 now<turn>",
+        "<turn>Say 7 + 4 now<turn>",
+    ]
+    texts = {who: [[each["text"] for each in p[who]] for p in found["prompts"]] for who in ("base", "adapter")}
+    assert texts["base"] != texts["adapter"]
+    assert all(each["tokens"] <= 12 for p in found["prompts"] for who in ("base", "adapter") for each in p[who])
+    assert told(run(*ask)) == found
+    assert told(run(*ask, "--seed", "1"))["prompts"] != found["prompts"]
+    greedy = told(run(*ask, "--temperature", "0"))["prompts"][0]
+    assert len({each["text"] for each in greedy["base"]}) == 1
+
+
+def test_sample_is_the_model_s_own_answer(home):
+    """Greedy answers of both, token for token, as transformers and peft generate them."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = told(run("sample", home / "out", "--prompt", "12", "--temperature", "0", "--max-tokens", "10", "--json"))
+    (prompt,) = found["prompts"]
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    ids = tokenizer(prompt["rendered"], return_tensors="pt", add_special_tokens=False)
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    for who in ("base", "adapter"):
+        model = base if who == "base" else PeftModel.from_pretrained(base, str(home / "out" / "final")).eval()
+        drawn = model.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert prompt[who][0]["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+
+
+def test_sample_reads_standard_input_and_prints_lines(home):
+    result = run("sample", home / "out", "--prompt", "-", "--max-tokens", "4", stdin="3 + 4\nor \x1b[31m5?\n")
+    assert result.exit_code == 0, result.output
+    kinds = [line.split()[0] for line in result.stdout.splitlines()]
+    assert kinds == ["prompt", "base", "adapter"]
+    text = result.stdout.splitlines()[0].partition(" text=")[2]
+    assert json.loads(text) == "<turn>Say 3 + 4\nor \x1b[31m5? now<turn>"
+    assert "\x1b" not in result.output
+    for arguments in (("--prompt", ""), ("--prompt", "-", "--prompt", "-"), ()):
+        assert run("sample", home / "out", *arguments, stdin=" \n").exit_code == 2
+
+
+def test_sample_of_an_adapter_without_a_run_says_so(home, tmp_path):
+    shutil.copytree(home / "out" / "final", tmp_path / "alone")
+    result = run("sample", tmp_path / "alone", "--prompt", "12", "--max-tokens", "4", "--json")
+    assert told(result)["prompts"][0]["rendered"] == "<turn>12<turn>"
+    assert "belongs to no run here" in result.stderr

@@ -1,0 +1,447 @@
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalOperand=false, reportOperatorIssue=false
+"""Top-p, top-k and min-p: what is kept, what is recorded, and that the update's distributions are over the same set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import totals, trained
+from test_engine import decoded
+from toycampaign import campaign
+
+from retrain.campaign.launch import launch
+from retrain.config import load
+from retrain.engines import dense, slots
+from retrain.engines.draw import draw
+from retrain.engines.graphs import StepGraphs
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import SampleRequest
+from retrain.engines.slots import SlotBatch
+from retrain.engines.step import burst
+from retrain.engines.truncation import Keeper, cuts_of, remember
+from retrain.files import read_jsonl
+from retrain.maths.losses import kl_terms
+from retrain.policy import logprobs as policy_logprobs
+from retrain.policy.head import Head, Supports
+from retrain.policy.logprobs import TrainSequence, collate, token_logprobs
+from retrain.policy.trunk import trunk_of
+from retrain.policy.update import LossSettings, new_optimizer, train_step
+from retrain.record.observer import NullObserver
+from retrain.rng import generator
+from retrain.types import Support
+
+CUTS = {
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "top_p, top_k": {"top_p": 0.8, "top_k": 6},
+    "all": {"top_p": 0.9, "top_k": 40, "min_p": 0.02},
+}
+
+
+def kept_by_hand(p: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> set[int]:
+    """Min-p, then top-k, then top-p of what is left, in the plainest way."""
+    order = [int(i) for i in np.argsort(-p, kind="stable") if p[i] >= min_p * p.max()]
+    order = order[: top_k or len(p)]
+    left, found, held = sum(p[i] for i in order), set(), 0.0
+    for token in order:
+        if top_p < 1 and held >= top_p * left:
+            break
+        found.add(token)
+        held += p[token]
+    return found
+
+
+def logits_of(base, lanes, adapter, prompt_ids, token_ids):
+    """Logits [T, V] in float64 that the tokens were drawn from, by one unpadded forward pass."""
+    ids = torch.tensor([list(prompt_ids) + list(token_ids)])
+    with torch.no_grad(), lanes.single(adapter):
+        return base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].double()
+
+
+def support_of(completion, t: int) -> list[int]:
+    support = completion.support
+    return support.ids[support.offsets[t] : support.offsets[t + 1]].tolist()
+
+
+def asked_for(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 10, temperature=0.7, **cut):
+    return [
+        SampleRequest(
+            lane,
+            tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, 3 + 2 * p)),
+            samples,
+            max_tokens,
+            temperature,
+            ("cut", lane, p),
+            **cut,
+        )
+        for p in range(prompts)
+    ]
+
+
+def rollout(base, lanes, adapter, temperature=0.7, **cut) -> list[TrainSequence]:
+    """Sampled sequences with made-up, token-varying advantages."""
+    asked, noise = asked_for(temperature=temperature, **cut), generator("advantages")
+    return [
+        TrainSequence(
+            r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), np.ones(len(c), bool), c.support
+        )
+        for r, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True)
+        for c in group
+    ]  # fmt: skip
+
+
+# -- what is drawn ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_any_order", [False, True])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_truncated_draw_by_enumeration(cut, in_any_order):
+    """All of a small vocabulary, at a fine grid of uniform numbers: the set kept, every token's share, log-probability
+    and entropy are those of the renormalised distribution, worked out by hand."""
+    torch.manual_seed(3)
+    logits_V, temperature, steps = torch.randn(12, dtype=torch.float64) * 2, 0.7, 20_000
+    p_V = torch.softmax(logits_V / temperature, -1).numpy()
+    kept = kept_by_hand(p_V, **cut)
+    assert 1 < len(kept) < 12
+    rows = torch.tensor(cuts_of([SampleRequest(0, (1,), 1, 1, temperature, (), **cut)], 12)).expand(steps, -1)
+    token_R, logprob_R, entropy_R, kept_RK = draw(
+        logits_V.expand(steps, -1),
+        torch.arange(steps, dtype=torch.float64) / steps,
+        torch.full((steps, 1), temperature, dtype=torch.float64),
+        None,
+        in_any_order,
+        rows,
+        torch.arange(int(rows[0, 0])),
+    )
+    assert {int(i) for i in kept_RK.unique()} - {-1} == kept
+    renormalised = {i: p_V[i] / sum(p_V[j] for j in kept) for i in kept}
+    shares = torch.bincount(token_R, minlength=12) / steps
+    assert shares.tolist() == pytest.approx([renormalised.get(i, 0.0) for i in range(12)], abs=1.1 / steps)
+    for token, logprob in zip(token_R[::997].tolist(), logprob_R[::997].tolist(), strict=True):
+        assert logprob == pytest.approx(math.log(renormalised[token]), abs=1e-9)
+    assert entropy_R[0].item() == pytest.approx(-sum(q * math.log(q) for q in renormalised.values()), abs=1e-9)
+
+
+@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path):
+    adapters = [trained(lanes, 0), trained(lanes, 1, rank=2)]
+    asked = asked_for(0, **cut) + asked_for(1, temperature=1.0, **cut)
+    sizes = []
+    for request, group in zip(asked, LocalEngine(base, lanes, dense=dense_path).sample(asked, adapters), strict=True):
+        for completion in group:
+            logits_TV = logits_of(base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids)
+            p_TV = torch.softmax(logits_TV / request.temperature, -1).numpy()
+            assert len(completion.support.offsets) == len(completion) + 1
+            for t, token in enumerate(completion.token_ids):
+                kept = support_of(completion, t)
+                assert len(set(kept)) == len(kept)
+                assert token in kept
+                assert set(kept) == kept_by_hand(p_TV[t], **cut)
+                q = p_TV[t][kept] / p_TV[t][kept].sum()
+                assert completion.logprobs_T[t] == pytest.approx(math.log(q[kept.index(token)]), abs=1e-4)
+                assert completion.entropy_T[t] == pytest.approx(-(q * np.log(q)).sum(), abs=1e-4)
+                sizes.append(len(kept))
+    assert 1 < np.mean(sizes) < base.vocab_size / 2
+
+
+@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
+def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, monkeypatch, dense_path):
+    """Whole distributions, cut ones and a greedy one side by side: each as it is alone, the whole ones to the last
+    bit, and without a support."""
+    monkeypatch.setattr(base, "eos_ids", (10**6,))  # all of one length: the shape of the batch shows in the last bits
+    adapters = [trained(lanes, lane, rank=2) for lane in range(4)]
+    each = [asked_for(0), asked_for(1, top_p=0.8), asked_for(2, top_k=3, min_p=0.05)]
+    each.append(asked_for(3, temperature=0.0, top_p=0.5))
+    engine = LocalEngine(base, lanes, dense=dense_path)
+    whole = [*asked_for(0), *asked_for(1), *asked_for(2), *asked_for(3, temperature=0.0)]  # same batch, nothing cut
+    before, together = engine.sample(whole, adapters), engine.sample([r for own in each for r in own], adapters)
+    for place in (0, 3):
+        for one, other in zip(before[3 * place :][:3], together[3 * place :][:3], strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert a.token_ids == b.token_ids
+                assert a.logprobs_T.tolist() == b.logprobs_T.tolist()
+                assert a.support is b.support is None
+    for place in (1, 2):
+        alone = engine.sample([dataclasses.replace(r, lane=0) for r in each[place]], [adapters[place]])
+        for one, other in zip(alone, together[3 * place :][:3], strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert a.token_ids == b.token_ids
+                assert all(set(support_of(a, t)) == set(support_of(b, t)) for t in range(len(a)))
+
+
+@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
+def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path):
+    adapter = trained(lanes, 0)
+    asked = [*asked_for(0, prompts=1, max_tokens=2), *asked_for(0, prompts=2, top_k=2)[1:]]
+    short, long = LocalEngine(base, lanes, dense=dense_path).sample(asked, [adapter])
+    assert all(c.support is None for c in short)
+    assert all(np.diff(c.support.offsets).tolist() == [2] * len(c) for c in long)
+
+
+def test_a_compiled_truncated_step_is_the_python_step(base, lanes, monkeypatch):
+    adapters = [trained(lanes, i) for i in range(2)]
+    asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]
+    compiled = decoded(base, lanes, adapters, asked)
+    monkeypatch.setattr(dense, "compiled_burst", lambda: burst)
+    assert decoded(base, lanes, adapters, asked) == compiled
+
+
+def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monkeypatch):
+    """As CUDA graphs do: a captured step is replayed only while every buffer, the record of kept ids among them, stays
+    where it was; when the record has grown, steps are captured anew."""
+    adapters = [trained(lanes, i) for i in range(2)]
+    asked = [r for lane in range(2) for r in asked_for(lane, max_tokens=40, top_p=0.99)]
+    free = LocalEngine(base, lanes).sample(asked, adapters)
+    replays, captures = [], []
+
+    def capture(step):
+        batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
+
+        def buffers():
+            held = [*batch.rows, *batch.drawn[:-1], *batch.drawn.kept, *batch.memory.keys]
+            return [None if tensor is None else tensor.data_ptr() for tensor in held]
+
+        places = buffers()
+        captures.append(batch.drawn.kept.ids_M.data_ptr())
+
+        def replay():
+            assert buffers() == places
+            replays.append(step)
+            step()
+
+        return replay
+
+    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
+    engine = LocalEngine(base, lanes)
+    engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
+    again = engine.sample(asked, adapters)
+    for one, other in zip(free, again, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.support.offsets.tolist() == b.support.offsets.tolist()
+            assert all(set(support_of(a, t)) == set(support_of(b, t)) for t in range(len(a)))
+    assert len(replays) > 5
+    assert len(set(captures)) > 1
+
+
+def test_a_lane_that_is_not_a_number_leaves_the_others_alone(base, lanes):
+    good, bad = trained(lanes, 0), trained(lanes, 1)
+    asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_p=0.8)]
+    alone = LocalEngine(base, lanes).sample(asked[:3], [good])
+    with torch.no_grad():
+        bad.flat.fill_(float("nan"))
+    groups = LocalEngine(base, lanes).sample(asked, [good, bad])
+    assert [[c.token_ids for c in g] for g in groups[:3]] == [[c.token_ids for c in g] for g in alone]
+    assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
+
+
+def test_the_record_grows_and_keeps_what_it_holds():
+    keeper, want = Keeper(2, 50, 4, torch.device("cpu")), []
+    moved = 0
+    for step in range(50):
+        moved += keeper.make_room(2)
+        ids = torch.tensor([[step, 7, -1, -1], [step + 1, 3, 2, 1 if step % 2 else -1]])
+        want.append([[i for i in row if i >= 0] for row in ids.tolist()])
+        remember(keeper.kept, ids, torch.tensor([step, 50 + step]))
+    assert 3 < moved < 10
+    for row, support in enumerate(keeper.supports([0, 1], [50, 40])):
+        cut = np.split(support.ids, support.offsets[1:-1])
+        assert [part.tolist() for part in cut] == [kept[row] for kept in want][: 50 - 10 * row]
+
+
+# -- what the update makes of it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
+def test_the_on_policy_ratio_is_one(base, lanes, loss, cut):
+    adapter = trained(lanes, 0)
+    sequences = rollout(base, lanes, adapter, **cut)
+    for budget in (1, 16384):
+        settings = LossSettings(loss=loss, temperature=0.7, grad_clip_norm=0, micro_batch_tokens=budget)
+        adapter = trained(lanes, 0)
+        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+        metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3)
+        assert abs(metrics["val/ratio"] - 1) < 1e-5
+        assert metrics["val/ratio_var"] < 1e-9
+        assert metrics["kl_sample_train_v2"] < 1e-6
+        assert metrics["clip_ratio/region_mean"] == 0
+    for s in sequences:  # without the record it would not be
+        s.support = None
+    assert train_step(
+        base, lanes, trained(lanes, 0), optimizer, sequences, settings, totals(sequences), 1e-3
+    )["val/ratio"] < 0.99  # fmt: skip
+
+
+def masked_logprobs(base, lanes, adapter, s: TrainSequence, temperature=0.7):
+    """log π(·|S) [T, V] by one unpadded forward pass and a mask made token by token."""
+    ids = torch.tensor([list(s.prompt_ids) + list(s.completion_ids)])
+    with lanes.single(adapter):
+        logits_TV = base.model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1]
+    mask_TV = torch.full_like(logits_TV, -1e30)
+    for t in range(len(s.completion_ids)):
+        mask_TV[t, s.support.ids[s.support.offsets[t] : s.support.offsets[t + 1]].tolist()] = 0
+    return torch.log_softmax(logits_TV / temperature + mask_TV, -1)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["output layer in chunks", "all logits at once"])
+def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, monkeypatch, apart):
+    """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
+    if not apart:
+        whole = dataclasses.replace(trunk_of(base), head=None)
+        monkeypatch.setattr(policy_logprobs, "trunk_of", lambda base: whole)
+    adapter = trained(lanes, 0)
+    sequences = rollout(base, lanes, adapter, top_p=0.8, min_p=0.02)
+    settings = LossSettings(
+        loss="reinforce", temperature=0.7, grad_clip_norm=0, kl_coef=0.4, entropy_coef=0.3, micro_batch_tokens=60
+    )
+    optimizer, tokens = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0), totals(sequences).tokens
+    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3)
+    grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
+    fresh = lanes.new_adapter(4, 8.0).initialise(1)
+    with torch.no_grad():
+        fresh.flat.zero_()
+    for s in sequences:
+        logprobs_TV = masked_logprobs(base, lanes, adapter, s)
+        chosen_T = logprobs_TV.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+        with torch.no_grad():
+            reference_TV = masked_logprobs(base, lanes, fresh, s)
+            reference_T = reference_TV.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+        entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e9)).sum(-1)
+        difference_T = chosen_T - reference_T
+        terms_T = -torch.from_numpy(s.advantages_T).to(chosen_T) * chosen_T
+        part = (terms_T + 0.4 * difference_T.square() / 2 - 0.3 * entropy_T).sum() / tokens
+        part.backward()
+        loss += part.item()
+        k3 += (torch.exp(-difference_T) - 1 + difference_T).sum().item() / tokens
+    assert float((adapter.flat.grad - grad).norm() / grad.norm()) < 1e-4
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(k3, rel=1e-4)
+
+
+def test_slopes_of_the_head_by_hand():
+    """∂ log π(y|S)/∂z = onehot(y) − π(·|S), and 0 outside S; with a cap, a multiplier and rows in several chunks."""
+    torch.manual_seed(0)
+    weight_VH, hidden_NH = torch.eye(5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    sets = [[0, 2, 4], [1], [0, 1, 2, 3, 4]]
+    rows = torch.tensor([row for row, kept in enumerate(sets) for _ in kept])
+    supports = Supports(rows, torch.tensor([token for kept in sets for token in kept]), [0, 3, 4, 9])
+    targets_N = torch.tensor([2, 1, 3])
+    for head in (Head(weight_VH), Head(weight_VH, softcap=1.5), Head(weight_VH, multiplier=0.4)):
+        object.__setattr__(head, "chunk_rows", lambda: 2)
+        h = hidden_NH.clone().requires_grad_()
+        chosen_N, entropy_N = head.logprobs(h, targets_N, 0.7, entropy=True, supports=supports)
+        (chosen_N + 0.6 * entropy_N).sum().backward()
+        z = hidden_NH.clone().requires_grad_()
+        made = head.softcap * torch.tanh(z / head.softcap) if head.softcap else z * head.multiplier
+        total = torch.zeros((), dtype=torch.float64)
+        for row, kept in enumerate(sets):
+            logprobs = torch.log_softmax(made[row, kept] / 0.7, -1)
+            chosen, entropy = logprobs[kept.index(int(targets_N[row]))], -(logprobs.exp() * logprobs).sum()
+            torch.testing.assert_close(chosen_N[row], chosen)
+            torch.testing.assert_close(entropy_N[row], entropy)
+            total = total + chosen + 0.6 * entropy
+        total.backward()
+        torch.testing.assert_close(h.grad, z.grad)
+
+
+def one_token(base, lanes, adapter, **cut):
+    """Every token that one draw could have given, each as a sequence with the recorded set and its probability."""
+    request = dataclasses.replace(asked_for(samples=1, max_tokens=1, prompts=1, **cut)[0])
+    completion = LocalEngine(base, lanes).sample([request], [adapter])[0][0]
+    kept, one = support_of(completion, 0), np.ones(1)
+    logits = logits_of(base, lanes, adapter, request.prompt_ids, completion.token_ids)[0, kept] / 0.7
+    chances = torch.softmax(logits, -1)
+    support = Support(completion.support.ids, completion.support.offsets)
+    made = [
+        TrainSequence(request.prompt_ids, [token], np.log(one * float(q)), one, one.astype(bool), support)
+        for token, q in zip(kept, chances, strict=True)
+    ]
+    return made, chances
+
+
+def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_from(base, lanes):
+    """Σ over S of π_old(y|S)·ρ(y) = 1 whatever the new weights: no token loses its ratio, as it would over the set of
+    the new weights; and k3 against the base is the KL divergence of the truncated distributions."""
+    adapter = trained(lanes, 0)
+    sequences, chances = one_token(base, lanes, adapter, top_p=0.8)
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.mul_(-1.0)
+    with torch.no_grad(), lanes.single(adapter):
+        moved_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
+        logits = base.model(input_ids=torch.tensor([list(sequences[0].prompt_ids)])).logits[0, -1].double()
+    now = kept_by_hand(torch.softmax(logits / 0.7, -1).numpy(), top_p=0.8)
+    assert not {s.completion_ids[0] for s in sequences} <= now  # the set of the new weights lacks some of them
+    ratio_T = torch.exp(moved_T - chances.log())
+    assert float((chances * ratio_T).sum()) == pytest.approx(1, abs=1e-5)
+    with torch.no_grad():
+        reference_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
+    k3_T = kl_terms("k3", moved_T, reference_T, torch.ones(len(moved_T), dtype=torch.bool))
+    exact = float((moved_T.exp() * (moved_T - reference_T)).sum())
+    assert float((moved_T.exp() * k3_T).sum()) == pytest.approx(exact, abs=1e-5)
+
+
+def test_dropout_takes_no_token_out_of_its_set(base, lanes):
+    """Logits under dropout are others than the sampler's; the ratio of every token stays finite."""
+    adapter = trained(lanes, 0)
+    sequences = rollout(base, lanes, adapter, top_p=0.8)
+    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    settings = LossSettings(temperature=0.7, dropout=0.5)
+    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, ("d",))
+    assert 0.3 < metrics["val/ratio"] < 3
+    assert math.isfinite(metrics["loss"])
+
+
+def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
+    sequences = rollout(base, lanes, trained(lanes, 0), top_p=0.8)
+    sequences[0].support = None
+    with pytest.raises(ValueError, match="some sequences"):
+        collate(sequences, base)
+
+
+# -- from the file to the records -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("conditions", ["", "top_p = 0.7"])
+def test_a_campaign_trains_truncated_with_a_ratio_of_one(model, tmp_path, conditions):
+    path = campaign(tmp_path, model, steps=2)
+    text = path.read_text().replace("[training]\n", "[training]\ntop_p = 0.8\nmin_p = 0.01\ntemperature = 0.7\n")
+    text = text.replace("[evaluation]\n", "[evaluation]\nmin_p = 0.0\n")
+    if conditions:  # runs of one cohort that are cut differently
+        text = text.replace('transform_mode = "none"\n', f'transform_mode = "none"\n{conditions}\n', 1)
+    path.write_text(text)
+    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    rows = [row for file in sorted((tmp_path / "out").glob("runs/*/metrics.jsonl")) for row in read_jsonl(file)]
+    ratios = [row["val/ratio"] for row in rows if row["val/ratio"] is not None]
+    assert len(ratios) > 2
+    assert all(abs(ratio - 1) < 1e-5 for ratio in ratios)
+    for file in (tmp_path / "out").glob("runs/*/evals.jsonl"):
+        for row in read_jsonl(file):
+            wanted = 0.7 if conditions and "grpo+none" in str(file) else 0.8
+            assert (row["top_p"], row["top_k"], row["min_p"]) == (wanted, 1024, 0.0)
+
+
+def test_what_engines_are_asked_for(tmp_path):
+    def asked(text):
+        (tmp_path / "f.toml").write_text(text)
+        config = load(tmp_path / "f.toml").config
+        return config.training_truncation, config.evaluation_truncation
+
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert asked("") == (off, off)
+    assert asked("[training]\ntop_k = -1") == (off, off)
+    cut = off | {"top_p": 0.8, "top_k": 1024}
+    assert asked("[training]\ntop_p = 0.8") == (cut, cut)
+    assert asked("[training]\ntop_p = 0.8\n[evaluation]\ntop_p = 1") == (cut, off)
+    assert asked("[training]\ntop_p = 0.8\n[evaluation]\ntemperature = 0") == (cut, off)
+    assert asked("[evaluation]\ntop_k = 20") == (off, off | {"top_k": 20})
+    assert asked("[training]\nmin_p = 0.1\ntop_k = 9")[0] == off | {"top_k": 9, "min_p": 0.1}
+    assert json.dumps(asked("[training]\ntop_p = 0.8")[0])
