@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import fresh_logprobs, requests, rollout, totals, trained
+from retrain.credit import assign_credit, fill_advantages, mark_planning
 from torch.utils._python_dispatch import TorchDispatchMode
 from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
@@ -24,7 +25,6 @@ from retrain.campaign.squeeze import squeeze
 from retrain.checkpoints import newest_whole, save_checkpoint
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.credit import assign_credit, fill_advantages, mark_planning
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.errors import ConfigError, StorageError

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import totals, trained
+from retrain.policy.trunk import trunk_of
 from test_engine import decoded
 from toycampaign import campaign
 
@@ -29,7 +30,6 @@ from retrain.maths.losses import kl_terms
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import TrainSequence, collate, token_logprobs
-from retrain.policy.trunk import trunk_of
 from retrain.policy.update import LossSettings, new_optimizer, train_step
 from retrain.record.observer import NullObserver
 from retrain.rng import generator

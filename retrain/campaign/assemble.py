@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retrain.algorithms.detectors import load_detector
-from retrain.algorithms.protocol import Need
+from retrain.algorithms.protocol import Algorithm, Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
@@ -27,6 +27,7 @@ from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import Wanted, content_hash
 from retrain.environments.prompts import Renderer, longest_prompt
+from retrain.environments.protocol import Environment
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import CheckpointError, UsageError
 from retrain.evaluation import Evaluator
@@ -44,6 +45,7 @@ from retrain.record.observer import Observer
 from retrain.record.recorder import RunRecorder
 from retrain.rewards import Grader, build_grader
 from retrain.run import DataCursor, Run
+from retrain.tokenizer import Tokenizer
 from retrain.trainer import Cohort
 from retrain.types import Problem
 
@@ -76,7 +78,7 @@ def assemble(
     data = data_of(specs[0].config, folder)
     for note in data.notes:
         observer.message(note)
-    model = _model(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
+    model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
     shared = _Shared(directory, folder, model, data, observer, stack)
     _approve_world(shared, specs, begin, _world(model, data), restart)
     runs = []
@@ -135,7 +137,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
     return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
-def _model(
+def model_of(
     specs: Sequence[RunSpec], folder: Path, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer
 ) -> CohortModel:
     """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
@@ -284,23 +286,34 @@ def _new_run(
     config, model, data = spec.config, shared.model, shared.data
     stream = (config.campaign.seed, config.training.seed)
     own, detector = modes
-    environments = {"train": SingleTurn({"train": data.train}, config.data, grader)} | {
-        held_out.name: SingleTurn(data.sets, held_out.data, grader) for held_out in config.held_out
-    }
     return Run(
         spec=spec,
         config=config,
         directory=recorder.directory,
         base_id=model.identity,
         policy=model.policy(spec, recorder.directory),
-        algorithm=Standard(config, own, detector, model.tokenizer, stream),
+        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
         objective=objective_of(config, own.loss),
-        environments=environments,
+        environments=environments_of(config, data, grader),
         renderer=Renderer(model.tokenizer.source, config.data),
         recorder=recorder,
         cursor=DataCursor(data.train, stream, config.data.shuffle),
         any_base=any_base,
     )
+
+
+def algorithm_of(
+    config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: tuple[int | str, ...]
+) -> Algorithm:
+    """From rewards to what each token is trained with, as the configuration says."""
+    return Standard(config, modes, detector, tokenizer, stream)
+
+
+def environments_of(config: Config, data: Dataset, grader: Grader) -> dict[str, Environment]:
+    """What a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets."""
+    return {"train": SingleTurn({"train": data.train}, config.data, grader)} | {
+        held_out.name: SingleTurn(data.sets, held_out.data, grader) for held_out in config.held_out
+    }
 
 
 def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:

@@ -1,0 +1,65 @@
+"""A toy engine behind a wire: weights reach it as PEFT files, tokens and log-probabilities come back as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.policy.protocol import PolicySnapshot
+from retrain.rng import uniforms
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action
+
+
+class RemoteEngine:
+    """Samples with a model of its own, one request after the other, token by token through peft."""
+
+    gives_entropy, exact, sync_seconds = False, True, None
+
+    def __init__(self, model: str, tokenizer: Tokenizer, end: int, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.server, self.tokenizer, self.end, self.folder = model, tokenizer, end, folder
+        self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.published: dict[PolicyRef, Path] = {}
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        place = self.folder / f"{ref.run_id}@{ref.version}"
+        weights.export(place, place)
+        self.published[ref] = place
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        groups = []
+        for place, request in enumerate(requests):
+            found = [json.loads(self._answer(request, k)) for k in range(request.samples)]
+            groups.append([self._action(one, request.policy.version) for one in found])
+            if finished is not None:
+                finished(place, groups[-1])
+        return groups
+
+    def _action(self, one: dict, version: int) -> Action:
+        text = self.tokenizer.decode(one["ids"])
+        return Action(one["ids"], text, np.array(one["logprobs"]), None, one["stop"], policy_version=version)
+
+    @torch.no_grad()
+    def _answer(self, request: SampleRequest, k: int) -> str:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(self.base, str(self.published[request.policy]))
+        ids, logprobs = list(request.prompt_ids), []
+        for u in uniforms(request.max_tokens, *request.stream, k):
+            logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double() / request.temperature, -1)
+            ids.append(int(torch.searchsorted(logp.exp().cumsum(0), float(u)).clamp(max=len(logp) - 1)))
+            logprobs.append(float(logp[ids[-1]]))
+            if ids[-1] == self.end:
+                break
+        model.unload()
+        drawn = ids[len(request.prompt_ids) :]
+        return json.dumps({"ids": drawn, "logprobs": logprobs, "stop": "stop" if drawn[-1] == self.end else "length"})
