@@ -114,6 +114,21 @@ def with_tokens(of: Sample, **values: Any) -> Sample:
     return replace(of, **changed)
 
 
+def in_turns(of: Sample) -> Sample:
+    """The sample as if some of its drawn tokens had been read: two after each of its actions of three tokens."""
+    place_T = np.arange(len(drawn(of)))
+    read = np.zeros(len(of), dtype=bool)
+    read[of.action_mask] = (place_T % 5 >= 3) & (place_T < place_T[-1])
+    return replace(
+        of,
+        action_mask=of.action_mask & ~read,
+        logprobs=np.where(read, 0, of.logprobs),
+        versions=np.where(read, -1, of.versions),
+        advantages=np.where(read, 0, of.advantages),
+        loss_mask=of.loss_mask & ~read,
+    )
+
+
 def totals(samples: Sequence[Sample]) -> Denominators:
     """What the losses of these samples are divided by."""
     return Denominators(sum(len(drawn(s)) for s in samples), len(samples))
@@ -161,12 +176,13 @@ def update(
     probe: Sequence[Sample] = (),
     micro_batch_tokens: int = 16384,
     budget: Budget | None = None,
-    grad_clip_norm: float = 1.0,
+    grad_clip_norm: float = 0.0,
     dropout: float = 0.0,
     workers: Workers | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """One optimizer step on these samples, its objective made of ``keys``; a new optimizer by default."""
+    """One optimizer step on these samples, its objective made of ``keys``; with a new optimizer and without clipping by
+    default."""
     batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
     return train_step(
         lanes.base,
