@@ -124,7 +124,7 @@ def env_metrics(samples: Samples) -> Row:
         "reward/total": mean(samples.reward_N),
         "correct": float(samples.correct_N.mean()) if len(samples) else None,
         "format": mean(samples.format_N),
-        "ac_tokens_per_turn": _per_turn(samples.length_N, samples),
+        "ac_tokens_per_turn": samples.per_turn(samples.length_N),
         "total_episodes": len(samples),
         **{f"by_group/{name}": share for name, share in shares.items()},
     }
@@ -163,7 +163,7 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
         "env/all/format": everyone["format"],
         **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
         "env/all/total_episodes": len(samples),
-        "env/all/ob_tokens_per_turn": _per_turn(samples.prompt_length_N, samples),
+        "env/all/ob_tokens_per_turn": samples.per_turn(samples.prompt_length_N),
         "env/all/total_turns": int(samples.turns_N.sum()),
         "env/all/turns_per_episode": mean(samples.turns_N),
         "env/all/total_ac_tokens": int(samples.length_N.sum()),
@@ -312,11 +312,6 @@ def _add_tag(row: Row, samples: Samples, tag: str, names: tuple[str, ...]) -> No
     for name in names:
         value = mean(chosen.parts[name]) if name in chosen.parts else None
         row.setdefault(f"env/{tag}/{name}", value)
-
-
-def _per_turn(tokens_N: np.ndarray, samples: Samples) -> float | None:
-    """Tokens of a turn on average, over all turns of all rollouts."""
-    return float(tokens_N.sum() / samples.turns_N.sum()) if len(samples) else None
 
 
 def _is_scalar(value: Any) -> bool:

@@ -30,7 +30,6 @@ class Samples:
     trained_N: np.ndarray
     length_N: np.ndarray
     prompt_length_N: np.ndarray
-    """What was read, in all turns."""
     turns_N: np.ndarray
     stopped_N: np.ndarray
     tags: list[tuple[str, ...]]
@@ -56,6 +55,10 @@ class Samples:
             [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen],
             {name: values_N[chosen_N] for name, values_N in self.parts.items()},
         )
+
+    def per_turn(self, values_N: np.ndarray) -> float | None:
+        """Sum over the completions by the number of their turns; None without any."""
+        return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
         """``values_N`` split by group, NaN dropped, empty groups left out."""
