@@ -166,7 +166,7 @@ def test_installing_is_always_from_the_checkout():
     assert len(files) > 150
     assert [(path.name, line) for path in files for line in told.findall(path.read_text(encoding="utf-8"))] == []
     for name in ("README.md", "docs/start.md"):
-        assert ". .venv/bin/activate" in (ROOT / name).read_text(encoding="utf-8")
+        assert "source .venv/bin/activate" in (ROOT / name).read_text(encoding="utf-8")
 
 
 def test_everything_the_wheel_must_hold_is_named_and_there():
