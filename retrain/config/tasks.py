@@ -105,6 +105,8 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
     return value
 
 
+MARKED = ("match", "math")
+"""Rewards that look for the answer in a completion."""
 CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
 """Keys of [reward] that scale charts and decide nothing."""
 
@@ -112,6 +114,11 @@ CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
+    strict: bool = True
+    """Whether `match` and `math` look only at an answer that is marked as one: the last `\\boxed{…}`, or, without a box,
+    the last line `#### …` if the data set's own solutions have such a line. `false` also takes the last number where
+    nothing is marked, or the last line if the reference is no number; any text that ends in a digit is then an
+    answer."""
     judge_model: OptionalText = None
     """Model name sent to the judge."""
     judge_url: Annotated[OptionalText, AfterValidator(_without_secrets)] = None
@@ -141,8 +148,8 @@ class Reward(Grader):
     """What an answer is worth."""
 
     type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
-    """`match`: the last boxed answer, compared as text after normalising; `math`: mathematical equality; `format`:
-    whether there is a boxed answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
+    """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
+    `format`: whether there is a marked answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
     `[[reward.components]]`."""
     timeout_s: Positive = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
@@ -157,6 +164,12 @@ class Reward(Grader):
     """Lower end of the reward, for scaling charts only."""
     reward_max: float | None = None
     """Upper end of the reward, for scaling charts only."""
+
+    @property
+    def strict_answers(self) -> bool:
+        """Whether only marked answers count as answers; false for rewards that look for none themselves."""
+        graders = [part for part in (self, *self.components) if part.type in MARKED]
+        return bool(graders) and graders[0].strict
 
     @property
     def grading(self) -> str:
@@ -189,6 +202,9 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
         if kind != owner and getattr(grader, key) is not None:
             fix = f'remove the line, or type = "{owner}"'
             yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind not in MARKED and not grader.strict:
+        fix = "write it in the component" if kind == "weighted" else 'remove the line, or type = "match"'
+        yield Finding((f"{path}.strict", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
     if kind in needs:
         key, example = needs[kind]
         if getattr(grader, key) is None:

@@ -46,6 +46,11 @@ class RunContext:
         return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
     @property
+    def strict_answers(self) -> bool:
+        """Whether a vote counts only answers that are marked as such, as the reward does."""
+        return bool(setting(self.config, "reward.strict_answers", True))
+
+    @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         config, found = self.config, set()

@@ -167,7 +167,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags)
+        row = eval_row(record, self.context.tags, self.context.strict_answers)
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
@@ -186,7 +186,7 @@ class RunRecorder:
             "seconds": record.seconds,
         }
         self._files.append("evals.jsonl", [facts | row])
-        self._files.append("emergence/evaluations.jsonl", evaluated(record))
+        self._files.append("emergence/evaluations.jsonl", evaluated(record, self.context.strict_answers))
         batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
         self._write_rollouts(batch, self._setting("rollouts_every", 10) > 0)
 
@@ -300,8 +300,11 @@ def generations(record: StepRecord) -> list[Row]:
     ]
 
 
-def evaluated(record: EvalRecord) -> list[Row]:
-    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
+def evaluated(record: EvalRecord, strict: bool = True) -> list[Row]:
+    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done.
+
+    ``strict`` says what counts as its answer (``answer_of``).
+    """
     return [
         completion_facts(record.step, group, sample)
         | {
@@ -310,7 +313,7 @@ def evaluated(record: EvalRecord) -> list[Row]:
             "sample": sample,
             "tags": list(group.prompt.problem.tags),
             "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "answer": answer_of(group.completions[sample], group),
+            "answer": answer_of(group.completions[sample], group, strict),
         }
         for group in record.groups
         for sample in range(len(group.completions))

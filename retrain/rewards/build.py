@@ -33,12 +33,13 @@ def build_reward(config: Any, base_dir: Path | None = None, workers: int = 2, ti
     """
     kind = _get(config, "type", "match")
     limits = {"workers": _get(config, "workers", workers), "timeout_s": _get(config, "timeout_s", timeout_s)}
+    strict = _get(config, "strict", True)
     if kind == "match":
-        return MatchReward()
+        return MatchReward(strict)
     if kind == "format":
         return FormatReward()
     if kind == "math":
-        return MathReward(**limits)
+        return MathReward(**limits, strict=strict)
     if kind == "judge":
         model = _required(config, "judge_model", 'judge_model = "the model\'s name at the endpoint"')
         return JudgeReward(model, _get(config, "judge_url", None), _get(config, "judge_api_key_env", None), **limits)
