@@ -395,8 +395,8 @@ SINGLE = [
     ("[reward]\nmetrics_ranges = { steps = { low = 2 } }", "the key low, which is none of min, max and invert"),
     ("[logging]\nstrategic_grams = '[1, 2'", "no JSON list"),
     ("[plugins]\nstrict = true", "custom_module"),
-    ('[reward]\ntype = "judge"\njudge_model = "m"\nstrict = false', "reward.strict  has no effect with type = \"judge\""),
-    ('[reward]\ntype = "weighted"\nstrict = false\n[[reward.components]]\ntype = "math"', "write it in the component"),
+    ('[reward]\ntype = "judge"\njudge_model = "m"\nstrict = false', 'has no effect with type = "judge": remove'),
+    ('[reward]\ntype = "weighted"\nstrict = false\n[[reward.components]]\ntype = "math"', "reward.strict  has no"),
     ('[model]\nmodel = ""', "a string that is not empty"),
 ]  # fmt: skip
 

@@ -15,11 +15,11 @@ from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 
 from retrain.campaign.launch import launch
 from retrain.config import load
+from retrain.config.tasks import Reward as RewardSection
+from retrain.config.tasks import RewardComponent
 from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
-from retrain.config.tasks import Reward as RewardSection
-from retrain.config.tasks import RewardComponent
 from retrain.record import RunRecorder, eval_row
 from retrain.record.catalogue import BY_KEY
 from retrain.record.evaluation import SHOWN, empty_evaluation, shortened

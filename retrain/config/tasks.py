@@ -114,11 +114,13 @@ CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
+    name: OptionalText = None
+    """Name in the metrics, `rewards/<name>/…`; unset is the function's name of a custom reward, else the type."""
     strict: bool = True
-    """Whether `match` and `math` look only at an answer that is marked as one: the last `\\boxed{…}`, or, without a box,
-    the last line `#### …` if the data set's own solutions have such a line. `false` also takes the last number where
-    nothing is marked, or the last line if the reference is no number; any text that ends in a digit is then an
-    answer."""
+    """Whether `match` and `math` look only at an answer that is marked as one: the last `\\boxed{…}`, or, without a
+    box, the last line `#### …` if the data set's own solutions have such a line. `false` also takes the last number
+    where nothing is marked, or the last line if the reference is no number; any text that ends in a digit is then
+    an answer."""
     judge_model: OptionalText = None
     """Model name sent to the judge."""
     judge_url: Annotated[OptionalText, AfterValidator(_without_secrets)] = None
@@ -130,14 +132,18 @@ class Grader(Section):
     custom_function: Text = "score"
     """Its function: gets the completion and the reference answer, returns a number or a `RewardResult`."""
 
+    @property
+    def shown_name(self) -> str:
+        """What its numbers are called."""
+        kind = getattr(self, "type", "")
+        return self.name or (self.custom_function if kind == "custom" else kind)
+
 
 class RewardComponent(Grader):
     """One part of a weighted reward: weight × (reward + offset)."""
 
     type: Literal["match", "math", "format", "judge", "custom"]
     """As in [reward]."""
-    name: OptionalText = None
-    """Name in the metrics; unset is the type."""
     weight: float = 1.0
     """Factor of this part in the total."""
     offset: float = 0.0
@@ -203,8 +209,11 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
             fix = f'remove the line, or type = "{owner}"'
             yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
     if kind not in MARKED and not grader.strict:
-        fix = "write it in the component" if kind == "weighted" else 'remove the line, or type = "match"'
+        fix = "write it in a component" if kind == "weighted" else 'remove the line, or type = "match"'
         yield Finding((f"{path}.strict", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind == "weighted" and grader.name is not None:
+        fix = "write it in a component"
+        yield Finding((f"{path}.name", f"{path}.type"), 'has no effect with type = "weighted"', fix)
     if kind in needs:
         key, example = needs[kind]
         if getattr(grader, key) is None:
@@ -233,7 +242,7 @@ def reward_rules(config: Config) -> Iterator[Finding]:
     for index, part in enumerate(reward.components):
         path = f"reward.components.{index}"
         yield from _grader_findings(part, part.type, path)
-        name = part.name or part.type
+        name = part.shown_name
         if name in names:
             yield Finding(
                 (f"{path}.name", path),

@@ -16,7 +16,7 @@ class RunContext:
     """One run as its records name it.
 
     ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
-    data source may give a problem and ``reward_names`` further reward parts or sample metrics, so that their keys
+    data source may give a problem and ``reward_names`` the reward's parts and known sample metrics, so that their keys
     stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
     """
 
@@ -37,13 +37,6 @@ class RunContext:
     def aliases(self) -> tuple[str, ...]:
         """The tools whose key names are repeated in the rows."""
         return tuple(setting(self.config, "logging.aliases", TOOLS))
-
-    @property
-    def component_names(self) -> tuple[str, ...]:
-        """Names of the configured parts of a weighted reward, then ``reward_names``."""
-        parts = setting(self.config, "reward.components", None) or ()
-        names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
-        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
 
     @property
     def strict_answers(self) -> bool:

@@ -91,7 +91,7 @@ def step_row(
         row[metric.key] = values.pop(metric.key, None)
         for alias, factor, offset in aliases_of(metric, tools):
             row[alias] = _scaled(row[metric.key], factor, offset)
-    names = tuple(sorted({*context.component_names, *samples.parts}))
+    names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, tools)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
         _add_tag(row, samples, tag, names)

@@ -22,7 +22,7 @@ from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
 from retrain.record.rollout_files import remove_after, write_pages, write_summaries
-from retrain.record.rollouts import TRAIN, Batch, TokenText
+from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
@@ -294,7 +294,12 @@ def generations(record: StepRecord) -> list[Row]:
     """Every completion of the step, for ``emergence/generations.jsonl``."""
     return [
         completion_facts(record.step, group, sample)
-        | {"group": index, "sample": sample, "advantage": float(group.advantages_N[sample])}
+        | {
+            "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
+            "group": index,
+            "sample": sample,
+            "advantage": float(group.advantages_N[sample]),
+        }
         for index, group in enumerate(record.groups)
         for sample in range(len(group.completions))
     ]
@@ -337,11 +342,9 @@ def completion_facts(step: int, group: Group, sample: int) -> Row:
 
 
 def prompt_text(group: Group) -> str:
-    """The problem as a person put it: without the chat template, the last turn of a conversation."""
-    prompt = group.prompt.problem.prompt
-    if isinstance(prompt, str):
-        return prompt
-    return str(prompt[-1].get("content", "")) if prompt else group.prompt.text
+    """What the model was asked: the last message, with ``[data] prompt_template`` and without chat markup."""
+    messages = conversation_of(group)
+    return messages[-1]["content"] if messages else group.prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:

@@ -21,8 +21,8 @@ from retrain.types import Problem, RewardResult
 
 
 def answer_text(completion: str, problem: Problem, strict: bool = True) -> str | None:
-    r"""What a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own solution
-    has one; None without either.
+    r"""What a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
+    solution has one; None without either.
 
     A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
     the last number counts if the reference is a number, the last line if it is not.

@@ -1,9 +1,9 @@
 r"""``math``: equality of mathematical expressions by math-verify, in worker processes.
 
 The answer that the completion marks (``rules.answer_text``) and the reference are both parsed (LaTeX grammar → sympy
-tree; no text is ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for ever, or to
-allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers that are
-equal or different as plain text already (the same spelling, two different integers) never reach a worker.
+tree; no text is ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for
+ever, or to allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers
+that are equal or different as plain text already (the same spelling, two different integers) never reach a worker.
 """
 
 from __future__ import annotations
