@@ -15,23 +15,23 @@ from retrain.backend_run import OwnRun
 from retrain.backends import OwnEngine, backend_base, load_backend
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
-from retrain.campaign.manifest import run_directory
+from retrain.campaign.manifest import planned_configs, run_directory
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import SOURCES, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
-from retrain.config import Config
+from retrain.config import Config, parse_dict
 from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import content_hash
-from retrain.environments.prompts import longest_prompt
-from retrain.errors import CheckpointError
+from retrain.environments.prompts import fitting, longest_prompt
+from retrain.errors import CheckpointError, ModelError
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import BaseModel, base_of, tokenizer_hash
+from retrain.policy.base import BaseModel, base_of, tokenizer_hash, tokenizer_of
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
@@ -67,6 +67,14 @@ def assemble(
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
     data = data_of(specs[0].config, folder)
+    if specs[0].config.backend.backend == "local":
+        tokenizer, context = tokenizer_of(specs[0].config)  # found before weights are loaded
+        if not getattr(tokenizer, "chat_template", None):
+            observer.message(
+                f"{specs[0].config.model.model} has no chat template: prompts are plain text, messages joined by blank "
+                "lines; for a model that is trained to chat, give one with its template"
+            )
+        data = askable(data, specs[0].config, longest_completion(directory, specs), tokenizer, context)
     for note in data.notes:
         observer.message(note)
     base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
@@ -101,6 +109,29 @@ def data_of(config: Config, folder: Path) -> Dataset:
     return load_data(
         config.data, config.evaluation.problems, config.training.max_examples, config.campaign.seed, folder
     )
+
+
+def longest_completion(directory: Path, specs: Sequence[RunSpec]) -> int:
+    """Most tokens of a completion in any run of the plan, so that all of them are asked the same problems."""
+    planned = [parse_dict(config) for config in planned_configs(directory).values()]
+    sampled = [(each.training.max_tokens, each.evaluation_sampling[2]) for each in planned]
+    sampled += [(spec.config.training.max_tokens, spec.config.evaluation_sampling[2]) for spec in specs]
+    return max(max(pair) for pair in sampled)
+
+
+def askable(data: Dataset, config: Config, completion: int, tokenizer: Any, context: int) -> Dataset:
+    """``data`` with prompts that leave room for ``completion`` tokens in the model's ``context`` (0: not known) and are
+    no longer than ``[data] max_prompt_tokens``. Raises as ``fitting``."""
+    limit, why = config.data.max_prompt_tokens, f"[data] max_prompt_tokens = {config.data.max_prompt_tokens}"
+    room = context - completion
+    if context and room < 1:
+        raise ModelError(
+            f"{config.model.model} holds {context} tokens, max_tokens = {completion} leaves none for a prompt: "
+            f"lower [training] max_tokens and [evaluation] max_tokens below {context}"
+        )
+    if context and (limit is None or room < limit):
+        limit, why = room, f"{config.model.model} holds {context} tokens, max_tokens = {completion} takes the rest"
+    return fitting(data, tokenizer, config.data, limit, why)
 
 
 def _policy(
@@ -240,6 +271,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         tags=tuple(sorted({tag for problem in shared.data.heldout for tag in problem.tags})),
         reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
+        skipped_prompts=shared.data.skipped,
         folder=shared.folder,
     )
     return RunRecorder(

@@ -250,6 +250,7 @@ def _train_cohort(
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
         try:
+            manifest.files.flush()  # what is asked depends on the whole plan, which is read
             cohort = assemble(manifest.directory, specs, folder, follower, stop, stack, restart)
         except StorageError as error:
             raise _with_advice(error, manifest.directory) from error

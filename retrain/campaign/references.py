@@ -1,11 +1,12 @@
-"""What a file refers to beyond itself, looked up before anything is trained: code of the user's own, and layers of a
-model that lies on this machine.
+"""What a file refers to beyond itself, looked up before anything is trained: code of the user's own, layers of a model
+that lies on this machine, and problems.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
 from retrain.config.lines import key_lines
-from retrain.errors import ConfigError, PluginError, Problem
+from retrain.environments import load_data
+from retrain.environments.sources import on_hub
+from retrain.errors import ConfigError, DataError, MissingExtra, PluginError, Problem
 from retrain.files import read_json
 from retrain.models import find_config
 from retrain.models.targets import dense_layers, target_mistakes
@@ -34,12 +37,12 @@ SOURCES = ("data.source", "data.eval_source")
 
 
 def check_references(loaded: Loaded, rewards: bool = False) -> None:
-    """Load every function and class that the file names, with ``rewards`` also those of [reward], and look for the
-    layers that get an adapter.
+    """Load every function and class that the file names, with ``rewards`` also those of [reward], look for the layers
+    that get an adapter, and read the problems.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
-    problems = list(dict.fromkeys(_problems(loaded, rewards)))
+    problems = list(dict.fromkeys([*_problems(loaded, rewards), *data_problems(loaded)]))
     if problems:
         raise ConfigError(problems)
 
@@ -63,6 +66,44 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
         yield from _target_problems(loaded, places, spec.config)
         if rewards:
             yield from _reward_problems(places, spec.config.reward, folder)
+
+
+def data_problems(loaded: Loaded) -> list[Problem]:
+    """What is wrong with the problems that the file names: of files and directories everything but what the model's
+    tokenizer says of them; of the hub's data sets whether they could be read; of functions nothing."""
+    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    found: dict[str, Problem | None] = {}
+    for config in (spec.config for spec in plan(loaded)):
+        wanted = repr((config.data, config.evaluation.problems, config.training.max_examples))
+        if wanted not in found:
+            found[wanted] = _data_problem(loaded, places, config, folder)
+    return [problem for problem in found.values() if problem is not None]
+
+
+def _data_problem(loaded: Loaded, places: Places, config: Any, folder: Path) -> Problem | None:
+    """The first mistake in the problems of one configuration."""
+    data, heldout = config.data, config.evaluation.problems
+    sources = {"data.source": data.source}
+    if data.eval_source is not None and heldout:
+        sources["data.eval_source"] = data.eval_source
+    local = [key for key, value in sources.items() if not is_plugin(value) and not on_hub(value, folder)]
+    for key, value in sources.items():
+        try:
+            if on_hub(value, folder) and importlib.util.find_spec("datasets") is None:
+                raise MissingExtra(f"data source {value!r}", "datasets", "data")
+            if local == list(sources) and key == "data.source":
+                load_data(data, heldout, config.training.max_examples, config.campaign.seed, folder)
+            elif key in local:  # the other one is read when training starts
+                split = data.split if key == "data.source" else data.eval_split
+                load_data(
+                    data.model_copy(update={"source": value, "split": split, "eval_source": None}), 0, None, 0, folder
+                )
+        except (DataError, MissingExtra) as error:
+            named = [name for name, source in sources.items() if source in str(error)]
+            key = key if key in named or not named else named[0]
+            message = str(error).replace(f"data source {value!r}: ", f'is "{value}": ', 1)
+            return Problem(_place(loaded, places, key, sources[key]), key, message)
+    return None
 
 
 def named_code(config: Any) -> Iterator[tuple[str, str]]:

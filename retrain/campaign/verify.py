@@ -110,7 +110,7 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.assemble import data_of
+    from retrain.campaign.assemble import askable, data_of
     from retrain.engines.local import LocalEngine
     from retrain.engines.protocol import SampleRequest
     from retrain.environments.prompts import render
@@ -129,7 +129,8 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
         stack.callback(lanes.detach)
         workers = workers_for(base)
         stack.callback(workers.close)
-        prompts = [render(problem, base.tokenizer, config.data) for problem in data_of(config, folder).heldout]
+        data = askable(data_of(config, folder), config, max_tokens, base.tokenizer, base.context_length)
+        prompts = [render(problem, base.tokenizer, config.data) for problem in data.heldout]
         requests = [
             SampleRequest(
                 0, prompt.token_ids, samples, max_tokens, temperature,

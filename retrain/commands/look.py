@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,7 +81,12 @@ def explain(
     detect: Detect = None,
 ) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
-    print_explanation(read(file, sets), out, pilot, detect)
+    from retrain.campaign.references import data_problems
+
+    loaded = read(file, sets)
+    for problem in data_problems(loaded):
+        print(f"note: {problem}", file=sys.stderr)
+    print_explanation(loaded, out, pilot, detect)
 
 
 def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
@@ -102,6 +108,7 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("loss", loss_words, conditions)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_design(specs, pilot, detect)
+    print_prompts(specs)
     print_costs(specs)
     print_files(specs, loaded, out)
 
@@ -111,6 +118,25 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
     for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
         having = [spec.label for spec in conditions if words_of(spec.config) == words]
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+
+
+def print_prompts(specs: list[Any]) -> None:
+    """Print how long a prompt may be, and what becomes of longer ones."""
+    from retrain.files import read_json
+    from retrain.models import find_config
+
+    config = specs[0].config
+    path = find_config(config.model.model, config.model.revision) if config.backend.backend == "local" else None
+    facts = read_json(path) if path else {}
+    context = (facts.get("text_config") or facts).get("max_position_embeddings")
+    sampled = max(max(spec.config.training.max_tokens, spec.config.evaluation_sampling[2]) for spec in specs)
+    asked = config.data.max_prompt_tokens
+    limits = [limit for limit in (asked, context and context - sampled) if limit is not None]
+    if not limits:
+        return
+    source = "[data] max_prompt_tokens" if min(limits) == asked else f"the model's {context} without max_tokens"
+    longer = "are left out" if config.data.long_prompts == "skip" else 'end the start ([data] long_prompts = "skip")'
+    print(f"prompts       at most {min(limits)} tokens ({source}); longer ones {longer}; measured at the start")
 
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:

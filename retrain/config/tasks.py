@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from retrain.config.base import (
     Count,
     Finding,
+    OptionalCount,
     OptionalText,
     Positive,
     Section,
@@ -33,14 +34,16 @@ Level = Literal["easy", "medium", "hard"]
 def _source(value: str | None) -> str | None:
     if value is None or value in SOURCES or value.endswith(FILE_ENDINGS) or is_plugin(value):
         return value
+    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
+    if "/" in value and not file and ":" not in value:
+        return value
     close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
     name = "math" if close == ["hendrycks_math"] else close[0] if close else "arithmetic"
-    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
     if file:
         name = f"{file[1]}.jsonl"
     raise fault(
-        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, or a '
-        "module:function",
+        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, a '
+        "directory (./name) or hub name (owner/name), or a module:function",
         f'source = "{name}"' + (', made with one {"prompt": "…", "answer": "…"} per line' if file else ""),
     )
 
@@ -68,28 +71,40 @@ class Data(Section):
     """The problems to train on and those held out."""
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
-    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file (looked for beside the TOML file
-    first), or `module:function`."""
+    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file or directory of a data set (both
+    looked for beside the TOML file first), the hub's name of a data set (`owner/name`), or `module:function`."""
+    subset: OptionalText = None
+    """Configuration of a data set that has several, such as `main` of `openai/gsm8k`."""
     split: Text = "train"
-    """Split of a hub source to train on."""
+    """Split of a data set to train on."""
     eval_source: Annotated[OptionalText, AfterValidator(_source)] = None
-    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of the file."""
+    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of it where there is no
+    such split."""
     eval_split: Text = "test"
-    """Split of a hub source to hold out."""
+    """Split of a data set to hold out."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of a file's problems that is held out when there is no `eval_source`."""
-    prompt_column: Text = "prompt"
-    """Column of a file that holds the problem: a string, or a list of chat messages."""
-    answer_column: Text = "answer"
-    """Column of a file that holds the reference answer."""
+    """Share of the different problems of a file, or of a data set without a split `test`, that is held out when there
+    is no `eval_source`: exactly so many, rounded, and always the same ones."""
+    prompt_column: OptionalText = None
+    """Column that holds the problem: a string, or a list of chat messages. Unset is `prompt`, `question` or `problem`,
+    the first that there is."""
+    answer_column: OptionalText = None
+    """Column that holds the reference answer, or a solution that ends in `#### answer` or has it in `\\boxed{}`. Unset
+    is `answer` or `solution`, the first that there is."""
     tags_column: OptionalText = None
-    """Column of a file that holds a tag or a list of tags; metrics are also reported for each tag."""
+    """Column that holds a tag or a list of tags; metrics are also reported for each tag."""
     system_prompt: OptionalText = None
     """Put before every problem as the system message."""
     prompt_template: Annotated[Text, AfterValidator(_prompt_template)] = "{prompt}"
     """Text of the user message; `{prompt}` is the problem."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{ enable_thinking = false }`."""
+    max_prompt_tokens: OptionalCount = None
+    """Most tokens of a prompt, chat markup included; unset, or more than that, is what the model's context leaves
+    beside the largest `max_tokens`."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """What happens when a prompt is longer: `error` names it before anything is trained, `skip` leaves such problems
+    out, of training and evaluation, and says how many they are."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems to draw from; unset is all of them."""
     size: Annotated[Count, UsedWhen("data.source", ("arithmetic",))] = 20_000
@@ -260,8 +275,14 @@ def reward_rules(config: Config) -> Iterator[Finding]:
 
 
 def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems."""
+    """Levels are those of generated problems, configurations those of data sets that people made."""
     data = config.data
+    if data.subset is not None and not any("/" in source for source in (data.source, data.eval_source) if source):
+        yield Finding(
+            ("data.subset", "data.source"),
+            f'has no effect with source = "{data.source}"',
+            'remove the line, or source = "owner/name"',
+        )
     if data.levels is not None and "arithmetic" not in (data.source, data.eval_source):
         yield Finding(
             ("data.levels", "data.source"),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from retrain.environments.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
 from retrain.types import Message, Problem, Prompt
 
 LONGEST_BY_CHARACTERS = 8
 """Prompts among which the one of most tokens is looked for: a token has more characters in some texts than in others,
 and rendering all of a large data set takes minutes."""
+
+
+SPARE_TOKENS = 16
+"""Beginning tokens and whatever else a tokenizer adds to a text."""
 
 
 def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
@@ -36,6 +42,63 @@ def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
     if not token_ids:
         raise DataError(f"problem {problem.id} has no tokens")
     return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
+
+
+def fitting(data: Dataset, tokenizer: Any, section: Any, limit: int | None, why: str) -> Dataset:
+    """``data`` with prompts that can be asked: one problem of every form is rendered, and none has more than ``limit``
+    tokens; ``why`` says where the limit comes from, and how to move it.
+
+    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted. Raises DataError naming the first
+    longer one otherwise, and when nothing is left; else as ``render``.
+    """
+    forms = {tuple(message["role"] for message in conversation(p, section)): p for p in (*data.train, *data.heldout)}
+    markup = 0  # characters that the template and the system prompt add to the longest conversation of a form
+    for problem in forms.values():
+        rendered = render(problem, tokenizer, section)
+        markup = max(markup, len(rendered.text.encode()) - _bytes(problem))
+    if limit is None:
+        return data
+    lengths = {
+        id(problem): length
+        for problem in (*data.train, *data.heldout)
+        if _bytes(problem) + markup + SPARE_TOKENS > limit  # a token is a byte or more
+        and (length := len(render(problem, tokenizer, section).token_ids)) > limit
+    }
+    if not lengths:
+        return data
+    longer = [problem for problem in (*data.train, *data.heldout) if id(problem) in lengths]
+    if getattr(section, "long_prompts", "error") != "skip":
+        first = longer[0]
+        others = f"; {len(longer) - 1} more are too long" if len(longer) > 1 else ""
+        raise DataError(
+            f"{first.id}  the prompt has {lengths[id(first)]} tokens, more than {limit} ({why}){others}: shorten it, "
+            'or leave such problems out with [data] long_prompts = "skip"'
+        )
+    train = [problem for problem in data.train if id(problem) not in lengths]
+    heldout = [problem for problem in data.heldout if id(problem) not in lengths]
+    if not train:
+        raise DataError(f"data source {data.name!r}: every prompt to train on is longer than {limit} tokens ({why})")
+    left_out = len(data.train) - len(train), len(data.heldout) - len(heldout)
+    note = (
+        f"left out for prompts of more than {limit} tokens: {left_out[0]} of {len(data.train)} training problems, "
+        f"{left_out[1]} of {len(data.heldout)} held-out ones; the first is {longer[0].id} "
+        f"with {lengths[id(longer[0])]} tokens"
+    )
+    return replace(
+        data,
+        train=train,
+        heldout=heldout,
+        content_hash=content_hash(train, heldout),
+        notes=(*data.notes, note),
+        skipped=sum(left_out),
+    )
+
+
+def _bytes(problem: Problem) -> int:
+    """Bytes of the problem's own text."""
+    if isinstance(problem.prompt, str):
+        return len(problem.prompt.encode())
+    return sum(len(message["content"].encode()) for message in problem.prompt)
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> int:

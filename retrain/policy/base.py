@@ -193,6 +193,24 @@ def load_base(
     return BaseModel(name, model, tokenizer, device, torch_dtype, eos_ids, pad_id, _fingerprint(model))
 
 
+def tokenizer_of(config: Any) -> tuple[Any, int]:
+    """Tokenizer and context length (tokens; 0 where it is not told) of the model that a run's configuration names,
+    without its weights. Raises ModelError when they cannot be had."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    model, bundled = config.model, bundled_model_path(config.model.model)
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if bundled is None and not Path(model.model).is_dir():
+        options |= {"revision": model.revision, "local_files_only": model.local_files_only}
+    source = str(bundled or model.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        text = AutoConfig.from_pretrained(source, **options).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load the tokenizer of model {model.model!r}: {str(error).splitlines()[0]}") from error
+    return tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0)
+
+
 def base_of(config: Any) -> BaseModel:
     """``load_base`` of what a run's configuration names."""
     return load_base(

@@ -136,6 +136,7 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
         "num_datums": int(samples.trained_N.sum()),
         "batch_size": len(sizes),
         "group_size": max(sizes, default=0),
+        "skipped_prompts": context.skipped_prompts,
         "running_correct_rate": totals.correct / totals.episodes if totals.episodes else None,
     }
 
