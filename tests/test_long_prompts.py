@@ -79,7 +79,10 @@ def tokenizer():
     return word_tokenizer(["12+34=? a word and another word"])
 
 
-@pytest.mark.parametrize("template", ["{prompt}", "Think hard about the following before you answer. {prompt} Now."])
+@pytest.mark.parametrize(
+    "template",
+    ["{prompt}", "Think hard about the following before you answer. {prompt} Now.", "{prompt} I mean {prompt}"],
+)
 @pytest.mark.parametrize("limit", [8, 20, 41, 60, 200])
 def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str) -> None:
     """Against rendering every prompt; texts of many bytes and few tokens, and the other way round."""
@@ -176,6 +179,7 @@ def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> 
     assert outcome.exit_status == 0
     (note,) = [text for text in observer.heard if "left out for prompts of more than 30 tokens" in text]
     (run,) = (tmp_path / "out" / "runs").iterdir()
+    assert note in (run / "run.log").read_text()
     made = read_jsonl(run / "metrics.jsonl")
     assert [row["skipped_prompts"] for row in made] == [4, 4]
     sizes = read_json(run / "config.json")["data_sizes"]

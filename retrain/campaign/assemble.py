@@ -75,9 +75,11 @@ def assemble(
                 "lines; for a model that is trained to chat, give one with its template"
             )
         data = askable(data, specs[0].config, longest_completion(directory, specs), tokenizer, context)
+    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
+    if backends:
+        data = askable(data, specs[0].config, 0, base.tokenizer, context=0)
     for note in data.notes:
         observer.message(note)
-    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
     shared = _Shared(directory, folder, base, lanes, data, observer, stack)
     _approve_world(shared, specs, begin, _world(base, data, engine, workers), restart)
     runs, used = [], []
@@ -251,6 +253,8 @@ def _build_run(
     run.any_base = begin.any_base
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
+    for note in shared.data.notes:
+        recorder.log(note)
     for line in _restored(run, shared.base, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")

@@ -129,7 +129,8 @@ def _evaluate(spec: RunSpec, folder: Path, paths: Sequence[Path]) -> tuple[np.nd
         stack.callback(lanes.detach)
         workers = workers_for(base)
         stack.callback(workers.close)
-        data = askable(data_of(config, folder), config, max_tokens, base.tokenizer, base.context_length)
+        longest = max(max_tokens, config.training.max_tokens)
+        data = askable(data_of(config, folder), config, longest, base.tokenizer, base.context_length)
         prompts = [render(problem, base.tokenizer, config.data) for problem in data.heldout]
         requests = [
             SampleRequest(

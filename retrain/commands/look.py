@@ -81,18 +81,16 @@ def explain(
     detect: Detect = None,
 ) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
-    from retrain.campaign.references import data_problems
-
-    loaded = read(file, sets)
-    for problem in data_problems(loaded):
-        print(f"note: {problem}", file=sys.stderr)
-    print_explanation(loaded, out, pilot, detect)
+    print_explanation(read(file, sets), out, pilot, detect)
 
 
 def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
     from retrain.campaign.plan import plan
+    from retrain.campaign.references import data_problems
 
+    for problem in data_problems(loaded):
+        print(f"note: {problem}", file=sys.stderr)
     specs = plan(loaded)
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = [spec for spec in specs if spec.seed == seeds[0]]

@@ -52,16 +52,16 @@ def fitting(data: Dataset, tokenizer: Any, section: Any, limit: int | None, why:
     longer one otherwise, and when nothing is left; else as ``render``.
     """
     forms = {tuple(message["role"] for message in conversation(p, section)): p for p in (*data.train, *data.heldout)}
-    markup = 0  # characters that the template and the system prompt add to the longest conversation of a form
+    markup = 0  # bytes that the chat template adds to a conversation
     for problem in forms.values():
         rendered = render(problem, tokenizer, section)
-        markup = max(markup, len(rendered.text.encode()) - _bytes(problem))
+        markup = max(markup, len(rendered.text.encode()) - _bytes(problem, section))
     if limit is None:
         return data
     lengths = {
         id(problem): length
         for problem in (*data.train, *data.heldout)
-        if _bytes(problem) + markup + SPARE_TOKENS > limit  # a token is a byte or more
+        if _bytes(problem, section) + markup + SPARE_TOKENS > limit  # a token is a byte or more
         and (length := len(render(problem, tokenizer, section).token_ids)) > limit
     }
     if not lengths:
@@ -94,11 +94,9 @@ def fitting(data: Dataset, tokenizer: Any, section: Any, limit: int | None, why:
     )
 
 
-def _bytes(problem: Problem) -> int:
-    """Bytes of the problem's own text."""
-    if isinstance(problem.prompt, str):
-        return len(problem.prompt.encode())
-    return sum(len(message["content"].encode()) for message in problem.prompt)
+def _bytes(problem: Problem, section: Any) -> int:
+    """Bytes of what the model is asked, without chat markup."""
+    return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> int:
