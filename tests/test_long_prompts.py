@@ -81,7 +81,7 @@ def tokenizer():
 
 @pytest.mark.parametrize(
     "template",
-    ["{prompt}", "Think hard about the following before you answer. {prompt} Now.", "{prompt} I mean {prompt}"],
+    ["{prompt}", "Think hard about the following before you answer. {prompt} Now.", "{prompt} or {prompt}"],
 )
 @pytest.mark.parametrize("limit", [8, 20, 41, 60, 200])
 def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str) -> None:

@@ -199,15 +199,20 @@ def tokenizer_of(config: Any) -> tuple[Any, int]:
     from transformers import AutoConfig, AutoTokenizer
 
     model, bundled = config.model, bundled_model_path(config.model.model)
+    source, local = str(bundled or model.model), bundled is not None or Path(model.model).is_dir()
+    if not local and source.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"cannot load model {source!r}: there is no such directory")
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if bundled is None and not Path(model.model).is_dir():
+    if not local:
         options |= {"revision": model.revision, "local_files_only": model.local_files_only}
-    source = str(bundled or model.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         text = AutoConfig.from_pretrained(source, **options).get_text_config()
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load the tokenizer of model {model.model!r}: {str(error).splitlines()[0]}") from error
+        hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
+        if "trust_remote_code" in str(error):
+            hint = "; read it, then set [model] trust_remote_code = true"
+        raise ModelError(f"cannot load model {source!r}: tokenizer: {str(error).splitlines()[0]}{hint}") from error
     return tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0)
 
 
