@@ -19,7 +19,7 @@ from retrain.config.lines import key_lines
 from retrain.config.problems import Mistake
 from retrain.environments import load_data
 from retrain.environments.sources import directory_of, on_hub
-from retrain.errors import ConfigError, DataError, MissingExtra, PluginError, Problem
+from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.models import find_config
@@ -136,21 +136,20 @@ def data_problems(loaded: Loaded) -> list[Problem]:
 def _data_problem(loaded: Loaded, places: Places, config: Any, folder: Path) -> Problem | None:
     """The first mistake in the problems of one configuration."""
     sources = sources_of(config)
-    local = [key for key, value in sources.items() if not is_plugin(value) and not on_hub(value, folder)]
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
+    local = [
+        key for key, value in sources.items() if not is_plugin(value) and not on_hub(value, folder) and key not in absent
+    ]
     fault = None
     try:
         if len(local) == len(sources):
             data_of(config, folder)
             return None
-    except MissingExtra:
-        return None  # told with the other packages
     except DataError as error:
         fault = error
     for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
         try:
             load_data(_alone(config, key), 0, base_dir=folder)
-        except MissingExtra:
-            continue
         except DataError as error:
             return _of_source(loaded, places, key, sources[key], error)
     return None if fault is None else _of_source(loaded, places, "data.source", sources["data.source"], fault)
