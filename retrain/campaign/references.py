@@ -138,7 +138,9 @@ def _data_problem(loaded: Loaded, places: Places, config: Any, folder: Path) -> 
     sources = sources_of(config)
     absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
     local = [
-        key for key, value in sources.items() if not is_plugin(value) and not on_hub(value, folder) and key not in absent
+        key
+        for key, value in sources.items()
+        if not is_plugin(value) and not on_hub(value, folder) and key not in absent
     ]
     fault = None
     try:

@@ -70,10 +70,14 @@ def read_problems(configs: Sequence[Any], folder: Path) -> Problems:
         unfit = str(error)
     try:
         tokenizer = _tokenizer(config)
+        try:
+            data = data if unfit else askable(data, config, longest, tokenizer, context)
+        except RetrainError as error:
+            unfit = str(error)
         lengths, example = _measure(tokenizer, config, data)
-        data = data if unfit else askable(data, config, longest, tokenizer, context)
     except RetrainError as error:
-        unfit, why_no_lengths = (str(error), "") if lengths else (unfit, str(error))
+        why_no_lengths = str(error)
+        unfit = "" if unfit == why_no_lengths else unfit
     return Problems(
         source, len(data.train), len(data.heldout), lengths, example, data.train[0].answer, data.notes, limits, unfit,
         why_no_lengths=why_no_lengths,
