@@ -91,8 +91,8 @@ class Cohort:
             run.last_end = run.last_end or time.time()
             self._guarded_and_told(run, run.anneal)
             before[id(run)] = run.mark()
-        prompts = [run.next_prompts() for run, _ in active]
-        graded = self._sample(active, prompts)
+        asked = self._prompts_of(active)
+        graded = self._sample([pair for pair, _ in asked], [prompts for _, prompts in asked])
         numbers = self._learn_all([run for run, _ in active if run.error is None], graded)
         due = [(run, grader) for run, grader in active if run.error is None and run.evaluation_due()]
         for held_out in self.evaluator.sets:
@@ -106,10 +106,20 @@ class Cohort:
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
 
+    def _prompts_of(self, active: Sequence[tuple[Run, Grader]]) -> list[tuple[tuple[Run, Grader], list[Prompt]]]:
+        """What each run asks in this step; one whose prompts cannot be rendered fails, the others go on without it."""
+        found: dict[int, list[Prompt]] = {}
+        for run, _ in active:
+            if run.error is None:
+                self._guarded_and_told(run, lambda run=run: found.update({id(run): run.next_prompts()}))
+        return [(pair, found[id(pair[0])]) for pair in active if id(pair[0]) in found]
+
     def _sample(
         self, active: Sequence[tuple[Run, Grader]], prompts: Sequence[Sequence[Prompt]]
     ) -> dict[int, list[Group]]:
         """Graded groups of every prompt of every run, from one decode batch; a run whose grader raises fails."""
+        if not active:
+            return {}
         requests = [r for lane, (run, _) in enumerate(active) for r in run.requests(prompts[lane], lane)]
         jobs = [(grader, prompt) for (_, grader), batch in zip(active, prompts, strict=True) for prompt in batch]
         if self.pressure is not None:

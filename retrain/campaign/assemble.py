@@ -13,20 +13,21 @@ import torch
 
 from retrain.backend_run import OwnRun
 from retrain.backends import OwnEngine, backend_base, load_backend
+from retrain.campaign.asked import askable, data_of, longest_completions
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
-from retrain.campaign.manifest import run_directory
+from retrain.campaign.manifest import planned_configs, run_directory
 from retrain.campaign.outputs import run_place
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import is_source, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
-from retrain.config import Config
+from retrain.config import Config, parse_dict
 from retrain.credit import Modes, completion_offsets, load_modes
 from retrain.detectors import load_detector
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset, load_data
-from retrain.environments.dataset import Wanted, content_hash
+from retrain.environments import Dataset
+from retrain.environments.dataset import content_hash
 from retrain.environments.prompts import longest_prompt
 from retrain.errors import CheckpointError
 from retrain.evaluation import Evaluator
@@ -34,7 +35,7 @@ from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import BaseModel, base_of, tokenizer_hash
+from retrain.policy.base import BaseModel, base_of, tokenizer_hash, tokenizer_of
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers, workers_for
 from retrain.record.context import RunContext, chart_ranges
@@ -55,10 +56,12 @@ def assemble(
     stop: Callable[[], bool],
     stack: ExitStack,
     restart: Restart = Restart(),  # noqa: B008 - frozen
+    others: Sequence[RunSpec] = (),
 ) -> Cohort:
     """The cohort of these runs, ready to train. ``stack`` closes graders and unwraps the base at the end.
 
-    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
+    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first; ``others`` are
+    runs of the plan besides those in the directory's plan.json.
 
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
     loaded to be known differs from the runs' records and is not approved.
@@ -71,9 +74,21 @@ def assemble(
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
     data = data_of(specs[0].config, folder)
+    planned = [parse_dict(config) for config in planned_configs(directory).values()]
+    longest = longest_completions([*planned, *(spec.config for spec in (*others, *specs))])
+    if specs[0].config.backend.backend == "local":
+        tokenizer, context = tokenizer_of(specs[0].config)  # found before weights are loaded
+        if not getattr(tokenizer, "chat_template", None):
+            observer.message(
+                f"{specs[0].config.model.model} has no chat template: prompts are plain text, messages joined by blank "
+                "lines; for a model that is trained to chat, give one with its template"
+            )
+        data = askable(data, specs[0].config, longest, tokenizer, context)
+    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
+    if backends:
+        data = askable(data, specs[0].config, longest, base.tokenizer, context=0)
     for note in data.notes:
         observer.message(note)
-    base, lanes, engine, workers, backends = _policy(specs, folder, data, stack, observer)
     shared = _Shared(directory, folder, base, lanes, data, observer, stack)
     _approve_world(shared, specs, begin, _world(base, data, engine, workers), restart)
     runs, used = [], []
@@ -97,12 +112,6 @@ def _use_deterministic(wanted: bool) -> None:
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-
-
-def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
-    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
-    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
 def _policy(
@@ -229,6 +238,8 @@ def _build_run(
     run.any_base = begin.any_base
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
+    for note in shared.data.notes:
+        recorder.log(note)
     for line in _restored(run, shared.base, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
@@ -255,6 +266,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         set_tags={name: tags_of(problems) for name, problems in shared.data.sets.items()},
         reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
+        skipped_prompts=shared.data.skipped,
         folder=shared.folder,
     )
     directory = run_directory(shared.directory, spec)

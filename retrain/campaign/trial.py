@@ -61,12 +61,12 @@ def trial(
     (counts and seconds, with what a whole step takes) and ``verdict``. Raises RetrainError as training does.
     """
     check_references(loaded)
-    spec = _spec(loaded, condition)
+    spec, others = _spec(loaded, condition), _chosen(loaded, condition)[1]
     samples = samples or min(ANSWERS, spec.config.training.group_size)
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
-            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack)
+            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack, others=others)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run, grader = cohort.runs[0], cohort.graders[0]

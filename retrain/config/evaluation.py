@@ -22,7 +22,7 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.describe import toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template
+from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template, has_configurations
 from retrain.config.training import TopK, truncation
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class EvaluationSet(Section):
     """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
     source: OptionalSource = None
     """As in [data]; all problems of a file are in the set. Unset is what `[data]` holds out."""
+    subset: OptionalText = None
+    """Configuration of a data set that has several."""
     split: OptionalText = None
-    """Split of a hub source or of a function; unset is `[data] eval_split`."""
+    """Split of a data set or of a function; unset is `[data] eval_split`."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems."""
     prompt_column: OptionalText = None
@@ -142,7 +144,7 @@ class HeldOut:
         return self.temperature, self.samples, self.max_tokens
 
 
-OWN_DATA = ("levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
+OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
 """Keys of a set that stand in the place of the same keys of [data]."""
 
 
@@ -221,7 +223,11 @@ def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[F
             (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
             'remove the line, or source = "arithmetic"',
         )  # fmt: skip
-    for key in ("prompt_column", "answer_column", "tags_column"):
+    if each.subset is not None and each.source is not None and not has_configurations(source):
+        yield Finding(
+            (f"{path}.subset", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line"
+        )
+    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
         if getattr(each, key) is not None and each.source is None:
             yield Finding(
                 (f"{path}.{key}", path),

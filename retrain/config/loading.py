@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from retrain.config.checking import Places, examine
 from retrain.config.lines import Repeat, find_repeat, key_lines
 from retrain.config.problems import Mistake
 from retrain.config.root import Config, keys, sections
-from retrain.config.tasks import FILE_ENDINGS
+from retrain.config.tasks import FILE_ENDINGS, SOURCES
 from retrain.errors import ConfigError, Problem, UsageError
 
 
@@ -148,7 +149,7 @@ def _set_value(text: str) -> Any:
 
 
 def _beside(data: dict[str, Any], path: FilePath) -> None:
-    """Files of problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
+    """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
     reward = data.get("reward")
     parts = reward.get("components") if isinstance(reward, dict) else None
     rewards = [reward, *parts] if isinstance(parts, list) else [reward]
@@ -163,5 +164,6 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
         beside = path.parent / value
-        if value.endswith((".py", *FILE_ENDINGS)) and beside.is_file():
-            table[key] = str(beside.resolve())
+        names_directory = key != "custom_module" and value not in SOURCES and beside.is_dir()
+        if names_directory or (value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()):
+            table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is

@@ -22,7 +22,7 @@ from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
 from retrain.record.rollout_files import remove_files, write_pages, write_summaries
-from retrain.record.rollouts import TRAIN, Batch, TokenText
+from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
@@ -168,7 +168,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags_of(record.name))
+        row = eval_row(record, self.context.tags_of(record.name), self.context.strict_answers)
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
@@ -189,7 +189,7 @@ class RunRecorder:
             "seconds": record.seconds,
         }
         self._files.append("evals.jsonl", [facts | row])
-        self._files.append("emergence/evaluations.jsonl", evaluated(record))
+        self._files.append("emergence/evaluations.jsonl", evaluated(record, self.context.strict_answers))
         batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
         self._write_rollouts(batch, self._setting("rollouts_every", 10) > 0)
 
@@ -306,14 +306,22 @@ def generations(record: StepRecord) -> list[Row]:
     """Every completion of the step, for ``emergence/generations.jsonl``."""
     return [
         completion_facts(record.step, group, sample)
-        | {"group": index, "sample": sample, "advantage": float(group.advantages_N[sample])}
+        | {
+            "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
+            "group": index,
+            "sample": sample,
+            "advantage": float(group.advantages_N[sample]),
+        }
         for index, group in enumerate(record.groups)
         for sample in range(len(group.completions))
     ]
 
 
-def evaluated(record: EvalRecord) -> list[Row]:
-    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
+def evaluated(record: EvalRecord, strict: bool = True) -> list[Row]:
+    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done.
+
+    ``strict`` says what counts as its answer (``answer_of``).
+    """
     return [
         completion_facts(record.step, group, sample)
         | {
@@ -322,7 +330,7 @@ def evaluated(record: EvalRecord) -> list[Row]:
             "sample": sample,
             "tags": list(group.prompt.problem.tags),
             "reference": group.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "answer": answer_of(group.completions[sample], group),
+            "answer": answer_of(group.completions[sample], group, strict),
         }
         for group in record.groups
         for sample in range(len(group.completions))
@@ -346,11 +354,9 @@ def completion_facts(step: int, group: Group, sample: int) -> Row:
 
 
 def prompt_text(group: Group) -> str:
-    """The problem as a person put it: without the chat template, the last turn of a conversation."""
-    prompt = group.prompt.problem.prompt
-    if isinstance(prompt, str):
-        return prompt
-    return str(prompt[-1].get("content", "")) if prompt else group.prompt.text
+    """What the model was asked: the last message, with ``[data] prompt_template`` and without chat markup."""
+    messages = conversation_of(group)
+    return messages[-1]["content"] if messages else group.prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:
