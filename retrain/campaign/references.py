@@ -14,8 +14,9 @@ from retrain.campaign.plan import plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
-from retrain.config.lines import key_lines
 from retrain.config.problems import Mistake
+from retrain.config.problems import Path as KeyPath
+from retrain.config.upkeep import trackers
 from retrain.environments.sources import HUB
 from retrain.errors import ConfigError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
@@ -50,10 +51,10 @@ def check_references(loaded: Loaded, rewards: bool = False) -> None:
 
 
 def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    folder = loaded.path.parent
     for spec in plan(loaded):
         for key, value in named_code(spec.config):
-            where = _place(loaded, places, key, value)
+            where = _place(loaded, key, value)
             try:
                 found = load_function(value, folder, "")
                 plugin_ranges(value, folder, "")
@@ -61,21 +62,22 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                     check_backend_class(found, value)
             except PluginError as error:
                 reason = str(error).removeprefix(f" {value!r}: ").removeprefix(f"{value} ")
-                yield Problem(where, key, f'is "{value}": {reason}')
+                yield Problem(where, _shown(key), f'is "{value}": {reason}')
                 continue
             if key == "backend.backend":
-                yield from _capability_problems(loaded, places, spec.config, found)
-        yield from _package_problems(loaded, places, spec.config)
-        yield from _model_problems(loaded, places, spec.config)
+                yield from _capability_problems(loaded, spec.config, found)
+        yield from _package_problems(loaded, spec.config)
+        yield from _model_problems(loaded, spec.config)
         if rewards:
-            yield from _reward_problems(places, spec.config.reward, folder)
+            yield from _reward_problems(loaded.places, spec.config.reward, folder)
 
 
 def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
     """(key, its value, module) for every optional package that a run needs and that is not installed."""
     data, reward, logging = config.data, config.reward, config.logging
     wanted: list[tuple[str, Any, str]] = []
-    for key, source in (("data.source", data.source), ("data.eval_source", data.eval_source)):
+    sets = ((SET_SOURCE.format(i), each.source) for i, each in enumerate(config.evaluation.sets))
+    for key, source in (("data.source", data.source), ("data.eval_source", data.eval_source), *sets):
         if source in HUB:
             wanted.append((key, source, "datasets"))
         elif source is not None and source.endswith(".parquet"):
@@ -84,9 +86,11 @@ def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
     wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
     if config.planning.detector == "semantic":
         wanted.append(("planning.detector", "semantic", "sentence_transformers"))
-    if logging.wandb_project is not None:
-        wanted.append(("logging.wandb_project", logging.wandb_project, "wandb"))
-    wanted += [("logging.report_to", name, name) for name in logging.report_to if name in EXTRA_OF]
+    for name in trackers(logging.report_to, logging.wandb_project):
+        if name in logging.report_to and name in EXTRA_OF:
+            wanted.append(("logging.report_to", name, name))
+        elif name == "wandb":
+            wanted.append(("logging.wandb_project", logging.wandb_project, name))
     yield from (each for each in wanted if not is_installed(each[2]))
 
 
@@ -98,26 +102,24 @@ def require_packages(configs: Iterable[Any]) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _package_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """Packages that the run needs and that are not installed."""
     for key, value, module in absent_packages(config):
-        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        where = _place(loaded, places, key, value) if len(path) == 2 else places.find(path)[1]
         message = f'is "{value}", which needs the package {package_of(module)}'
-        yield Problem(where, Mistake(path, message).key, message, install_line(module))
+        yield Problem(_place(loaded, key, value), _shown(key), message, install_line(module))
 
 
-def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _model_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
     model = config.model
     if config.backend.backend != "local":
         return
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
-        where = _place(loaded, places, "model.model", model.model)
+        where = _place(loaded, "model.model", model.model)
         yield Problem(where, "model.model", f'is "{model.model}": {fault}')
     else:
-        yield from _target_problems(loaded, places, config)
+        yield from _target_problems(loaded, config)
 
 
 def named_code(config: Any) -> Iterator[tuple[str, str]]:
@@ -137,12 +139,12 @@ def is_source(key: str) -> bool:
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
-def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: Loaded, config: Any, backend: Any) -> Iterator[Problem]:
     """Token credit that needs what this backend does not do."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
-        where = _place(loaded, places, "algorithm.transform_mode", mode)
+        where = _place(loaded, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
         yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
     wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
@@ -150,17 +152,17 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
         key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
         message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
         fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
-        yield Problem(_place(loaded, places, key, wants), key, message, fix)
+        yield Problem(_place(loaded, key, wants), key, message, fix)
 
 
-def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _target_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_config(config.model.model, config.model.revision)
     layers = None if path is None else dense_layers(read_json(path))
     if layers is not None:
         for message, fix in target_mistakes(targets, layers, "lm_head"):
-            yield Problem(_place(loaded, places, key, targets), key, message, fix)
+            yield Problem(_place(loaded, key, targets), key, message, fix)
 
 
 def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
@@ -185,9 +187,9 @@ def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Prob
             yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
 
 
-def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
+def _place(loaded: Loaded, key: str, value: Any) -> str:
     """Where the key was written: in the first condition that has the value, else in its section."""
-    section, _, name = key.partition(".")
+    places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
@@ -195,4 +197,13 @@ def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
                 if places.given(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
-    return places.find(tuple(int(part) if part.isdigit() else part for part in key.split(".")))[1]
+    return places.find(_path(key))[1]
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def _shown(key: str) -> str:
+    """The key as messages name it, tables of a list counted from 1."""
+    return Mistake(_path(key), "").key
