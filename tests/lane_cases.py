@@ -49,6 +49,12 @@ def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
 
 
+def decoded(base, lanes, adapters, asked):
+    """Everything that is sampled, exactly."""
+    groups = LocalEngine(base, lanes).sample(asked, adapters)
+    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
+
+
 def rollout(base, lanes, adapter, temperature=1.0) -> list[TrainSequence]:
     """Sampled sequences with made-up, token-varying advantages."""
     asked = requests(prompts=5, samples=3, temperature=temperature)

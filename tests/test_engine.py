@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, requests, trained
+from lane_cases import decoded, fresh_logprobs, requests, trained
 from toymodels import toy_base
 
 from retrain.engines import dense, slots
@@ -441,12 +441,6 @@ def test_a_small_batch_stays_in_one_piece(base, lanes):
         engine.sample([SampleRequest(0, (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
     workers.close()
     assert sorted(seen) == [LEAST_PIECE_ROWS, LEAST_PIECE_ROWS, LEAST_PIECE_ROWS]
-
-
-def decoded(base, lanes, adapters, asked):
-    """Everything that is sampled, exactly."""
-    groups = LocalEngine(base, lanes).sample(asked, adapters)
-    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
 @pytest.mark.parametrize("runs", [1, 3])

@@ -15,8 +15,9 @@ from retrain.campaign.plan import plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
-from retrain.config.lines import key_lines
 from retrain.config.problems import Mistake
+from retrain.config.problems import Path as KeyPath
+from retrain.config.upkeep import trackers
 from retrain.environments import load_data
 from retrain.environments.sources import directory_of, on_hub
 from retrain.errors import ConfigError, DataError, PluginError, Problem
@@ -52,10 +53,10 @@ def check_references(loaded: Loaded, rewards: bool = False) -> None:
 
 
 def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    folder = loaded.path.parent
     for spec in plan(loaded):
         for key, value in named_code(spec.config):
-            where = _place(loaded, places, key, value)
+            where = _place(loaded, key, value)
             try:
                 found = load_function(value, folder, "")
                 plugin_ranges(value, folder, "")
@@ -63,14 +64,14 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                     check_backend_class(found, value)
             except PluginError as error:
                 reason = str(error).removeprefix(f" {value!r}: ").removeprefix(f"{value} ")
-                yield Problem(where, key, f'is "{value}": {reason}')
+                yield Problem(where, _shown(key), f'is "{value}": {reason}')
                 continue
             if key == "backend.backend":
-                yield from _capability_problems(loaded, places, spec.config, found)
-        yield from _package_problems(loaded, places, spec.config, folder)
-        yield from _model_problems(loaded, places, spec.config)
+                yield from _capability_problems(loaded, spec.config, found)
+        yield from _package_problems(loaded, spec.config, folder)
+        yield from _model_problems(loaded, spec.config)
         if rewards:
-            yield from _reward_problems(places, spec.config.reward, folder)
+            yield from _reward_problems(loaded.places, spec.config.reward, folder)
 
 
 def absent_packages(config: Any, folder: Path) -> Iterator[tuple[str, Any, str]]:
@@ -86,9 +87,11 @@ def absent_packages(config: Any, folder: Path) -> Iterator[tuple[str, Any, str]]
     wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
     if config.planning.detector == "semantic":
         wanted.append(("planning.detector", "semantic", "sentence_transformers"))
-    if logging.wandb_project is not None:
-        wanted.append(("logging.wandb_project", logging.wandb_project, "wandb"))
-    wanted += [("logging.report_to", name, name) for name in logging.report_to if name in EXTRA_OF]
+    for name in trackers(logging.report_to, logging.wandb_project):
+        if name in logging.report_to and name in EXTRA_OF:
+            wanted.append(("logging.report_to", name, name))
+        elif name == "wandb":
+            wanted.append(("logging.wandb_project", logging.wandb_project, name))
     yield from (each for each in wanted if not is_installed(each[2]))
 
 
@@ -100,40 +103,40 @@ def require_packages(configs: Iterable[Any], folder: Path) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, places: Places, config: Any, folder: Path) -> Iterator[Problem]:
+def _package_problems(loaded: Loaded, config: Any, folder: Path) -> Iterator[Problem]:
     """Packages that the run needs and that are not installed."""
     for key, value, module in absent_packages(config, folder):
         message = f'is "{value}", which needs the package {package_of(module)}'
-        yield _problem_at(loaded, places, key, value, message, install_line(module))
+        yield _problem_at(loaded, key, value, message, install_line(module))
 
 
-def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _model_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
     model = config.model
     if config.backend.backend != "local":
         return
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
-        where = _place(loaded, places, "model.model", model.model)
+        where = _place(loaded, "model.model", model.model)
         yield Problem(where, "model.model", f'is "{model.model}": {fault}')
     else:
-        yield from _target_problems(loaded, places, config)
+        yield from _target_problems(loaded, config)
 
 
 def data_problems(loaded: Loaded) -> list[Problem]:
     """What is wrong with the problems that the file names: of files and directories everything but what the model's
     tokenizer says of them; of functions and of the hub's data sets nothing, they are read when training starts."""
-    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    folder = loaded.path.parent
     found: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan(loaded)):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         wanted = repr((config.data, held_out, config.training.max_examples))
         if wanted not in found:
-            found[wanted] = _data_problem(loaded, places, config, folder)
+            found[wanted] = _data_problem(loaded, config, folder)
     return [problem for problem in found.values() if problem is not None]
 
 
-def _data_problem(loaded: Loaded, places: Places, config: Any, folder: Path) -> Problem | None:
+def _data_problem(loaded: Loaded, config: Any, folder: Path) -> Problem | None:
     """The first mistake in the problems of one configuration."""
     sources = sources_of(config)
     absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
@@ -153,8 +156,8 @@ def _data_problem(loaded: Loaded, places: Places, config: Any, folder: Path) -> 
         try:
             load_data(_alone(config, key), 0, base_dir=folder)
         except DataError as error:
-            return _of_source(loaded, places, key, sources[key], error)
-    return None if fault is None else _of_source(loaded, places, "data.source", sources["data.source"], fault)
+            return _of_source(loaded, key, sources[key], error)
+    return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
 
 
 def _alone(config: Any, key: str) -> Any:
@@ -165,9 +168,9 @@ def _alone(config: Any, key: str) -> Any:
     return data.model_copy(update={"source": data.eval_source, "split": data.eval_split, "eval_source": None})
 
 
-def _of_source(loaded: Loaded, places: Places, key: str, value: str, error: DataError) -> Problem:
+def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Problem:
     message = str(error).replace(f"data source {value!r}: ", f'is "{value}": ', 1)
-    return _problem_at(loaded, places, key, value, message)
+    return _problem_at(loaded, key, value, message)
 
 
 def sources_of(config: Any) -> dict[str, str]:
@@ -197,12 +200,12 @@ def is_source(key: str) -> bool:
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
-def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: Loaded, config: Any, backend: Any) -> Iterator[Problem]:
     """Token credit that needs what this backend does not do."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
-        where = _place(loaded, places, "algorithm.transform_mode", mode)
+        where = _place(loaded, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
         yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
     wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
@@ -210,17 +213,17 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
         key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
         message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
         fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
-        yield Problem(_place(loaded, places, key, wants), key, message, fix)
+        yield Problem(_place(loaded, key, wants), key, message, fix)
 
 
-def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _target_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_config(config.model.model, config.model.revision)
     layers = None if path is None else dense_layers(read_json(path))
     if layers is not None:
         for message, fix in target_mistakes(targets, layers, "lm_head"):
-            yield Problem(_place(loaded, places, key, targets), key, message, fix)
+            yield Problem(_place(loaded, key, targets), key, message, fix)
 
 
 def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
@@ -245,16 +248,14 @@ def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Prob
             yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
 
 
-def _problem_at(loaded: Loaded, places: Places, key: str, value: Any, message: str, fix: str = "") -> Problem:
-    """The problem at the line of its key, whose places in lists are counted from one."""
-    path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-    where = _place(loaded, places, key, value) if len(path) == 2 else places.find(path)[1]
-    return Problem(where, Mistake(path, message).key, message, fix)
+def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
+    """The problem at the line of its key."""
+    return Problem(_place(loaded, key, value), _shown(key), message, fix)
 
 
-def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
+def _place(loaded: Loaded, key: str, value: Any) -> str:
     """Where the key was written: in the first condition that has the value, else in its section."""
-    section, _, name = key.partition(".")
+    places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
@@ -262,4 +263,13 @@ def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
                 if places.given(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
-    return places.find(tuple(int(part) if part.isdigit() else part for part in key.split(".")))[1]
+    return places.find(_path(key))[1]
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def _shown(key: str) -> str:
+    """The key as messages name it, tables of a list counted from 1."""
+    return Mistake(_path(key), "").key

@@ -72,7 +72,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
     where it is; directories above it are made.
 
-    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when another file
+    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when something else
     than a report of this directory has the name.
     """
     target = out or directory / REPORT

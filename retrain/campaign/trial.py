@@ -127,8 +127,8 @@ def others(loaded: Loaded, condition: str | None) -> list[str]:
     tried, specs = _chosen(loaded, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:
-        training = spec.config.training
-        return spec.config.reward.grading, training.temperature, training.max_tokens
+        config, training = spec.config, spec.config.training
+        return config.reward.grading, training.temperature, training.max_tokens, config.training_truncation
 
     return list(dict.fromkeys(spec.label for spec in specs if spec.seed == tried.seed and seen(spec) != seen(tried)))
 

@@ -158,9 +158,11 @@ def print_sets(config: Any) -> None:
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
         decides = "; the primary metric's" if each == config.decisive else ""
+        cuts = (("top_p", each.top_p, 1), ("top_k", each.top_k, 0), ("min_p", each.min_p, 0))
+        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and each.temperature)
         told = (
-            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g}, "
-            f"at most {each.max_tokens} tokens{decides}"
+            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g},"
+            f"{cut} at most {each.max_tokens} tokens{decides}"
         )
         print(f"{'' if i else 'held out':<14}{told}")
 

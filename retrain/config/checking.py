@@ -44,6 +44,11 @@ class Places:
         """Whether this very key was written anywhere."""
         return path in self.lines or path in self.sets
 
+    def replace(self, path: Path) -> None:
+        """Note that ``--set`` has written this key, with all that stands in it, in place of the file."""
+        self.lines = {given: line for given, line in self.lines.items() if given[: len(path)] != path}
+        self.sets.add(path)
+
     def find(self, path: Path) -> tuple[int, str]:
         """(sort order, text) of the key, or of the nearest table around it that was written."""
         for length in range(len(path), 0, -1):

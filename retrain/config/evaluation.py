@@ -144,6 +144,8 @@ class HeldOut:
         return self.temperature, self.samples, self.max_tokens
 
 
+CUTS = ("top_p", "top_k", "min_p")
+"""Keys that cut the distribution sampled from."""
 OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
 """Keys of a set that stand in the place of the same keys of [data]."""
 
@@ -152,7 +154,7 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
     """The set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
     evaluation, training = config.evaluation, config.training
 
-    def first(key: str) -> Any:
+    def sampled(key: str) -> Any:
         asked = (getattr(section, key) for section in (each, evaluation, training))
         return next(value for value in asked if value is not None)
 
@@ -160,12 +162,13 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
     own |= {"eval_source": each.source} if each.source is not None else {}
     own |= {"eval_split": each.split} if each.split is not None else {}
     return HeldOut(
-        each.name,
-        each.problems or evaluation.problems,
-        each.samples or evaluation.samples,
-        *(first(key) for key in ("temperature", "max_tokens")),
-        config.data.model_copy(update=own) if own else config.data,
-        *(first(key) for key in ("top_p", "top_k", "min_p")),
+        name=each.name,
+        problems=each.problems or evaluation.problems,
+        samples=each.samples or evaluation.samples,
+        temperature=sampled("temperature"),
+        max_tokens=sampled("max_tokens"),
+        data=config.data.model_copy(update=own) if own else config.data,
+        **{key: sampled(key) for key in CUTS},
     )
 
 
@@ -202,6 +205,7 @@ def set_rules(config: Config) -> Iterator[Finding]:
             )
         seen.setdefault(each.name.casefold(), index)
         yield from _data_findings(config, each, path)
+    yield from _cut_findings(config)
     for index, held_out in enumerate(held_out_sets(config)):
         if held_out.samples > 1 and held_out.temperature == 0:
             own = evaluation.sets[index] if evaluation.sets else None
@@ -212,6 +216,23 @@ def set_rules(config: Config) -> Iterator[Finding]:
                 f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
                 "samples = 1",
             )
+
+
+def _cut_findings(config: Config) -> Iterator[Finding]:
+    evaluation, sets = config.evaluation, held_out_sets(config)
+    tables: list[tuple[str, Section]] = []
+    if sets and all(each.temperature == 0 for each in sets):
+        tables.append(("evaluation", evaluation))
+    tables += [
+        (f"evaluation.sets.{index}", own)
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        if held_out.temperature == 0
+    ]
+    for path, table in tables:
+        for key in CUTS:
+            if getattr(table, key) is not None:
+                message = "has no effect at temperature 0, which is greedy"
+                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
 
 
 def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:

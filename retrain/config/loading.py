@@ -23,12 +23,14 @@ from retrain.errors import ConfigError, Problem, UsageError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration file that holds: its text, what it means, and what there is to say about it."""
+    """A configuration file that holds: its text, what it means, where its keys were written, and what there is to say
+    about it."""
 
     config: Config
     path: FilePath
     text: str
     is_campaign: bool
+    places: Places
     warnings: list[str] = field(default_factory=list)
 
 
@@ -50,7 +52,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, config.is_campaign, warnings)
+    return Loaded(config, path, text, config.is_campaign, places, warnings)
 
 
 def parse_dict(data: Mapping[str, Any]) -> Config:
@@ -125,7 +127,7 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> li
             places.sets.add(("--set",))
             wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))
             continue
-        places.sets.add(parts)
+        places.replace(parts)
         table = data
         for part in parts[:-1]:
             inner = table.setdefault(part, {})
