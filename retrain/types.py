@@ -112,12 +112,13 @@ class RewardResult:
     """What a reward says of one rollout.
 
     ``total_reward`` is None when grading failed (the reason stands in ``error``). ``components`` holds each
-    weighted part by name before weighting, ``sample_metrics`` any further numbers a reward wants recorded.
+    weighted part by name before weighting, ``sample_metrics`` any further numbers a reward wants recorded,
+    None where this completion has none.
     ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None means "no format is defined".
     """
 
     total_reward: float | None
-    sample_metrics: dict[str, float] = field(default_factory=dict)
+    sample_metrics: dict[str, float | None] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     components: dict[str, float | None] = field(default_factory=dict)
     correct: bool | None = None

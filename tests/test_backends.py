@@ -239,3 +239,11 @@ def test_what_a_backend_does_wrong_is_named(folder, old, new, reason):
     assert result.exit_code == 1, result.output
     assert "backend my_backend:Table" in result.output
     assert reason in result.output
+
+
+def test_prompts_are_measured_with_the_backends_own_tokenizer(folder):
+    result = run("train", "run.toml", "--out", "long", "--plain", "--set", "data.max_prompt_tokens=5")
+    assert result.exit_code == 2
+    # a byte is a token here: "1 + 2" fits, "1 plus 2" does not
+    assert "the prompt has 8 tokens, more than 5 ([data] max_prompt_tokens = 5); 3 more are too long" in result.stderr
+    assert not (folder / "long" / "metrics.jsonl").exists()

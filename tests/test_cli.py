@@ -378,6 +378,13 @@ components = [{ type = "match" }, { type = "math", weight = 0.5 }]
 [logging]
 report_to = ["tensorboard", "trackio"]
 wandb_project = "mine"
+
+[[evaluation.sets]]
+name = "held"
+
+[[evaluation.sets]]
+name = "hub"
+source = "math"
 """
 
 
@@ -394,6 +401,7 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
         ("10  reward.components[2].type", "is \"math\", which needs the package math-verify: pip install '.[math]'"),
         ("13  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
         ("13  logging.report_to", 'is "trackio", which needs the package trackio'),
+        ("21  evaluation.sets[2].source", 'is "math", which needs the package datasets'),
         ("14  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
     )
     for command in (["check"], ["train", "--out", str(tmp_path / "out")]):
@@ -404,6 +412,52 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
         for where, told in expected:
             assert any(line.startswith(f"needy.toml:{where}  {told}") for line in lines), (where, told, lines)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("logging", "told"), [
+    ('report_to = "none"\nwandb_project = "mine"', []),
+    ('report_to = "all"', []),
+    ('report_to = "all"\nwandb_project = "mine"', ["logging.wandb_project"]),
+    ('report_to = "wandb"\nwandb_project = "mine"', ["logging.report_to"]),
+])  # fmt: skip
+def test_only_trackers_that_runs_report_to_are_missed(tmp_path, monkeypatch, logging, told):
+    from retrain.campaign import references
+    from retrain.config import upkeep
+
+    (tmp_path / "f.toml").write_text(f"[logging]\n{logging}\n")
+    monkeypatch.setattr(references, "is_installed", lambda module: False)
+    monkeypatch.setattr(upkeep, "find_spec", lambda module: None)
+    result = run("check", tmp_path / "f.toml")
+    assert [line.split()[1] for line in result.stderr.splitlines()] == told
+    assert result.exit_code == (2 if told else 0)
+
+
+SET_VALUES = (
+    ("model.model=/nowhere/model", "model.model", "there is no such directory"),
+    ("data.source=nosuchmodule:problems", "data.source", "nosuchmodule"),
+    ('algorithm.loss="nosuchmodule:loss"', "algorithm.loss", "nosuchmodule"),
+    ('lora.target_modules=["nothing"]', "lora.target_modules", "nothing"),
+    ("reward.custom_module=nosuchmodule", "reward.custom_module", "nosuchmodule"),
+    ('evaluation.sets=[{name = "a", source = "nosuchmodule:p"}]', "evaluation.sets[1].source", "nosuchmodule"),
+)
+
+
+@pytest.mark.parametrize(("setting", "key", "said"), SET_VALUES, ids=[key for _, key, _ in SET_VALUES])
+def test_what_was_set_on_the_command_line_is_not_looked_for_in_the_file(tmp_path, setting, key, said):
+    """The file has the same keys, with other values."""
+    file = tmp_path / "f.toml"
+    (tmp_path / "mine.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    file.write_text(
+        '[model]\nmodel = "tiny-reasoner"\n[data]\nsource = "arithmetic"\n[algorithm]\nloss = "ppo"\n'
+        '[lora]\ntarget_modules = ["q_proj"]\n[reward]\ntype = "custom"\ncustom_module = "mine.py"\n'
+        '[[evaluation.sets]]\nname = "own"\nsource = "arithmetic"\n'
+    )
+    assert run("check", file).exit_code == 0
+    result = run("check", file, "--set", setting)
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2
+    assert line.startswith(f"--set  {key}  ")
+    assert said in line
 
 
 def test_a_plug_in_that_lacks_a_known_package_is_told_what_to_type(tmp_path):

@@ -279,8 +279,13 @@ def test_files_are_found_beside_the_toml(tmp_path, monkeypatch):
     assert loaded.config.data.source == str(folder / "p.jsonl")
     assert loaded.config.reward.custom_module == str(folder / "mine.py")
     assert loaded.warnings == []
-    file.write_text('[data]\nsource = "q.jsonl"\n')
-    assert "no such file" in load(file).warnings[0]
+    (folder / "set").mkdir()
+    (folder / "gsm8k").mkdir()
+    for source, meant in (("set", str(folder / "set")), ("./set", str(folder / "set")), ("gsm8k", "gsm8k")):
+        file.write_text(f'[data]\nsource = "{source}"\n')
+        assert load(file).config.data.source == meant
+    file.write_text('[data]\nsource = "openai/gsm8k"\nsubset = "main"\n')
+    assert load(file).config.data.source == "openai/gsm8k"
 
 
 # -- what is not ------------------------------------------------------------------------------------------------
@@ -371,7 +376,9 @@ SINGLE = [
     ),
     ('[planning]\ndetector = "semantic"\nplanning_anchors = "Wait, no."', "but must be a list of strings"),
     ('[data]\nsource = "gsm8"', 'source = "gsm8k"'),
-    ('[data]\nsource = "EleutherAI/hendrycks_math"', 'source = "math"'),
+    ('[data]\nsource = "hendrycks_math"', 'source = "math"'),
+    ('[data]\nsource = "problems/my.csv"', 'source = "problems/my.jsonl", made with'),
+    ('[data]\nsource = "math"\nsubset = "algebra"', 'data.subset  has no effect with source = "math"'),
     ('[data]\nprompt_template = "Solve:"', 'prompt_template = "{prompt}"'),
     ('[data]\nsource = "math"\nlevels = ["easy"]', 'has no effect with source = "math"'),
     ('[data]\nlevels = ["esy"]', 'is ["esy"], but must be a list of one of "easy"'),
@@ -402,6 +409,8 @@ SINGLE = [
     ("[reward]\nmetrics_ranges = { steps = { low = 2 } }", "the key low, which is none of min, max and invert"),
     ("[logging]\nstrategic_grams = '[1, 2'", "no JSON list"),
     ("[plugins]\nstrict = true", "custom_module"),
+    ('[reward]\ntype = "judge"\njudge_model = "m"\nstrict = false', 'has no effect with type = "judge": remove'),
+    ('[reward]\ntype = "weighted"\nstrict = false\n[[reward.components]]\ntype = "math"', "reward.strict  has no"),
     ('[model]\nmodel = ""', "a string that is not empty"),
 ]  # fmt: skip
 

@@ -73,13 +73,32 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     first = dict(pair.split("=") for pair in next(line for line in lines if line.startswith("step ")).split()[1:])
     assert first["run"] == "grpo+none_s1"
     assert (first["step"], first["done"]) == ("0", "1/10")
-    assert (first["reward"], first["correct"], first["loss"], first["lambda"]) == ("0.667", "0.667", "-0.00123", "0.50")
+    assert (first["reward"], first["correct"], first["loss"]) == ("0.667", "0.667", "-0.00123")
     assert first["entropy"] == "0.500"
     ends = dict(pair.split("=") for pair in [line for line in lines if line.startswith("eval ")][-1].split()[1:])
     assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
     assert ends["reward"] == "1.000"
     assert "warning: two" in lines
     assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
+
+
+@pytest.mark.parametrize(("label", "shown"), [
+    ("grpo+none", "-"),
+    ("maxrl+gtpo", "-"),
+    ("maxrl+gtpo_sepa", "0.50"),
+    ("maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50", "0.50"),
+    ("maxrl+mymodes-gtpo_sepa", "-"),
+])  # fmt: skip
+def test_lambda_is_shown_where_there_is_one(label, shown):
+    """Rows have 0 in other transform modes, which would read as a SEPA that has not begun."""
+    stream, spec = io.StringIO(), Spec("run", label, 1)
+    console, board = PlainConsole(stream), Board()
+    for observer in (console, board):
+        observer.run_started(spec, 0, 10)
+        observer.step(spec, step_row(step([group([1.0, 0.0], [4, 5])], 0, sepa_lambda=0.5), context(condition=label)))
+    assert f" lambda={shown} " in stream.getvalue()
+    heading, row = draw(board).splitlines()[:2]
+    assert row[: heading.index("λ") + 1].split()[-1] == shown
 
 
 def test_missing_values_are_dashes():

@@ -15,6 +15,8 @@ from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 
 from retrain.campaign.launch import launch
 from retrain.config import load
+from retrain.config.tasks import Reward as RewardSection
+from retrain.config.tasks import RewardComponent
 from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
@@ -97,6 +99,17 @@ def test_a_majority_is_the_mean_over_blocks_and_drops_no_vote(samples, data):
     blocks = [maj_at_k(answers[i * k : (i + 1) * k], marks[i * k : (i + 1) * k], k) for i in range(len(samples) // k)]
     assert majority(answers, marks, k) == pytest.approx(math.fsum(blocks) / len(blocks))
     assert 0.0 <= majority(answers, marks, k) <= 1.0
+
+
+def test_a_vote_counts_the_answers_that_the_reward_looks_at():
+    groups = [asked("two", ["it is 4", "it is 4", "\\boxed{5}"])]
+    assert [row["answer"] for row in evaluated(record(groups))] == [None, None, "5"]
+    assert [row["answer"] for row in evaluated(record(groups), strict=False)] == ["4", "4", "5"]
+    votes = {strict: RewardSection(type="match", strict=strict).strict_answers for strict in (True, False)}
+    assert votes == {True: True, False: False}
+    assert not RewardSection(type="judge").strict_answers  # it reads the whole text
+    parts = [RewardComponent(type="format"), RewardComponent(type="match")]
+    assert RewardSection(type="weighted", components=parts).strict_answers
 
 
 def test_an_answer_that_was_graded_both_ways_counts_with_its_share():

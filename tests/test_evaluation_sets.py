@@ -260,7 +260,7 @@ def test_a_missing_function_of_a_set_is_found_with_its_line(tmp_path):
     path.write_text('[[evaluation.sets]]\nname = "a"\nsource = "nosuchmodule:problems"\n')
     told = CliRunner().invoke(app, ["check", str(path)])
     assert told.exit_code == 2
-    assert "f.toml:3  evaluation.sets.0.source" in told.output + told.stderr
+    assert "f.toml:3  evaluation.sets[1].source" in told.output + told.stderr
 
 
 def test_explain_names_the_sets_and_counts_their_answers(tmp_path):

@@ -51,7 +51,7 @@ def test_the_bundled_model_s_prompts():
     assert lines["data"] == "arithmetic: 20,000 problems to train on, 128 held out"
     assert lines["prompts"] == "9 to 14 tokens, half of them at most 12 as tiny-reasoner counts (629 measured)"
     assert lines["example"].startswith('"<|user|>')
-    assert lines["reward"].startswith("match: 1 where the answer is the reference")
+    assert lines["reward"].startswith("match: 1 where the marked answer is the reference")
 
 
 def test_measured_lengths_are_those_of_training(tmp_path):

@@ -54,7 +54,8 @@ def test_two_steps_run_on_the_real_prompts(outcome):
         assert row["mean_reward"] == pytest.approx(-0.1, abs=0.05)
     generations = read_jsonl(outcome / "emergence" / "generations.jsonl")
     assert len(generations) == 2 * 6 * 4
-    assert all("\\boxed" not in row["prompt"] for row in generations)
+    assert all(row["prompt"] and "<|" not in row["prompt"] for row in generations)  # asked, without chat markup
+    assert all(row["reference"].lstrip("-").replace(".", "").isdigit() for row in generations)
 
 
 def test_held_out_problems_are_the_test_split_and_stay_out_of_training(outcome):

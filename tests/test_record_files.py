@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,13 @@ def test_a_damaged_line_is_told_with_its_number(tmp_path):
 def test_every_completion_is_there_and_text_is_safe(tmp_path):
     nasty = "a\x1b[31m\ud800\u2028" + "x" * 600
     groups = [group([1.0, None], [3, 4])]
+    groups[0].prompt = replace(
+        groups[0].prompt,
+        text="<|user|>Solve: What is p0?<|assistant|>",
+        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"}),
+    )
     first, second = groups[0].rollouts
+    first.prompt = second.prompt = groups[0].prompt
     first.turns[0].action = completion(3, text=nasty)
     second.turns[0].action = completion(4, text="cut", stop=False)
     with RunRecorder(tmp_path, context()) as recorder:
@@ -151,7 +158,8 @@ def test_every_completion_is_there_and_text_is_safe(tmp_path):
     first, second = strict(tmp_path / "emergence" / "generations.jsonl")
     assert len(first["completion"]) == 500
     assert first["completion"].startswith("a\x1b[31m?\u2028x")
-    assert (first["prompt"], first["reward"], first["num_tokens"]) == ("What is p0?", 1.0, 3)
+    assert (first["prompt"], first["reward"], first["num_tokens"]) == ("Solve: What is p0?", 1.0, 3)
+    assert first["reference"] == second["reference"] == groups[0].prompt.problem.answer
     assert (first["group"], first["sample"], first["stop_reason"]) == (0, 0, "stop")
     assert (second["reward"], second["advantage"], second["stop_reason"]) == (None, None, "length")
     assert second["error"] == "timed out"

@@ -168,9 +168,16 @@ def test_components_and_sample_metrics():
     assert row["env/all/correct"] == 0.25
 
 
+def test_a_sample_metric_may_be_none():
+    results = [RewardResult(1.0, sample_metrics={"steps": steps}) for steps in (4.0, None, 8.0)]
+    row = step_row(step([group(results, [2, 2, 2])]), context())
+    assert (row["rewards/steps/mean"], row["rewards/steps/min"]) == (6.0, 4.0)
+    nothing = [RewardResult(1.0, sample_metrics={"steps": None})]
+    assert step_row(step([group(nothing, [2])]), context())["rewards/steps/mean"] is None
+
+
 def test_configured_components_have_keys_before_they_have_values():
-    components = [{"type": "math", "name": "correct"}, {"type": "format"}]
-    row = step_row(step([group([1.0], [2])]), context(config=config(reward={"components": components})))
+    row = step_row(step([group([1.0], [2])]), context(reward_names=("correct", "format")))
     assert row["rewards/correct/mean"] is None
     assert row["rewards/format/max"] is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,22 @@ def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
     (note,) = explain(rows(1, reward_failed=20), config())
     assert " run.log" in str(note)
     assert "Run.log" not in str(note)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words", "others"),
+    [
+        ({"type": "custom"}, ["a reward function that raises"], ["judge"]),
+        ({"type": "judge"}, ["a judge that cannot be reached"], ["function"]),
+        ({"type": "weighted", "components": [SimpleNamespace(type="custom"), SimpleNamespace(type="judge")]},
+         ["a reward function that raises", "a judge that cannot be reached"], []),
+        ({"type": "match"}, ["run.log names the reasons"], ["judge", "function"]),
+    ],
+)  # fmt: skip
+def test_only_what_the_reward_uses_is_named_as_the_reason_of_missing_grades(reward, words, others):
+    (note,) = explain(rows(1, reward_failed=20), config(reward=reward))
+    assert [word for word in words if word not in note.remedy] == []
+    assert [word for word in others if word in note.remedy] == []
 
 
 def test_what_counts_as_disagreement_depends_on_the_precision():

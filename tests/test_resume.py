@@ -24,7 +24,7 @@ from retrain.campaign.changes import Approval
 from retrain.campaign.launch import launch, resume
 from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer_tensors, prune
 from retrain.config import load
-from retrain.errors import CheckpointError, ConfigError, ModelError, NonFinite, UsageError
+from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
 from retrain.policy.base import load_base
@@ -304,9 +304,7 @@ def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path,
     )
     path = single(home, "theirs", "max_steps = 1")
     path.write_text(path.read_text().replace(str(home / "model"), str(theirs)))
-    with pytest.raises(
-        ModelError, match=r"contains custom code.*; read it, then set \[model\] trust_remote_code = true"
-    ):
+    with pytest.raises(ConfigError, match="brings its own code: read it, then set trust_remote_code = true"):
         go(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))

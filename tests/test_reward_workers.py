@@ -284,8 +284,14 @@ def test_results_come_back_whole(module: Path) -> None:
     assert result.sample_metrics == {"length": 6.0, "odd": math.inf}
     assert result.tags == ("short",)
     assert result.correct is True
-    assert result.components == {"custom": 0.5}
+    assert result.components == {"by_completion": 0.5}
     assert len(huge.sample_metrics) == 100_000
+
+
+def test_a_custom_reward_is_called_as_its_function_or_as_the_file_says(module: Path) -> None:
+    with custom(module, "by_completion") as plain, custom(module, "by_completion", name="mine") as named:
+        assert (plain.names, named.names) == (("by_completion",), ("mine",))
+        assert named.grade([(problem("yes"), "yes")])[0].components == {"mine": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -371,10 +377,10 @@ def test_components_in_workers_inherit_limits_and_are_closed(module: Path) -> No
     with build_grader(section) as grader:
         fine, hung = grader.grade([(problem("1/2"), boxed("0.5")), (problem("1/2"), "hang")])
     assert fine.total_reward == 1.0
-    assert fine.components == {"correct": 1.0, "custom": 0.0}
+    assert fine.components == {"correct": 1.0, "by_completion": 0.0}
     assert hung.total_reward is None
-    assert hung.components == {"correct": 0.0, "custom": None}
-    assert "custom: the reward took longer than 2 s" in (hung.error or "")
+    assert hung.components == {"correct": 0.0, "by_completion": None}
+    assert "by_completion: the reward took longer than 2 s" in (hung.error or "")
 
 
 def test_a_worker_killed_between_two_steps_is_replaced(module: Path) -> None:

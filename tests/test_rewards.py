@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrain.environments.sources import Columns, problem_of_row
 from retrain.errors import ConfigError, MissingExtra, PluginError
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import printable
@@ -28,8 +30,8 @@ def problem(answer: str) -> Problem:
     return Problem("p", "?", answer)
 
 
-def match(completion: str, answer: str = "42") -> float | None:
-    (result,) = Grader(MatchReward()).grade([(problem(answer), completion)])
+def match(completion: str, answer: str = "42", strict: bool = True) -> float | None:
+    (result,) = Grader(MatchReward(strict)).grade([(problem(answer), completion)])
     return result.total_reward
 
 
@@ -137,16 +139,57 @@ def test_reference_answers_are_found_in_solutions(text: str, answer: str) -> Non
         (r"\boxed{41} no: 42", "42", 0),  # the box decides, not what is said after it
         (r"\boxed{42", "42", 0),  # truncated in the box
         (r"\boxed{}", "42", 0),
-        ("6*7 = 42", "42", 1),  # without any box the last number counts
-        ("42, or is it 43?", "42", 0),
-        ("The capital is\nParis.", "Paris", 1),
-        ("Paris\n\nLyon", "Paris", 0),
+        ("6*7 = 42", "42", 0),  # nothing is marked as the answer
+        ("#### 42", "42", 0),  # no marker of this data set
+        ("The capital is\nParis.", "Paris", 0),
         (r"\boxed{paris}", "Paris", 0),
         ("", "42", 0),
     ],
 )
 def test_match(completion: str, answer: str, reward: float) -> None:
     assert match(completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("6*7 = 42", "42", 1),  # without any box the last number counts
+        ("42, or is it 43?", "42", 0),
+        ("The capital is\nParis.", "Paris", 1),
+        ("Paris\n\nLyon", "Paris", 0),
+        (r"\boxed{41} no: 42", "42", 0),
+        (r"42 \boxed{42", "42", 0),
+    ],
+)
+def test_match_that_is_not_strict(completion: str, answer: str, reward: float) -> None:
+    assert match(completion, answer, strict=False) == reward
+    section = {"type": "match", "strict": False}
+    with build_grader(section) as grader:
+        assert grader.grade([(problem(answer), completion)])[0].total_reward == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "correct", "format_ok"),
+    [
+        ("9 a day, 9*2=18\n#### 18", True, True),
+        ("9 a day\n#### 17", False, True),
+        ("#### 17\nNo.\n#### $18.00", True, True),
+        (r"#### 17 \boxed{18}", True, True),  # a box decides
+        ("\\boxed{17}\n#### 18", False, True),
+        ("####", False, False),
+        ("It is 18", False, False),
+        ("the line #### 18", False, False),  # GSM8K begins a line with it
+    ],
+)
+def test_the_marker_of_the_data_set_marks_an_answer(completion: str, correct: bool, format_ok: bool) -> None:
+    row = {"question": "Ducks?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
+    ducks = problem_of_row("gsm8k.jsonl:1", row, Columns("question", "answer"))
+    rewards = ("match", "math") if find_spec("math_verify") else ("match",)
+    for kind in rewards:
+        with build_grader({"type": kind, "workers": 1}) as grader:
+            (result,) = grader.grade([(ducks, completion)])
+            assert (result.correct, result.format_ok) == (correct, format_ok)
+    assert Grader(FormatReward()).grade([(ducks, completion)])[0].total_reward == float(format_ok)
 
 
 @pytest.mark.parametrize("completion", ["", " ", r"\boxed{}", r"\boxed{ }", "$", r"\boxed{$$}", "."])
@@ -159,7 +202,7 @@ def test_match_says_whether_correct_and_whether_formatted() -> None:
     grader = build_grader(SimpleNamespace(type="match"))
     boxed, plain, wrong = grader.grade([(ADD, r"\boxed{42}"), (ADD, "42"), (ADD, r"\boxed{1}")])
     assert (boxed.correct, boxed.format_ok) == (True, True)
-    assert (plain.correct, plain.format_ok) == (True, False)
+    assert (plain.correct, plain.format_ok) == (False, False)
     assert (wrong.correct, wrong.format_ok) == (False, True)
     assert boxed.components == {"match": 1.0}
     assert grader.names == ("match",)

@@ -10,12 +10,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import totals, trained
-from retrain.policy.trunk import trunk_of
-from test_engine import decoded
+from lane_cases import decoded, totals, trained
 from toycampaign import campaign
+from typer.testing import CliRunner
 
 from retrain.campaign.launch import launch
+from retrain.cli import app
 from retrain.config import load
 from retrain.engines import dense, slots
 from retrain.engines.draw import draw
@@ -376,17 +376,17 @@ def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_f
         for b in adapter.B.values():
             b.mul_(-1.0)
     with torch.no_grad(), lanes.single(adapter):
-        moved_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
+        moved_B1 = token_logprobs(base, collate(sequences, base), 0.7)[0].double()
         logits = base.model(input_ids=torch.tensor([list(sequences[0].prompt_ids)])).logits[0, -1].double()
     now = kept_by_hand(torch.softmax(logits / 0.7, -1).numpy(), top_p=0.8)
     assert not {s.completion_ids[0] for s in sequences} <= now  # the set of the new weights lacks some of them
-    ratio_T = torch.exp(moved_T - chances.log())
-    assert float((chances * ratio_T).sum()) == pytest.approx(1, abs=1e-5)
+    ratio_B = torch.exp(moved_B1[:, 0] - chances.log())
+    assert float((chances * ratio_B).sum()) == pytest.approx(1, abs=1e-5)
     with torch.no_grad():
-        reference_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
-    k3_T = kl_terms("k3", moved_T, reference_T, torch.ones(len(moved_T), dtype=torch.bool))
-    exact = float((moved_T.exp() * (moved_T - reference_T)).sum())
-    assert float((moved_T.exp() * k3_T).sum()) == pytest.approx(exact, abs=1e-5)
+        reference_B1 = token_logprobs(base, collate(sequences, base), 0.7)[0].double()
+    k3_B1 = kl_terms("k3", moved_B1, reference_B1, torch.ones_like(moved_B1, dtype=torch.bool))
+    exact = float((moved_B1.exp() * (moved_B1 - reference_B1)).sum())
+    assert float((moved_B1.exp() * k3_B1).sum()) == pytest.approx(exact, abs=1e-5)
 
 
 def test_dropout_takes_no_token_out_of_its_set(base, lanes):
@@ -429,11 +429,16 @@ def test_a_campaign_trains_truncated_with_a_ratio_of_one(model, tmp_path, condit
             assert (row["top_p"], row["top_k"], row["min_p"]) == (wanted, 1024, 0.0)
 
 
+def truncations(tmp_path, text: str) -> tuple[dict, ...]:
+    """What engines are asked for while training, then on every held-out set."""
+    (tmp_path / "f.toml").write_text(text)
+    config = load(tmp_path / "f.toml").config
+    return config.training_truncation, *(each.truncation for each in config.held_out)
+
+
 def test_what_engines_are_asked_for(tmp_path):
     def asked(text):
-        (tmp_path / "f.toml").write_text(text)
-        config = load(tmp_path / "f.toml").config
-        return config.training_truncation, config.evaluation_truncation
+        return truncations(tmp_path, text)
 
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert asked("") == (off, off)
@@ -445,3 +450,57 @@ def test_what_engines_are_asked_for(tmp_path):
     assert asked("[evaluation]\ntop_k = 20") == (off, off | {"top_k": 20})
     assert asked("[training]\nmin_p = 0.1\ntop_k = 9")[0] == off | {"top_k": 9, "min_p": 0.1}
     assert json.dumps(asked("[training]\ntop_p = 0.8")[0])
+
+
+def test_sets_are_sampled_with_keys_of_their_own(tmp_path):
+    """A set's own key, else that of [evaluation], else that of [training]; each key by itself."""
+    text = (
+        "[training]\ntop_p = 0.9\nmin_p = 0.02\n[evaluation]\ntop_k = 50\nmin_p = 0.0\n"
+        '[[evaluation.sets]]\nname = "as-above"\n'
+        '[[evaluation.sets]]\nname = "own"\ntop_p = 0.6\ntop_k = 7\nmin_p = 0.1\n'
+        '[[evaluation.sets]]\nname = "whole"\ntop_p = 1\ntop_k = -1\n'
+        '[[evaluation.sets]]\nname = "greedy"\ntemperature = 0\n'
+    )
+    assert truncations(tmp_path, text) == (
+        {"top_p": 0.9, "top_k": 1024, "min_p": 0.02},
+        {"top_p": 0.9, "top_k": 50, "min_p": 0.0},
+        {"top_p": 0.6, "top_k": 7, "min_p": 0.1},
+        {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    )
+    told = CliRunner().invoke(app, ["explain", str(tmp_path / "f.toml")]).output
+    assert "as-above: 128 problems × 1 of arithmetic, at temperature 1, top_p 0.9, top_k 50, at most" in told
+    assert "own: 128 problems × 1 of arithmetic, at temperature 1, top_p 0.6, top_k 7, min_p 0.1, at most" in told
+    assert "greedy: 128 problems × 1 of arithmetic, at temperature 0, at most" in told
+
+
+def test_a_campaign_samples_every_set_in_its_own_way(model, tmp_path):
+    path = campaign(tmp_path, model, steps=1)
+    sets = '[[evaluation.sets]]\nname = "whole"\n[[evaluation.sets]]\nname = "cut"\ntop_k = 2\nmin_p = 0.01\n'
+    path.write_text(path.read_text().replace("[reward]", f"{sets}[reward]"))
+    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    rows = read_jsonl(tmp_path / "out/runs/grpo+none_s1/evals.jsonl")
+    asked = {(row["name"], row["top_p"], row["top_k"], row["min_p"]) for row in rows}
+    assert asked == {("whole", 1.0, 0, 0.0), ("cut", 1.0, 2, 0.01)}
+    answers = read_jsonl(tmp_path / "out/runs/grpo+none_s1/emergence/evaluations.jsonl")
+    whole, cut = ([row["completion"] for row in answers if row["name"] == name] for name in ("whole", "cut"))
+    assert whole
+    assert whole != cut
+
+
+SETS_AT_0 = '[[evaluation.sets]]\nname = "a"\ntemperature = 0\n'
+
+
+@pytest.mark.parametrize(("text", "idle"), [
+    ("[evaluation]\ntop_p = 0.9\ntemperature = 0", [2]),
+    ("[evaluation]\ntop_p = 0.9\n" + SETS_AT_0, [2]),
+    (SETS_AT_0 + "min_p = 0.1\ntop_k = 5", [4, 5]),
+    ("[evaluation]\ntemperature = 0\ntop_p = 0.9\n[[evaluation.sets]]\nname = 'a'\ntemperature = 0.5", []),
+    ("[evaluation]\ntop_p = 0.9\n" + SETS_AT_0 + "[[evaluation.sets]]\nname = 'b'", []),
+])  # fmt: skip
+def test_a_cut_where_everything_is_greedy_is_a_mistake(tmp_path, text, idle):
+    (tmp_path / "f.toml").write_text(text)
+    told = CliRunner().invoke(app, ["check", str(tmp_path / "f.toml")])
+    lines = [line for line in told.stderr.splitlines() if "has no effect at temperature 0" in line]
+    assert [int(line.split(":")[1].split()[0]) for line in lines] == idle
+    assert told.exit_code == (2 if idle else 0)

@@ -18,6 +18,7 @@ from retrain.campaign import trial as trying
 from retrain.cli import app
 from retrain.commands.output import print_record, print_text
 from retrain.commands.trial import advice_of, print_trial, sample_words, seconds_words
+from retrain.config import load
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -183,6 +184,15 @@ def test_conditions_are_chosen_by_label(home):
     assert json.loads(second.stdout)["verdict"]["max_tokens"] == 3
     wrong = run("try", path, "--condition", "none")
     assert (wrong.exit_code, label in wrong.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("key", "value", "differs"), [
+    ("top_p", 0.9, True), ("top_k", 5, True), ("min_p", 0.1, True), ("top_k", -1, False), ("lr", 1e-5, False),
+])  # fmt: skip
+def test_conditions_that_sample_otherwise_are_named(home, key, value, differs):
+    path = file(home, name="cut", head=f'{TWO_CONDITIONS}"training.{key}" = {value}\n')
+    told = trying.others(load(path), None)
+    assert len(told) == differs
 
 
 @pytest.mark.parametrize("mistake", ["training.max_tokens=100000", "data.source='nowhere.jsonl'", "reward.workers=0"])

@@ -14,18 +14,19 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm, Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
+from retrain.campaign.asked import askable, data_of, longest_completions
 from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
 from retrain.campaign.fitting import check_memory
-from retrain.campaign.manifest import run_directory
+from retrain.campaign.manifest import planned_configs, run_directory
 from retrain.campaign.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.campaign.outputs import run_place
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.references import is_source, named_code
 from retrain.checkpoints import checkpoint_directories, common_step
-from retrain.config import Config
+from retrain.config import Config, parse_dict
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset, load_data
-from retrain.environments.dataset import Wanted, content_hash
+from retrain.environments import Dataset
+from retrain.environments.dataset import content_hash
 from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.protocol import Environment
 from retrain.environments.single_turn import SingleTurn
@@ -35,6 +36,7 @@ from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.base import tokenizer_of
 from retrain.policy.objective import objective_of
 from retrain.policy.threads import Workers, workers_for
 from retrain.pressure import Pressure
@@ -59,11 +61,13 @@ def assemble(
     stack: ExitStack,
     restart: Restart = Restart(),  # noqa: B008 - frozen
     bases: Bases | None = None,
+    others: Sequence[RunSpec] = (),
 ) -> Cohort:
     """The cohort of these runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
     taken from and stays.
 
-    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
+    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first; ``others`` are
+    runs of the plan besides those in the directory's plan.json.
 
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
     loaded to be known differs from the runs' records and is not approved.
@@ -76,9 +80,21 @@ def assemble(
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
     data = data_of(specs[0].config, folder)
+    planned = [parse_dict(config) for config in planned_configs(directory).values()]
+    longest = longest_completions([*planned, *(spec.config for spec in (*others, *specs))])
+    if _is_local(specs[0].config):
+        tokenizer, context = tokenizer_of(specs[0].config)  # found before weights are loaded
+        if not getattr(tokenizer, "chat_template", None):
+            observer.message(
+                f"{specs[0].config.model.model} has no chat template: prompts are plain text, messages joined by blank "
+                "lines; for a model that is trained to chat, give one with its template"
+            )
+        data = askable(data, specs[0].config, longest, tokenizer, context)
+    model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
+    if not _is_local(specs[0].config):
+        data = askable(data, specs[0].config, longest, model.tokenizer.source, context=0)
     for note in data.notes:
         observer.message(note)
-    model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
     shared = _Shared(directory, folder, model, data, observer, stack)
     _approve_world(shared, specs, begin, _world(model, data), restart)
     runs = []
@@ -129,12 +145,6 @@ def _use_deterministic(wanted: bool) -> None:
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-
-
-def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
-    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
-    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
 def model_of(
@@ -241,6 +251,8 @@ def _build_run(
     run = _new_run(shared, spec, recorder, modes, grader, begin.any_base)
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
+    for note in shared.data.notes:
+        recorder.log(note)
     for line in _restored(run, shared.model, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
@@ -267,6 +279,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         set_tags={name: tags_of(problems) for name, problems in shared.data.sets.items()},
         reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
+        skipped_prompts=shared.data.skipped,
         folder=shared.folder,
     )
     directory = run_directory(shared.directory, spec)

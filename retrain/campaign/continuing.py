@@ -10,6 +10,7 @@ from retrain.campaign.launch import Outcome, launch
 from retrain.campaign.manifest import PLAN, read_plan, run_directory
 from retrain.campaign.squeeze import compress_adapter, find_adapter
 from retrain.config import Loaded, parse_dict
+from retrain.config.checking import Places
 from retrain.config.describe import document
 from retrain.errors import UsageError
 from retrain.files import read_json
@@ -49,7 +50,7 @@ def continue_compressed(
     settings.pop("campaign", None)
     config = parse_dict(settings)
     path = folder / f"{owner.name}_continue_{rank}.toml"  # no file: where relative paths are looked up, and the name
-    loaded = Loaded(config, path, document(settings), is_campaign=False)
+    loaded = Loaded(config, path, document(settings), is_campaign=False, places=Places(path.name))
     return launch(loaded, target, observer, approval=approval)
 
 

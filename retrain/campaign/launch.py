@@ -131,7 +131,7 @@ def _carry_out(
     if left and not retry_failed:
         observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
     if todo:
-        require_packages(spec.config for spec in todo)
+        require_packages((spec.config for spec in todo), folder)
         observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
     elif not left:
         observer.message(f"every run in {directory} is done; give another directory with --out to train anew")
@@ -267,6 +267,7 @@ def _train_cohort(
     follower = ManifestFollower(manifest, observer)
     with ExitStack() as stack:
         try:
+            manifest.files.flush()  # what is asked depends on the whole plan, which is read
             cohort = assemble(manifest.directory, specs, folder, follower, stop, stack, restart, bases)
         except StorageError as error:
             raise _with_advice(error, manifest.directory) from error

@@ -1,5 +1,5 @@
-"""What a file refers to beyond itself, looked up before anything is trained: packages, code of the user's own, and a
-model that lies on this machine, with its layers.
+"""What a file refers to beyond itself, looked up before anything is trained: packages, code of the user's own, a model
+that lies on this machine, with its layers, and problems.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
@@ -10,14 +10,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.asked import data_of
 from retrain.campaign.plan import plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
-from retrain.config.lines import key_lines
 from retrain.config.problems import Mistake
-from retrain.environments.sources import HUB
-from retrain.errors import ConfigError, PluginError, Problem
+from retrain.config.problems import Path as KeyPath
+from retrain.config.upkeep import trackers
+from retrain.environments import load_data
+from retrain.environments.sources import directory_of, on_hub
+from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.models import find_config
@@ -40,20 +43,20 @@ SET_SOURCE = "evaluation.sets.{}.source"
 
 def check_references(loaded: Loaded, rewards: bool = False) -> None:
     """Look for the packages that the file needs and for its model, load every function and class that it names, with
-    ``rewards`` also those of [reward], and look for the layers that get an adapter.
+    ``rewards`` also those of [reward], look for the layers that get an adapter, and read the problems.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
-    problems = list(dict.fromkeys(_problems(loaded, rewards)))
+    problems = list(dict.fromkeys([*_problems(loaded, rewards), *data_problems(loaded)]))
     if problems:
         raise ConfigError(problems)
 
 
 def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
+    folder = loaded.path.parent
     for spec in plan(loaded):
         for key, value in named_code(spec.config):
-            where = _place(loaded, places, key, value)
+            where = _place(loaded, key, value)
             try:
                 found = load_function(value, folder, "")
                 plugin_ranges(value, folder, "")
@@ -61,63 +64,123 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                     check_backend_class(found, value)
             except PluginError as error:
                 reason = str(error).removeprefix(f" {value!r}: ").removeprefix(f"{value} ")
-                yield Problem(where, key, f'is "{value}": {reason}')
+                yield Problem(where, _shown(key), f'is "{value}": {reason}')
                 continue
             if key == "backend.backend":
-                yield from _capability_problems(loaded, places, spec.config, found)
-        yield from _package_problems(loaded, places, spec.config)
-        yield from _model_problems(loaded, places, spec.config)
+                yield from _capability_problems(loaded, spec.config, found)
+        yield from _package_problems(loaded, spec.config, folder)
+        yield from _model_problems(loaded, spec.config)
         if rewards:
-            yield from _reward_problems(places, spec.config.reward, folder)
+            yield from _reward_problems(loaded.places, spec.config.reward, folder)
 
 
-def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
+def absent_packages(config: Any, folder: Path) -> Iterator[tuple[str, Any, str]]:
     """(key, its value, module) for every optional package that a run needs and that is not installed."""
-    data, reward, logging = config.data, config.reward, config.logging
+    reward, logging = config.reward, config.logging
     wanted: list[tuple[str, Any, str]] = []
-    for key, source in (("data.source", data.source), ("data.eval_source", data.eval_source)):
-        if source in HUB:
-            wanted.append((key, source, "datasets"))
-        elif source is not None and source.endswith(".parquet"):
+    for key, source in sources_of(config).items():
+        if source.endswith(".parquet"):
             wanted.append((key, source, "pyarrow"))
+        elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
+            wanted.append((key, source, "datasets"))
     graders = [("reward.type", reward), *((f"reward.components.{i}.type", p) for i, p in enumerate(reward.components))]
     wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
     if config.planning.detector == "semantic":
         wanted.append(("planning.detector", "semantic", "sentence_transformers"))
-    if logging.wandb_project is not None:
-        wanted.append(("logging.wandb_project", logging.wandb_project, "wandb"))
-    wanted += [("logging.report_to", name, name) for name in logging.report_to if name in EXTRA_OF]
+    for name in trackers(logging.report_to, logging.wandb_project):
+        if name in logging.report_to and name in EXTRA_OF:
+            wanted.append(("logging.report_to", name, name))
+        elif name == "wandb":
+            wanted.append(("logging.wandb_project", logging.wandb_project, name))
     yield from (each for each in wanted if not is_installed(each[2]))
 
 
-def require_packages(configs: Iterable[Any]) -> None:
+def require_packages(configs: Iterable[Any], folder: Path) -> None:
     """Raise MissingExtra for the first package that one of these runs needs and that is not installed."""
     for config in configs:
-        for key, value, module in absent_packages(config):
+        for key, value, module in absent_packages(config, folder):
             section, _, name = key.partition(".")
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _package_problems(loaded: Loaded, config: Any, folder: Path) -> Iterator[Problem]:
     """Packages that the run needs and that are not installed."""
-    for key, value, module in absent_packages(config):
-        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        where = _place(loaded, places, key, value) if len(path) == 2 else places.find(path)[1]
+    for key, value, module in absent_packages(config, folder):
         message = f'is "{value}", which needs the package {package_of(module)}'
-        yield Problem(where, Mistake(path, message).key, message, install_line(module))
+        yield _problem_at(loaded, key, value, message, install_line(module))
 
 
-def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _model_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
     model = config.model
     if config.backend.backend != "local":
         return
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
-        where = _place(loaded, places, "model.model", model.model)
+        where = _place(loaded, "model.model", model.model)
         yield Problem(where, "model.model", f'is "{model.model}": {fault}')
     else:
-        yield from _target_problems(loaded, places, config)
+        yield from _target_problems(loaded, config)
+
+
+def data_problems(loaded: Loaded) -> list[Problem]:
+    """What is wrong with the problems that the file names: of files and directories everything but what the model's
+    tokenizer says of them; of functions and of the hub's data sets nothing, they are read when training starts."""
+    folder = loaded.path.parent
+    found: dict[str, Problem | None] = {}
+    for config in (spec.config for spec in plan(loaded)):
+        held_out = [(each.name, each.problems, each.data) for each in config.held_out]
+        wanted = repr((config.data, held_out, config.training.max_examples))
+        if wanted not in found:
+            found[wanted] = _data_problem(loaded, config, folder)
+    return [problem for problem in found.values() if problem is not None]
+
+
+def _data_problem(loaded: Loaded, config: Any, folder: Path) -> Problem | None:
+    """The first mistake in the problems of one configuration."""
+    sources = sources_of(config)
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
+    local = [
+        key
+        for key, value in sources.items()
+        if not is_plugin(value) and not on_hub(value, folder) and key not in absent
+    ]
+    fault = None
+    try:
+        if len(local) == len(sources):
+            data_of(config, folder)
+            return None
+    except DataError as error:
+        fault = error
+    for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
+        try:
+            load_data(_alone(config, key), 0, base_dir=folder)
+        except DataError as error:
+            return _of_source(loaded, key, sources[key], error)
+    return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
+
+
+def _alone(config: Any, key: str) -> Any:
+    """[data] with the source of this key as that of its training problems."""
+    if key == "data.source":
+        return config.data
+    data = config.data if key == "data.eval_source" else config.held_out[int(key.split(".")[2])].data
+    return data.model_copy(update={"source": data.eval_source, "split": data.eval_split, "eval_source": None})
+
+
+def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Problem:
+    message = str(error).replace(f"data source {value!r}: ", f'is "{value}": ', 1)
+    return _problem_at(loaded, key, value, message)
+
+
+def sources_of(config: Any) -> dict[str, str]:
+    """Every source of problems that a run reads, by its key."""
+    found, sets = {"data.source": config.data.source}, config.evaluation.sets
+    if not config.held_out:
+        return found
+    if config.data.eval_source is not None and not (sets and all(each.source for each in sets)):
+        found["data.eval_source"] = config.data.eval_source
+    return found | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
 
 
 def named_code(config: Any) -> Iterator[tuple[str, str]]:
@@ -137,12 +200,12 @@ def is_source(key: str) -> bool:
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
-def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: Loaded, config: Any, backend: Any) -> Iterator[Problem]:
     """Token credit that needs what this backend does not do."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
-        where = _place(loaded, places, "algorithm.transform_mode", mode)
+        where = _place(loaded, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
         yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
     wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
@@ -150,17 +213,17 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
         key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
         message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
         fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
-        yield Problem(_place(loaded, places, key, wants), key, message, fix)
+        yield Problem(_place(loaded, key, wants), key, message, fix)
 
 
-def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _target_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_config(config.model.model, config.model.revision)
     layers = None if path is None else dense_layers(read_json(path))
     if layers is not None:
         for message, fix in target_mistakes(targets, layers, "lm_head"):
-            yield Problem(_place(loaded, places, key, targets), key, message, fix)
+            yield Problem(_place(loaded, key, targets), key, message, fix)
 
 
 def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
@@ -185,9 +248,14 @@ def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Prob
             yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
 
 
-def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
+def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
+    """The problem at the line of its key."""
+    return Problem(_place(loaded, key, value), _shown(key), message, fix)
+
+
+def _place(loaded: Loaded, key: str, value: Any) -> str:
     """Where the key was written: in the first condition that has the value, else in its section."""
-    section, _, name = key.partition(".")
+    places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
@@ -195,4 +263,13 @@ def _place(loaded: Loaded, places: Places, key: str, value: Any) -> str:
                 if places.given(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
-    return places.find(tuple(int(part) if part.isdigit() else part for part in key.split(".")))[1]
+    return places.find(_path(key))[1]
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def _shown(key: str) -> str:
+    """The key as messages name it, tables of a list counted from 1."""
+    return Mistake(_path(key), "").key

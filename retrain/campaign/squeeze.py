@@ -9,9 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.manifest import MANIFEST, read_manifest, run_directory
+from retrain.campaign.manifest import MANIFEST, planned_configs, read_manifest, run_directory
 from retrain.campaign.outputs import ADAPTER_FILES
 from retrain.campaign.plan import RunSpec
+from retrain.config import parse_dict
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
@@ -253,4 +254,5 @@ def _verify(
         return known
     with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        return verify_ranks(spec, folder, adapter, smaller, out, bases)
+        planned = [parse_dict(config) for config in planned_configs(directory).values()]
+        return verify_ranks(spec, folder, adapter, smaller, out, planned, bases)

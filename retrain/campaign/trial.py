@@ -65,12 +65,12 @@ def trial(
     (counts and seconds, with what a whole step takes) and ``verdict``. Raises RetrainError as training does.
     """
     check_references(loaded)
-    spec = _spec(loaded, condition)
+    spec, others = _spec(loaded, condition), _chosen(loaded, condition)[1]
     samples = samples or min(ANSWERS, spec.config.training.group_size)
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
-            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack)
+            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack, others=others)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
@@ -139,8 +139,8 @@ def others(loaded: Loaded, condition: str | None) -> list[str]:
     tried, specs = _chosen(loaded, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:
-        training = spec.config.training
-        return spec.config.reward.grading, training.temperature, training.max_tokens
+        config, training = spec.config, spec.config.training
+        return config.reward.grading, training.temperature, training.max_tokens, config.training_truncation
 
     return list(dict.fromkeys(spec.label for spec in specs if spec.seed == tried.seed and seen(spec) != seen(tried)))
 

@@ -10,7 +10,7 @@ has: in this fixed order the chance of calling any rank enough wrongly stays tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,17 @@ TOLERANCE = 0.02
 
 
 def verify_ranks(
-    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, bases: Bases | None = None
+    spec: RunSpec,
+    folder: Path,
+    full: Path,
+    smaller: Sequence[Path],
+    out: Path,
+    planned: Iterable[Config] = (),
+    bases: Bases | None = None,
 ) -> dict[str, Any]:
     """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
 
+    ``planned`` are the configurations of all runs of the plan, which decide what problems can be asked.
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
     difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept", "lost", "unclear")},
@@ -50,7 +57,7 @@ def verify_ranks(
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], bases)
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], planned, bases)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -133,26 +140,33 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def _evaluate(
-    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], bases: Bases | None
+    spec: RunSpec,
+    folder: Path,
+    held_out: HeldOut,
+    paths: Sequence[Path],
+    planned: Iterable[Config],
+    bases: Bases | None,
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.assemble import data_of
+    from retrain.campaign.asked import askable, data_of, longest_completions
     from retrain.campaign.models import Bases
     from retrain.engines.protocol import PolicyRef
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
+    from retrain.policy.base import tokenizer_of
     from retrain.policy.local import LocalSnapshot
     from retrain.policy.threads import workers_for
     from retrain.rewards import build_grader
 
     config = spec.config
-    data = data_of(config, folder)
+    longest = longest_completions([config, *planned])
+    data = askable(data_of(config, folder), config, longest, *tokenizer_of(config))
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:

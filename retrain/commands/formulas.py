@@ -36,9 +36,9 @@ LOSSES = {
 }
 
 REWARDS = {
-    "match": "1 where the answer is the reference as text (42.0 = 42), else 0",
-    "math": "1 where the answer equals the reference mathematically, else 0",
-    "format": "1 where the answer ends in a closed box, else 0",
+    "match": "1 where {answer} is the reference as text (42.0 = 42), else 0",
+    "math": "1 where {answer} equals the reference mathematically, else 0",
+    "format": "1 where an answer is marked (a closed box, or the data set's own ####), else 0",
 }
 
 DIVISORS = {
@@ -124,7 +124,7 @@ def reward_words(config: Any) -> str:
     """What a completion is worth: the kind of reward, or the sum of them, with its limits where it has any."""
     reward = config.reward
     if reward.type == "weighted":
-        named = [(part, part.name or part.type) for part in reward.components]
+        named = [(part, part.shown_name) for part in reward.components]
         sums = [
             f"{part.weight:g} × "
             + (f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name)
@@ -132,7 +132,7 @@ def reward_words(config: Any) -> str:
         ]
         words = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_words(part)}" for part, name in named)
     else:
-        words = f"{reward.type}: {_grader_words(reward)}"
+        words = f"{reward.name or reward.type}: {_grader_words(reward)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
     if kinds & {"math", "judge", "custom"}:
         words += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
@@ -144,4 +144,5 @@ def _grader_words(grader: Any) -> str:
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "custom":
         return f"your own {grader.custom_function} of {grader.custom_module}"
-    return REWARDS[grader.type]
+    answer = "the marked answer" if grader.strict else "the marked answer, or else the last number or line,"
+    return REWARDS[grader.type].format(answer=answer)

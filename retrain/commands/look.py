@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
-    prompt_tokens = print_problems(specs[0].config, loaded.path.parent)
+    prompt_tokens = print_problems(loaded, specs)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
@@ -118,14 +119,18 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
-def print_problems(config: Any, folder: Path) -> int | None:
+def print_problems(loaded: Any, specs: list[Any]) -> int | None:
     """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
     where it is not known."""
+    from retrain.campaign.references import data_problems
     from retrain.commands.problems import problem_lines, read_problems
 
-    found = read_problems(config, folder)
+    config = specs[0].config
+    found = read_problems([spec.config for spec in specs], loaded.path.parent)
     for name, text in problem_lines(found, config.model.model):
         print(f"{name:<14}{text}")
+    for problem in data_problems(loaded) if found.why_no_data else ():
+        print(f"note: {problem}", file=sys.stderr)
     return found.typical
 
 
@@ -153,9 +158,11 @@ def print_sets(config: Any) -> None:
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
         decides = "; the primary metric's" if each == config.decisive else ""
+        cuts = (("top_p", each.top_p, 1), ("top_k", each.top_k, 0), ("min_p", each.min_p, 0))
+        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and each.temperature)
         told = (
-            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g}, "
-            f"at most {each.max_tokens} tokens{decides}"
+            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g},"
+            f"{cut} at most {each.max_tokens} tokens{decides}"
         )
         print(f"{'' if i else 'held out':<14}{told}")
 

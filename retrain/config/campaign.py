@@ -93,6 +93,11 @@ def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -
     return text
 
 
+def transform_of(label: str) -> str:
+    """The transform mode of the condition with this label."""
+    return label.partition("~")[0].partition("+")[2]
+
+
 def _standard() -> list[Condition]:
     pairs: tuple[tuple[AdvantageMode, TransformMode], ...] = (
         ("grpo", "none"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,7 +17,6 @@ from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.conditions import MODES, assemble, fold
 from retrain.config.problems import Mistake, Path, mistakes
 from retrain.config.root import Config, differing, effective, keys, rule_findings, unused
-from retrain.config.tasks import FILE_ENDINGS
 from retrain.errors import ConfigError, Problem
 
 LAST = 10**9
@@ -45,6 +43,11 @@ class Places:
     def given(self, path: Path) -> bool:
         """Whether this very key was written anywhere."""
         return path in self.lines or path in self.sets
+
+    def replace(self, path: Path) -> None:
+        """Note that ``--set`` has written this key, with all that stands in it, in place of the file."""
+        self.lines = {given: line for given, line in self.lines.items() if given[: len(path)] != path}
+        self.sets.add(path)
 
     def find(self, path: Path) -> tuple[int, str]:
         """(sort order, text) of the key, or of the nearest table around it that was written."""
@@ -92,7 +95,6 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
             _examine_campaign(review, config)
         else:
             _examine_single(review, config)
-        _examine_sources(review, config)
     if review.wrong or config is None:
         raise ConfigError(_problems(review.wrong, places))
     return config, [str(problem) for problem in _problems(review.warnings, places)]
@@ -284,18 +286,3 @@ def _examine_shadowed(review: Review, config: Config) -> None:
     if review.places.given(("training", "max_steps")) and steps not in (None, config.training.max_steps):
         message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
         review.warnings.append(Mistake(("training", "max_steps"), message, "keep one of the two"))
-
-
-def _examine_sources(review: Review, config: Config) -> None:
-    """Files of problems should exist where the configuration is checked; they may appear later."""
-    named: list[tuple[Path, str | None]] = [
-        (("data", "source"), config.data.source),
-        (("data", "eval_source"), config.data.eval_source),
-        *((("evaluation", "sets", i, "source"), each.source) for i, each in enumerate(config.evaluation.sets)),
-    ]
-    for path, value in named:
-        if value is None or not value.endswith(FILE_ENDINGS) or not review.places.given(path):
-            continue
-        if "\0" in value or not FilePath(value).is_file():
-            message = f'is "{value}": no such file beside the TOML file or in the working directory'
-            review.warnings.append(Mistake(path, message))

@@ -22,7 +22,7 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.describe import toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template
+from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template, has_configurations
 from retrain.config.training import TopK, truncation
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class EvaluationSet(Section):
     """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
     source: OptionalSource = None
     """As in [data]; all problems of a file are in the set. Unset is what `[data]` holds out."""
+    subset: OptionalText = None
+    """Configuration of a data set that has several."""
     split: OptionalText = None
-    """Split of a hub source or of a function; unset is `[data] eval_split`."""
+    """Split of a data set or of a function; unset is `[data] eval_split`."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems."""
     prompt_column: OptionalText = None
@@ -142,7 +144,9 @@ class HeldOut:
         return self.temperature, self.samples, self.max_tokens
 
 
-OWN_DATA = ("levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
+CUTS = ("top_p", "top_k", "min_p")
+"""Keys that cut the distribution sampled from."""
+OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
 """Keys of a set that stand in the place of the same keys of [data]."""
 
 
@@ -150,7 +154,7 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
     """The set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
     evaluation, training = config.evaluation, config.training
 
-    def first(key: str) -> Any:
+    def sampled(key: str) -> Any:
         asked = (getattr(section, key) for section in (each, evaluation, training))
         return next(value for value in asked if value is not None)
 
@@ -158,12 +162,13 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
     own |= {"eval_source": each.source} if each.source is not None else {}
     own |= {"eval_split": each.split} if each.split is not None else {}
     return HeldOut(
-        each.name,
-        each.problems or evaluation.problems,
-        each.samples or evaluation.samples,
-        *(first(key) for key in ("temperature", "max_tokens")),
-        config.data.model_copy(update=own) if own else config.data,
-        *(first(key) for key in ("top_p", "top_k", "min_p")),
+        name=each.name,
+        problems=each.problems or evaluation.problems,
+        samples=each.samples or evaluation.samples,
+        temperature=sampled("temperature"),
+        max_tokens=sampled("max_tokens"),
+        data=config.data.model_copy(update=own) if own else config.data,
+        **{key: sampled(key) for key in CUTS},
     )
 
 
@@ -200,6 +205,7 @@ def set_rules(config: Config) -> Iterator[Finding]:
             )
         seen.setdefault(each.name.casefold(), index)
         yield from _data_findings(config, each, path)
+    yield from _cut_findings(config)
     for index, held_out in enumerate(held_out_sets(config)):
         if held_out.samples > 1 and held_out.temperature == 0:
             own = evaluation.sets[index] if evaluation.sets else None
@@ -212,6 +218,23 @@ def set_rules(config: Config) -> Iterator[Finding]:
             )
 
 
+def _cut_findings(config: Config) -> Iterator[Finding]:
+    evaluation, sets = config.evaluation, held_out_sets(config)
+    tables: list[tuple[str, Section]] = []
+    if sets and all(each.temperature == 0 for each in sets):
+        tables.append(("evaluation", evaluation))
+    tables += [
+        (f"evaluation.sets.{index}", own)
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        if held_out.temperature == 0
+    ]
+    for path, table in tables:
+        for key in CUTS:
+            if getattr(table, key) is not None:
+                message = "has no effect at temperature 0, which is greedy"
+                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+
+
 def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
     source = each.source or config.data.eval_source or config.data.source
     if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
@@ -221,7 +244,11 @@ def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[F
             (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
             'remove the line, or source = "arithmetic"',
         )  # fmt: skip
-    for key in ("prompt_column", "answer_column", "tags_column"):
+    if each.subset is not None and each.source is not None and not has_configurations(source):
+        yield Finding(
+            (f"{path}.subset", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line"
+        )
+    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
         if getattr(each, key) is not None and each.source is None:
             yield Finding(
                 (f"{path}.{key}", path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +17,20 @@ from retrain.config.checking import Places, examine
 from retrain.config.lines import Repeat, find_repeat, key_lines
 from retrain.config.problems import Mistake
 from retrain.config.root import Config, keys, sections
-from retrain.config.tasks import FILE_ENDINGS
+from retrain.config.tasks import FILE_ENDINGS, SOURCES
 from retrain.errors import ConfigError, Problem, UsageError
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration file that holds: its text, what it means, and what there is to say about it."""
+    """A configuration file that holds: its text, what it means, where its keys were written, and what there is to say
+    about it."""
 
     config: Config
     path: FilePath
     text: str
     is_campaign: bool
+    places: Places
     warnings: list[str] = field(default_factory=list)
 
 
@@ -49,7 +52,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, config.is_campaign, warnings)
+    return Loaded(config, path, text, config.is_campaign, places, warnings)
 
 
 def parse_dict(data: Mapping[str, Any]) -> Config:
@@ -124,7 +127,7 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> li
             places.sets.add(("--set",))
             wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))
             continue
-        places.sets.add(parts)
+        places.replace(parts)
         table = data
         for part in parts[:-1]:
             inner = table.setdefault(part, {})
@@ -148,7 +151,7 @@ def _set_value(text: str) -> Any:
 
 
 def _beside(data: dict[str, Any], path: FilePath) -> None:
-    """Files of problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
+    """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
     reward = data.get("reward")
     parts = reward.get("components") if isinstance(reward, dict) else None
     rewards = [reward, *parts] if isinstance(parts, list) else [reward]
@@ -163,5 +166,6 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
         beside = path.parent / value
-        if value.endswith((".py", *FILE_ENDINGS)) and beside.is_file():
-            table[key] = str(beside.resolve())
+        names_directory = key != "custom_module" and value not in SOURCES and beside.is_dir()
+        if names_directory or (value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()):
+            table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from retrain.config.base import (
     Count,
     Finding,
+    OptionalCount,
     OptionalText,
     Positive,
     Section,
@@ -33,16 +34,23 @@ Level = Literal["easy", "medium", "hard"]
 def _source(value: str | None) -> str | None:
     if value is None or value in SOURCES or value.endswith(FILE_ENDINGS) or is_plugin(value):
         return value
+    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
+    if "/" in value and not file and ":" not in value:
+        return value
     close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
     name = "math" if close == ["hendrycks_math"] else close[0] if close else "arithmetic"
-    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
     if file:
         name = f"{file[1]}.jsonl"
     raise fault(
-        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, or a '
-        "module:function",
+        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, a '
+        "directory (./name) or hub name (owner/name), or a module:function",
         f'source = "{name}"' + (', made with one {"prompt": "…", "answer": "…"} per line' if file else ""),
     )
+
+
+def has_configurations(source: str | None) -> bool:
+    """Whether this may be a data set of which `subset` chooses a configuration: a hub name or a directory."""
+    return source is not None and "/" in source and not source.endswith(FILE_ENDINGS) and not is_plugin(source)
 
 
 def _prompt_template(value: str) -> str:
@@ -72,28 +80,40 @@ class Data(Section):
     """The problems to train on and those held out."""
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
-    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file (looked for beside the TOML file
-    first), or `module:function`."""
+    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file or directory of a data set (both
+    looked for beside the TOML file first), the hub's name of a data set (`owner/name`), or `module:function`."""
+    subset: OptionalText = None
+    """Configuration of a data set that has several, such as `main` of `openai/gsm8k`."""
     split: Text = "train"
-    """Split of a hub source to train on."""
+    """Split of a data set to train on."""
     eval_source: OptionalSource = None
-    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of the file."""
+    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of it where there is no
+    such split."""
     eval_split: Text = "test"
-    """Split of a hub source to hold out."""
+    """Split of a data set to hold out."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of a file's problems that is held out when there is no `eval_source`."""
-    prompt_column: Text = "prompt"
-    """Column of a file that holds the problem: a string, or a list of chat messages."""
-    answer_column: Text = "answer"
-    """Column of a file that holds the reference answer."""
+    """Share of the different problems of a file, or of a data set without a split `test`, that is held out when there
+    is no `eval_source`: exactly so many, rounded, and always the same ones."""
+    prompt_column: OptionalText = None
+    """Column that holds the problem: a string, or a list of chat messages. Unset is `prompt`, `question` or `problem`,
+    the first that there is."""
+    answer_column: OptionalText = None
+    """Column that holds the reference answer, or a solution that ends in `#### answer` or has it in `\\boxed{}`. Unset
+    is `answer` or `solution`, the first that there is."""
     tags_column: OptionalText = None
-    """Column of a file that holds a tag or a list of tags; metrics are also reported for each tag."""
+    """Column that holds a tag or a list of tags; metrics are also reported for each tag."""
     system_prompt: OptionalText = None
     """Put before every problem as the system message."""
     prompt_template: Template = "{prompt}"
     """Text of the user message; `{prompt}` is the problem."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{ enable_thinking = false }`."""
+    max_prompt_tokens: OptionalCount = None
+    """Most tokens of a prompt, chat markup included; unset, or more than that, is what the model's context leaves
+    beside the largest `max_tokens`."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """What happens when a prompt is longer: `error` names it before anything is trained, `skip` leaves such problems
+    out, of training and evaluation, and says how many they are."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems to draw from; unset is all of them."""
     size: Annotated[Count, UsedWhen("data.source", ("arithmetic",))] = 20_000
@@ -109,6 +129,8 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
     return value
 
 
+MARKED = ("match", "math")
+"""Rewards that look for the answer in a completion."""
 CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
 """Keys of [reward] that scale charts and decide nothing."""
 
@@ -116,6 +138,13 @@ CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
+    name: OptionalText = None
+    """Name in the metrics, `rewards/<name>/…`; unset is the function's name of a custom reward, else the type."""
+    strict: bool = True
+    """Whether `match` and `math` look only at an answer that is marked as one: the last `\\boxed{…}`, or, without a
+    box, the last line `#### …` if the data set's own solutions have such a line. `false` also takes the last number
+    where nothing is marked, or the last line if the reference is no number; any text that ends in a digit is then
+    an answer."""
     judge_model: OptionalText = None
     """Model name sent to the judge."""
     judge_url: Annotated[OptionalText, AfterValidator(_without_secrets)] = None
@@ -127,14 +156,18 @@ class Grader(Section):
     custom_function: Text = "score"
     """Its function: gets the completion and the reference answer, returns a number or a `RewardResult`."""
 
+    @property
+    def shown_name(self) -> str:
+        """What its numbers are called."""
+        kind = getattr(self, "type", "")
+        return self.name or (self.custom_function if kind == "custom" else kind)
+
 
 class RewardComponent(Grader):
     """One part of a weighted reward: weight × (reward + offset)."""
 
     type: Literal["match", "math", "format", "judge", "custom"]
     """As in [reward]."""
-    name: OptionalText = None
-    """Name in the metrics; unset is the type."""
     weight: float = 1.0
     """Factor of this part in the total."""
     offset: float = 0.0
@@ -145,8 +178,8 @@ class Reward(Grader):
     """What an answer is worth."""
 
     type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
-    """`match`: the last boxed answer, compared as text after normalising; `math`: mathematical equality; `format`:
-    whether there is a boxed answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
+    """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
+    `format`: whether there is a marked answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
     `[[reward.components]]`."""
     timeout_s: Positive = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
@@ -161,6 +194,12 @@ class Reward(Grader):
     """Lower end of the reward, for scaling charts only."""
     reward_max: float | None = None
     """Upper end of the reward, for scaling charts only."""
+
+    @property
+    def strict_answers(self) -> bool:
+        """Whether only marked answers count as answers; false for rewards that look for none themselves."""
+        graders = [part for part in (self, *self.components) if part.type in MARKED]
+        return bool(graders) and graders[0].strict
 
     @property
     def grading(self) -> str:
@@ -193,6 +232,12 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
         if kind != owner and getattr(grader, key) is not None:
             fix = f'remove the line, or type = "{owner}"'
             yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind not in MARKED and not grader.strict:
+        fix = "write it in a component" if kind == "weighted" else 'remove the line, or type = "match"'
+        yield Finding((f"{path}.strict", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind == "weighted" and grader.name is not None:
+        fix = "write it in a component"
+        yield Finding((f"{path}.name", f"{path}.type"), 'has no effect with type = "weighted"', fix)
     if kind in needs:
         key, example = needs[kind]
         if getattr(grader, key) is None:
@@ -221,7 +266,7 @@ def reward_rules(config: Config) -> Iterator[Finding]:
     for index, part in enumerate(reward.components):
         path = f"reward.components.{index}"
         yield from _grader_findings(part, part.type, path)
-        name = part.name or part.type
+        name = part.shown_name
         if name in names:
             yield Finding(
                 (f"{path}.name", path),
@@ -239,9 +284,15 @@ def reward_rules(config: Config) -> Iterator[Finding]:
 
 
 def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems."""
+    """Levels are those of generated problems, configurations those of data sets that people made."""
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
+    if data.subset is not None and not any(has_configurations(source) for source in sources):
+        yield Finding(
+            ("data.subset", "data.source"),
+            f'has no effect with source = "{data.source}"',
+            'remove the line, or source = "owner/name"',
+        )
     if data.levels is not None and "arithmetic" not in sources:
         yield Finding(
             ("data.levels", "data.source"),

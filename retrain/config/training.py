@@ -132,14 +132,6 @@ def sampling_rules(config: Config) -> Iterator[Finding]:
             "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
             "top_k = 20, or top_k = 0 for all tokens",
         )
-    if config.evaluation.temperature == 0:
-        for key in ("top_p", "top_k", "min_p"):
-            if getattr(config.evaluation, key) is not None:
-                yield Finding(
-                    (f"evaluation.{key}", "evaluation.temperature"),
-                    "has no effect at temperature 0, which is greedy",
-                    "remove the line",
-                )
     if training.temperature > 2:
         yield Finding(
             ("training.temperature",),

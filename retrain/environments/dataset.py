@@ -1,13 +1,14 @@
 """The problems of an experiment: what is trained on, and what is held out and never trained on.
 
-Which problems are held out is a function of their text alone (a keyed hash), not of seeds, order or counts: all
-runs of a campaign, and all campaigns on the same data, are evaluated on the same problems.
+Which problems of a data set are held out is a function of their texts alone (a keyed hash), not of seeds, order or
+counts asked for: all runs of a campaign, and all campaigns on the same data, are evaluated on the same problems.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,20 @@ from retrain.config.evaluation import HELDOUT
 from retrain.environments.sources import (
     FILE_ENDINGS,
     HUB,
+    HUB_NAME,
     Columns,
+    NoSplit,
+    directory_of,
     file_problems,
     function_problems,
     hub_problems,
+    table_problems,
     takes_split,
 )
 from retrain.errors import DataError
 from retrain.types import Problem
+
+DEFAULT_EVAL_SPLIT = "test"
 
 
 class Wanted(NamedTuple):
@@ -41,7 +48,8 @@ class Dataset:
     """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
     ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are things a person should
-    hear of, such as training problems that were removed because they are held out.
+    hear of, such as training problems that were removed because they are held out. ``skipped`` counts problems that
+    were left out because their prompts are too long.
     """
 
     name: str
@@ -49,6 +57,7 @@ class Dataset:
     sets: Mapping[str, list[Problem]]
     content_hash: str
     notes: tuple[str, ...] = ()
+    skipped: int = 0
 
     @property
     def heldout(self) -> list[Problem]:
@@ -75,13 +84,12 @@ def load_data(
     source = train = _training(data, max_examples, seed, base_dir)
     notes, sets = list[str](), dict[str, list[Problem]]()
     for each in wanted:
-        if _takes_a_part(each.data, base_dir):
+        pool = _pool(each, seed, base_dir, notes)
+        if pool is None:
             # Of all problems of the source, not of those that earlier sets have left: sets may share the part.
             rest, pool = _fraction(source, each.data.eval_fraction, each.data.source)
             left = {_key(problem) for problem in rest}
             train = [problem for problem in train if _key(problem) in left]
-        else:
-            pool = _pool(each, seed, base_dir)
         pool = sorted({_key(problem): problem for problem in reversed(pool)}.values(), key=lambda p: _position(_key(p)))
         keys = {_key(problem) for problem in pool}
         kept = [problem for problem in train if _key(problem) not in keys]
@@ -98,7 +106,8 @@ def load_data(
                 f"[evaluation] problems = {each.problems} asks for more"
             )
     kept = _at_most(train, max_examples, seed, getattr(data, "shuffle", True))
-    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), tuple(notes))
+    told = tuple(dict.fromkeys(notes))  # sets that share a source share what is said of it
+    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), told)
 
 
 def content_hash(*parts: Sequence[Problem]) -> str:
@@ -120,53 +129,71 @@ def _training(data: Any, max_examples: int | None, seed: int, base_dir: Path | N
     return _problems(data.source, data.split, data, base_dir)
 
 
-def _takes_a_part(data: Any, base_dir: Path | None) -> bool:
-    """Whether held-out problems are a part of the training source, for want of a source or split of their own."""
-    source = data.source
-    if getattr(data, "eval_source", None) is not None or source == "arithmetic":
-        return False
-    splits = source in HUB or (not source.endswith(FILE_ENDINGS) and takes_split(source, base_dir))
-    return not splits or data.split == data.eval_split
-
-
-def _pool(wanted: Wanted, seed: int, base_dir: Path | None) -> list[Problem]:
-    """What a held-out set is chosen from: all problems of a source or split of its own."""
-    source = getattr(wanted.data, "eval_source", None) or wanted.data.source
+def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+    """What a held-out set is chosen from: all problems of a source or split of its own; None where it is a part of the
+    training source, for want of either."""
+    data = wanted.data
+    eval_source = getattr(data, "eval_source", None)
+    source = eval_source or data.source
     if source == "arithmetic":
         from retrain.environments import arithmetic
 
-        return arithmetic.problems("heldout", wanted.problems, wanted.data.levels, seed)
-    return _problems(source, wanted.data.eval_split, wanted.data, base_dir)
+        return arithmetic.problems("heldout", wanted.problems, data.levels, seed)
+    if eval_source is not None:
+        return _problems(eval_source, data.eval_split, data, base_dir)
+    if data.split == data.eval_split or not _has_splits(source, base_dir):
+        return None
+    try:
+        return _problems(source, data.eval_split, data, base_dir)
+    except NoSplit:
+        if data.eval_split != DEFAULT_EVAL_SPLIT:  # somebody asked for it
+            raise
+        share = f"{data.eval_fraction:.0%} of {data.split!r}"
+        notes.append(f"{source} has no split {data.eval_split!r}: {share} is held out (eval_fraction)")
+        return None
+
+
+def _has_splits(source: str, base_dir: Path | None) -> bool:
+    """Whether the source tells training and test problems apart by itself."""
+    if source.endswith(FILE_ENDINGS):
+        return False
+    return ":" not in source or takes_split(source, base_dir)
 
 
 def _problems(source: str, split: str, data: Any, base_dir: Path | None) -> list[Problem]:
     columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
+    subset = getattr(data, "subset", None)
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
     if source in HUB:
         return hub_problems(source, split)
     if ":" in source:
         return function_problems(source, split, columns, base_dir)
-    raise DataError(f'data source {source!r} is none of arithmetic, {", ".join(HUB)}, a .jsonl or .parquet file, or a '
-                    "module:function")  # fmt: skip
+    directory = directory_of(source, base_dir)
+    known = next((name for name, hub in HUB.items() if hub.repository == source), None)
+    if directory is None and known is not None and subset is None:
+        return hub_problems(known, split)
+    if directory is not None or HUB_NAME.fullmatch(source):
+        return table_problems(source, split, columns, subset, directory=directory)
+    raise DataError(f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl or "
+                    ".parquet file, a hub name such as owner/name, nor a module:function")  # fmt: skip
 
 
 def _fraction(problems: list[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
-    """Split by the hash of the prompt: about ``fraction`` of the problems, at least one, are held out."""
-    positions = [_position(_key(problem)) for problem in problems]
-    if len(set(positions)) < 2:
+    """Split by the hash of the prompt: exactly ``fraction`` of the different prompts, rounded, are held out, and at
+    least one on either side."""
+    positions = sorted({_position(_key(problem)) for problem in problems})
+    if len(positions) < 2:
         raise DataError(
             f"data source {source!r} holds a single problem, so none can be held out: add more, name an eval_source, "
             "or set [evaluation] problems = 0"
         )
-    limit = max(fraction, min(positions))
-    train = [problem for problem, position in zip(problems, positions, strict=True) if position > limit]
-    pool = [problem for problem, position in zip(problems, positions, strict=True) if position <= limit]
-    if not train:  # a tiny file with all its problems on one side: keep the last one
-        last = max(positions)
-        train = [problem for problem, position in zip(problems, positions, strict=True) if position == last]
-        pool = [problem for problem, position in zip(problems, positions, strict=True) if position < last]
-    return train, pool
+    count = min(max(1, math.floor(fraction * len(positions) + 0.5)), len(positions) - 1)
+    last = positions[count - 1]
+    sides: tuple[list[Problem], list[Problem]] = ([], [])
+    for problem in problems:
+        sides[_position(_key(problem)) <= last].append(problem)
+    return sides
 
 
 def _at_most(problems: list[Problem], count: int | None, seed: int, shuffle: bool) -> list[Problem]:

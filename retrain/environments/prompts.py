@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from retrain.config.evaluation import HELDOUT
+from retrain.environments.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
 from retrain.types import Action, Message, Problem, Prompt
 
 LONGEST_BY_CHARACTERS = 8
 """Prompts among which the one of most tokens is looked for: a token has more characters in some texts than in others,
 and rendering all of a large data set takes minutes."""
+
+SPARE_TOKENS = 16
+"""Beginning tokens and whatever else a tokenizer adds to a text."""
 
 
 class Renderer:
@@ -78,6 +84,114 @@ def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
     Raises as ``Renderer.prompt``.
     """
     return Renderer(tokenizer, data).prompt(problem, conversation(problem, data))
+
+
+class Room(NamedTuple):
+    """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
+    and ``why``, where that limit comes from."""
+
+    section: Any
+    limit: int | None
+    why: str
+
+
+def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
+    """``data`` with prompts that can be asked, in training and in each held-out set as its room says: one problem of
+    every form is rendered, and none is longer than its limit.
+
+    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted. Raises DataError naming the first
+    longer one otherwise, and when nothing is left of a part; else as ``render``.
+    """
+    parts = [
+        _Part("training problems", "", data.train, training),
+        *(
+            _Part("held-out ones", "", problems, heldout[name])
+            if name == HELDOUT
+            else _Part(f"in the set {name}", f" in the set {name}", problems, heldout[name])
+            for name, problems in data.sets.items()
+        ),
+    ]
+    lengths = [_too_long(part.problems, tokenizer, part.room) for part in parts]
+    if not any(lengths):
+        return data
+    if getattr(training.section, "long_prompts", "error") != "skip":
+        raise DataError(_first_too_long(parts, lengths))
+    kept = []
+    for part, longer in zip(parts, lengths, strict=True):
+        kept.append([problem for problem in part.problems if id(problem) not in longer])
+        if part.problems and not kept[-1]:
+            use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
+            raise DataError(
+                f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
+                f"({part.room.why})"
+            )
+    sets = dict(zip(data.sets, kept[1:], strict=True))
+    return replace(
+        data,
+        train=kept[0],
+        sets=sets,
+        content_hash=content_hash(kept[0], *(sets.values() or [[]])),
+        notes=(*data.notes, *_left_out(parts, lengths)),
+        skipped=sum(map(len, lengths)),
+    )
+
+
+class _Part(NamedTuple):
+    """Problems that are asked in one way: what they are called where they are counted, and what is added where one of
+    them is named."""
+
+    name: str
+    place: str
+    problems: Sequence[Problem]
+    room: Room
+
+
+def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[int, int]:
+    """Tokens of the prompts that are longer than the limit, by the problem's ``id()``. Raises as ``render``."""
+    forms = {tuple(message["role"] for message in conversation(p, room.section)): p for p in problems}
+    markup = 0  # bytes that the chat template adds to a conversation
+    for problem in forms.values():
+        rendered = render(problem, tokenizer, room.section)
+        markup = max(markup, len(rendered.text.encode()) - _bytes(problem, room.section))
+    if room.limit is None:
+        return {}
+    return {
+        id(problem): length
+        for problem in problems
+        if _bytes(problem, room.section) + markup + SPARE_TOKENS > room.limit  # a token is a byte or more
+        and (length := len(render(problem, tokenizer, room.section).token_ids)) > room.limit
+    }
+
+
+def _first_too_long(parts: Sequence[_Part], lengths: Sequence[Mapping[int, int]]) -> str:
+    """The first prompt that is too long, and what to type."""
+    part, longer = next((part, longer) for part, longer in zip(parts, lengths, strict=True) if longer)
+    first = next(problem for problem in part.problems if id(problem) in longer)
+    more = sum(map(len, lengths)) - 1
+    others = f"; {more} more are too long" if more else ""
+    return (
+        f"{first.id}  the prompt{part.place} has {longer[id(first)]} tokens, more than {part.room.limit} "
+        f'({part.room.why}){others}: shorten it, or leave such problems out with [data] long_prompts = "skip"'
+    )
+
+
+def _left_out(parts: Sequence[_Part], lengths: Sequence[Mapping[int, int]]) -> Iterator[str]:
+    """How many problems of each part are left out: a sentence for every limit."""
+    pairs = list(zip(parts, lengths, strict=True))
+    for limit in dict.fromkeys(part.room.limit for part, longer in pairs if longer):
+        here = [(part, longer) for part, longer in pairs if part.room.limit == limit]
+        counts = ", ".join(f"{len(longer)} of {len(part.problems)} {part.name}" for part, longer in here)
+        part, longer = next((part, longer) for part, longer in here if longer)
+        first = next(problem for problem in part.problems if id(problem) in longer)
+        yield (
+            f"left out for prompts of more than {limit} tokens: {counts}; the first is {first.id} "
+            f"with {longer[id(first)]} tokens"
+        )
+
+
+def _bytes(problem: Problem, section: Any) -> int:
+    """Bytes of what the model is asked, without chat markup."""
+    return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> int:

@@ -1,4 +1,4 @@
-r"""Where problems come from: a local file, a hub data set, or a function of the user's.
+r"""Where problems come from: a local file or directory, a hub data set, or a function of the user's.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
 sources (``rewards.extract.reference_answer``); the full text stays in ``metadata["solution"]``.
@@ -9,28 +9,40 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from retrain.errors import DataError, PluginError
 from retrain.extras import missing
-from retrain.plugins import load_function
+from retrain.plugins import load_function, search_folders
 from retrain.rewards.extract import reference_answer
 from retrain.types import Problem
 
 Row = tuple[str, Mapping[str, Any]]
 """Where a row stands (``file:line``), for errors and as the problem's id, and its columns."""
 
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "solution")
+"""Looked for in this order where no column is named. GSM8K has question and answer, MATH problem and solution."""
+
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold what; ``tags`` None means none, several are joined."""
+    """Which columns hold what; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several tags are
+    joined."""
 
-    prompt: str
-    answer: str
+    prompt: str | None
+    answer: str | None
     tags: tuple[str, ...] = ()
+
+    def of(self, row: Mapping[str, Any]) -> Columns:
+        """With the names that this row has in place of None."""
+        prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
+        answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
+        return replace(self, prompt=prompt, answer=answer)
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,11 @@ HUB: dict[str, HubSource] = {
     ),
 }
 FILE_ENDINGS = (".jsonl", ".parquet")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+class NoSplit(DataError):
+    """A data set that is there has no split of this name."""
 
 
 def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
@@ -68,13 +85,13 @@ def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -
     """
     path = found(source, base_dir)
     rows = parquet_rows(path, source) if path.suffix == ".parquet" else jsonl_rows(path, source)
-    return problems_of_rows(rows, columns, f"the file {path}")
+    problems = problems_of_rows(rows, columns, f"the file {path}")
+    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same wherever the file lies
 
 
 def found(source: str, base_dir: Path | None) -> Path:
     """The file that ``source`` names, as an absolute path. Raises DataError when there is none."""
-    folders = dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None)
-    tried = [folder / Path(source).expanduser() for folder in folders]
+    tried = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
     for path in tried:
         if path.is_file():
             return path
@@ -86,23 +103,34 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{label}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = json.loads(text) if text else None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where}  is not UTF-8 (byte {error.start + 1} of the line)") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}  is not JSON: {error.msg} at column {error.colno}") from None
-            except RecursionError:
-                raise DataError(f"{where}  is nested too deeply") from None
-            if not text:
-                continue
-            if not isinstance(row, dict):
-                raise DataError(f'{where}  is not an object: write {{"prompt": "…", "answer": "…"}}')
-            yield where, row
+    for number, line in _lines(path, label):
+        where = f"{label}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            row = json.loads(text) if text else None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}  is not UTF-8 (byte {error.start + 1} of the line)") from None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}  is not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise DataError(f"{where}  is nested too deeply") from None
+        if not text:
+            continue
+        if not isinstance(row, dict):
+            raise DataError(f'{where}  is not an object: write {{"prompt": "…", "answer": "…"}}')
+        yield where, row
+
+
+def _lines(path: Path, label: str) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file with their numbers from 1. Raises DataError where the file cannot be read."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"{label}:{number + 1}  cannot be read: {reason}") from None
 
 
 def parquet_rows(path: Path, label: str) -> Iterator[Row]:
@@ -121,30 +149,100 @@ def parquet_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def hub_problems(name: str, split: str) -> list[Problem]:
-    """Problems of ``gsm8k`` or ``math`` through ``datasets``: from its cache, else downloaded.
+    """Problems of ``gsm8k`` or ``math`` through ``datasets``: from its cache, else downloaded. Raises as
+    ``table_problems``."""
+    hub, problems = HUB[name], list[Problem]()
+    for configuration in hub.configurations:
+        prefix = name if len(hub.configurations) == 1 else f"{name}/{configuration}"
+        problems += table_problems(hub.repository, split, hub.columns, configuration, prefix)
+    return problems
 
-    Raises MissingExtra without ``datasets``, DataError when the hub is out of reach (at once if HF_HUB_OFFLINE is
-    set) with the way around it.
+
+def on_hub(source: str, base_dir: Path | None) -> bool:
+    """Whether the problems are the hub's: a name of ``HUB``, or ``owner/name`` where no such directory is."""
+    if source in HUB:
+        return True
+    local = source.endswith(FILE_ENDINGS) or directory_of(source, base_dir) is not None
+    return not local and HUB_NAME.fullmatch(source) is not None
+
+
+def directory_of(source: str, base_dir: Path | None) -> Path | None:
+    """The directory that ``source`` names, looked up as files are; None when it names none."""
+    if ":" in source or "\0" in source:
+        return None
+    folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
+    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+
+
+def table_problems(
+    source: str, split: str, columns: Columns, subset: str | None = None, name: str = "", directory: Path | None = None
+) -> list[Problem]:
+    """Problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache, else
+    downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
+
+    ``subset`` is the configuration, ``name`` what the problems are called. Raises MissingExtra without ``datasets``,
+    NoSplit with the splits that there are, DataError when it cannot be read or the hub is out of reach (at once if
+    HF_HUB_OFFLINE is set), with the way around it.
     """
-    hub = HUB[name]
+    name = name or (directory.name if directory else source)
     try:
         import datasets
     except ModuleNotFoundError:
-        raise missing(f"data source {name!r}", "datasets") from None
-    rows: list[Row] = []
-    for configuration in hub.configurations:
-        try:
-            table = datasets.load_dataset(hub.repository, configuration, split=split)
-        except Exception as error:  # the hub client's many ways to fail; the reason is told
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(
-                f"data source {name!r} ({hub.repository}, split {split!r}) is not to be had: {reason}. Without a hub, "
-                f'use a copy as a file:  [data] source = "path/{split}.jsonl"  '
-                f'prompt_column = "{hub.columns.prompt}"  answer_column = "{hub.columns.answer}"'
-            ) from error
-        prefix = f"{name}/{split}" if len(hub.configurations) == 1 else f"{name}/{split}/{configuration}"
-        rows += [(f"{prefix}:{number}", dict(row)) for number, row in enumerate(table, start=1)]
-    return problems_of_rows(rows, hub.columns, f"{name}, split {split!r}")
+        raise missing(f"data source {source!r}", "datasets") from None
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        table = _table(datasets, str(directory or source), subset, split)
+    except NoSplit:
+        raise
+    except Exception as error:  # the many ways to fail of the library and of the hub's client; the reason is told
+        raise DataError(_no_table(source, split, columns, error, directory)) from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+    rows = ((f"{name}/{split}:{number}", row) for number, row in enumerate(table, start=1))
+    return problems_of_rows(rows, columns, f"{source}, split {split!r}")
+
+
+def _table(datasets: Any, place: str, subset: str | None, split: str) -> Any:
+    """One split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
+    tables = None
+    if (Path(place) / "dataset_dict.json").is_file():
+        tables = datasets.load_from_disk(place)
+    elif (Path(place) / "state.json").is_file():
+        tables = {"train": datasets.load_from_disk(place)}
+    if tables is not None:
+        if split not in tables:
+            raise NoSplit(_no_split(place, split, list(tables)))
+        return tables[split]
+    try:
+        return datasets.load_dataset(place, subset, split=split)
+    except ValueError as error:
+        known = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
+        if known is None:
+            raise
+        raise NoSplit(_no_split(place, split, re.findall(r"'([^']+)'", known[1]))) from None
+
+
+def _no_split(place: str, split: str, splits: list[str]) -> str:
+    return f'data source {place!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
+
+
+def _no_table(source: str, split: str, columns: Columns, error: Exception, directory: Path | None) -> str:
+    """Why a data set cannot be had, in one line, and what to type."""
+    text = str(error.__cause__ or error)
+    several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
+    if several:
+        return f"data source {source!r} has several configurations: set [data] subset to one of {several[1]}"
+    reason = text.splitlines()[0] if text else type(error).__name__
+    if directory is not None:
+        return f"data source {source!r} ({directory}) cannot be read as a data set, split {split!r}: {reason}"
+    named = ((columns.prompt, "prompt_column"), (columns.answer, "answer_column"))
+    keys = "".join(f'  {key} = "{column}"' for column, key in named if column)
+    return (
+        f"data source {source!r} (split {split!r}) is not to be had: {reason}. Without a hub, use a copy as a file:  "
+        f'[data] source = "path/{split}.jsonl"{keys}'
+    )
 
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
@@ -164,10 +262,13 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
         raise PluginError(f"data source {source!r} returned {type(items).__name__}, not a list of problems")
     problems: list[Problem] = []
     for number, item in enumerate(items, start=1):
+        where = f"{source}:{split}:{number}"
         if isinstance(item, Problem):
+            _prompt(where, "prompt", list(item.prompt) if isinstance(item.prompt, tuple) else item.prompt)
             problems.append(item)
         elif isinstance(item, Mapping):
-            problems.append(problem_of_row(f"{source}:{split}:{number}", item, columns))
+            columns = columns.of(item)
+            problems.append(problem_of_row(where, item, columns))
         else:
             raise PluginError(f"data source {source!r} returned {type(item).__name__} as item {number}, not a Problem")
     if not problems:
@@ -180,6 +281,7 @@ def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[P
     column."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
+        columns = columns.of(row)  # the first row decides what is not named
         problems.append(problem_of_row(where, row, columns))
         seen |= dict.fromkeys(row)
     if not problems:
@@ -197,18 +299,25 @@ def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[P
 
 def problem_of_row(where: str, row: Mapping[str, Any], columns: Columns) -> Problem:
     """One row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to type."""
-    for key, column in (("prompt_column", columns.prompt), ("answer_column", columns.answer)):
-        if column not in row:
-            names = ", ".join(map(str, row)) or "none"
-            raise DataError(f'{where}  has no column "{column}": set [data] {key} to one that it has ({names})')
-    text = _answer(where, columns.answer, row[columns.answer])
+    prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)
+    answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
+    text = _answer(where, answered, row[answered])
     answer = reference_answer(text)
-    used = {columns.prompt, columns.answer, *columns.tags}
+    used = {prompt, answered, *columns.tags}
     metadata = {str(key): value for key, value in row.items() if key not in used}
     if answer != text:
         metadata["solution"] = text
     tags = tuple(tag for column in columns.tags for tag in _tags(where, column, row.get(column)))
-    return Problem(where, _prompt(where, columns.prompt, row[columns.prompt]), answer, tags, metadata)
+    return Problem(where, _prompt(where, prompt, row[prompt]), answer, tags, metadata)
+
+
+def _column(where: str, row: Mapping[str, Any], column: str | None, key: str, usual: tuple[str, ...]) -> str:
+    """``column``, which the row must have; ``usual`` are those that were looked for where it is not named."""
+    if column is not None and column in row:
+        return column
+    missing = f'column "{column}"' if column else f"column {' or '.join(usual)}"
+    names = ", ".join(map(str, row)) or "none"
+    raise DataError(f"{where}  has no {missing}: set [data] {key} to one that it has ({names})")
 
 
 def _prompt(where: str, column: str, value: Any) -> str | tuple[Mapping[str, str], ...]:

@@ -160,8 +160,9 @@ def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
     """An adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter is
     seldom in the directory from which it was trained."""
     name = config.get("base_model_name_or_path")
-    local = isinstance(name, str) and name != "" and Path(name).is_dir()
-    return {**config, "base_model_name_or_path": str(Path(name).absolute())} if local else dict(config)
+    if not isinstance(name, str) or not name or not Path(name).is_dir():
+        return dict(config)
+    return {**config, "base_model_name_or_path": str(Path(name).absolute())}
 
 
 def _product(shape: Iterable[int]) -> int:

@@ -138,28 +138,16 @@ def load_base(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    device, bundled, directory = resolve_device(devices), bundled_model_path(name), local_directory(name)
-    if fault := model_fault(name, trust_remote_code=trust_remote_code):
-        raise ModelError(f"cannot load model {name!r}: {fault}")
-    source, local = str(directory or name), directory is not None
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if local:
-        options["local_files_only"] = True
-    else:
-        options.update(revision=revision, local_files_only=local_files_only)
+    device = resolve_device(devices)
+    source, options = _whence(name, revision, local_files_only, trust_remote_code)
     torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
-    if bundled or not sys.stderr.isatty():
+    if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
     except Exception as error:  # of whatever kind, from files that somebody else has written
-        hint = "" if local else "; with no network, download it elsewhere and give the directory's path"
-        if "trust_remote_code" in str(error):
-            hint = "; read it, then set [model] trust_remote_code = true"
-        reason = next(iter(str(error).splitlines()), "")
-        kind = "" if isinstance(error, OSError | ValueError) and reason else f"{type(error).__name__}: "
-        raise ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}") from error
+        raise _cannot_load(name, error) from error
     model.to(device).eval().requires_grad_(False)
     eos_ids = _end_ids(model, tokenizer)
     if not eos_ids:
@@ -167,6 +155,45 @@ def load_base(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     kept = model.dtype if dtype == "stored" else torch_dtype
     return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
+
+
+def tokenizer_of(config: Any) -> tuple[Any, int]:
+    """Tokenizer and context length (tokens; 0 where it is not told) of the model that a run's configuration names,
+    without its weights. Raises ModelError as ``load_base``."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = config.model
+    source, options = _whence(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        text = AutoConfig.from_pretrained(source, **options).get_text_config()
+    except Exception as error:  # as in load_base
+        raise _cannot_load(model.model, error) from error
+    return tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0)
+
+
+def _whence(
+    name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool
+) -> tuple[str, dict[str, Any]]:
+    """What ``from_pretrained`` is to be given: directory or hub name, and options. Raises ModelError for what cannot be
+    loaded, as far as ``model_fault`` tells."""
+    if fault := model_fault(name, trust_remote_code=trust_remote_code):
+        raise ModelError(f"cannot load model {name!r}: {fault}")
+    directory = local_directory(name)
+    if directory is not None:
+        return str(directory), {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    asked = {"revision": revision, "local_files_only": local_files_only}
+    return name, {"trust_remote_code": trust_remote_code, **asked}
+
+
+def _cannot_load(name: str, error: Exception) -> ModelError:
+    """The reason in one line, and the way around it."""
+    hint = "" if local_directory(name) else "; with no network, download it elsewhere and give the directory's path"
+    if "trust_remote_code" in str(error):
+        hint = "; read it, then set [model] trust_remote_code = true"
+    reason = next(iter(str(error).splitlines()), "")
+    kind = "" if isinstance(error, OSError | ValueError) and reason else f"{type(error).__name__}: "
+    return ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}")
 
 
 def base_of(config: Any) -> BaseModel:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,10 +31,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device) for name, value in vars(self).items()
-        }
-        return MicroBatch(**moved)
+        return MicroBatch(
+            self.layout.to(device),
+            self.targets_BT.to(device),
+            self.action_BT.to(device),
+            self.loss_mask_BT.to(device),
+            self.advantages_BT.to(device),
+            self.sampler_logprobs_BT.to(device),
+            None if self.supports is None else self.supports.to(device),
+        )
 
 
 def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from retrain.config.campaign import transform_of
 from retrain.record.observer import SpecLike
 
 _OBEYED = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -52,6 +53,11 @@ class RunView:
     def held_out(self) -> Change:
         """The first held-out set, for where there is room for one."""
         return next(iter(self.evaluations.values()), NO_CHANGE)
+
+    @property
+    def pooling(self) -> float | None:
+        """SEPA's λ at the last step; None in other transform modes, whose rows have 0."""
+        return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
 
     def eta(self, now: float) -> float | None:
         """Seconds to go at the pace so far; None before the first step and after the end."""

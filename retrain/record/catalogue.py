@@ -106,6 +106,8 @@ GENERAL = [
     _metric("num_datums", "completions that trained", "completions", wandb="train/num_datums"),
     _metric("batch_size", "prompts in the step", "prompts", wandb="train/batch_size"),
     _metric("group_size", "completions per prompt", "completions", wandb="train/group_size"),
+    _metric("skipped_prompts", "problems, training and held out, that are left out because their prompts are longer "
+            "than `max_prompt_tokens`", "problems", "0"),
     _metric("cohort_size", "runs that took this step together, over one base model", "runs"),
 ]
 

@@ -69,7 +69,7 @@ class PlainConsole(Board):
             "length": number(row.get("completions/mean_length"), 1),
             "truncated": number(row.get("max_token_hit_rate")),
             "entropy": number(row.get("entropy")),
-            "lambda": number(row.get("sepa_lambda"), 2),
+            "lambda": number(view.pooling, 2),
             "tokens_per_s": number(row.get("perf/completion_tokens_per_s"), 0),
             "seconds": number(row.get("step_time_s"), 2),
             "eta": duration(view.eta(self.clock())),

@@ -18,7 +18,7 @@ class RunContext:
     """One run as its records name it.
 
     ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
-    data source may give a problem and ``reward_names`` further reward parts or sample metrics, so that their keys
+    data source may give a problem and ``reward_names`` the reward's parts and known sample metrics, so that their keys
     stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
     """
 
@@ -34,6 +34,8 @@ class RunContext:
     reward_names: tuple[str, ...] = ()
     ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
+    skipped_prompts: int = 0
+    """Problems left out because their prompts are too long."""
     folder: Path | None = None
     """The folder of the TOML file, where modules that it names are looked up first."""
 
@@ -43,11 +45,9 @@ class RunContext:
         return tuple(setting(self.config, "logging.aliases", TOOLS))
 
     @property
-    def component_names(self) -> tuple[str, ...]:
-        """Names of the configured parts of a weighted reward, then ``reward_names``."""
-        parts = setting(self.config, "reward.components", None) or ()
-        names = [setting(part, "name", None) or setting(part, "type", None) for part in parts]
-        return tuple(dict.fromkeys([*(name for name in names if name), *self.reward_names]))
+    def strict_answers(self) -> bool:
+        """Whether a vote counts only answers that are marked as such, as the reward does."""
+        return bool(setting(self.config, "reward.strict_answers", True))
 
     def lowest(self, name: str) -> float | None:
         """The smallest value that ``ranges`` declares for this number; None where it declares none."""

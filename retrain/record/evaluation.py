@@ -1,8 +1,9 @@
 """Held-out evaluations as rows: scores with intervals clustered by problem, and what became of every problem.
 
 The problem is the unit: its samples are not independent, so every score is first made for each problem and the
-interval is over problems. What a vote is about is the answer that a completion gives, found and brought to one
-spelling as the ``match`` reward does; two spellings that this does not unite are two answers.
+interval is over problems. What a vote is about is the answer that a completion gives, found as the run's reward finds
+it (one that looks for none: as ``match`` with ``strict = false``) and brought to one spelling as ``match`` does; two
+spellings that this does not unite are two answers.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ VOTED = 1000
 """Characters of an answer that a vote compares."""
 
 
-def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
+def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True) -> Row:
     """The numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
 
-    ``tags`` are those that the data may have: their keys are there even when no problem has them.
+    ``tags`` are those that the data may have: their keys are there even when no problem has them. ``strict`` says
+    which answers a vote counts (``answer_of``).
     """
     samples = collect(record.groups)
     prefix = f"eval/{record.name}"
@@ -55,7 +57,7 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
     }
     row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
     n = min((len(group.rollouts) for group in record.groups), default=record.samples)
-    row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if told else [], n).items()}
+    row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if told else [], n, strict).items()}
     for tag in sorted({*tags, *(tag for found in samples.tags for tag in found)}):
         tagged_N = np.array([tag in found for found in samples.tags], dtype=bool)
         chosen = samples.where(tagged_N)
@@ -66,7 +68,7 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = ()) -> Row:
             f"{prefix}/{tag}/ci_low": rate.low,
             f"{prefix}/{tag}/ci_high": rate.high,
         }
-        at_most = {key: value for key, value in _at_k(groups, n).items() if key in tag_keys(n)}
+        at_most = {key: value for key, value in _at_k(groups, n, strict).items() if key in tag_keys(n)}
         row |= {f"{prefix}/{tag}/{key}": value for key, value in at_most.items()}
     return jsonable(row)
 
@@ -75,7 +77,7 @@ def empty_evaluation(context: RunContext) -> Row:
     """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
     row: Row = {}
     for name, n in context.evaluations.items():
-        keys = [*EVAL_STATISTICS, *_at_k([], n)]
+        keys = [*EVAL_STATISTICS, *_at_k([], n, strict=True)]
         of_tag = ("correct_rate", "ci_low", "ci_high", *tag_keys(n))
         keys += [f"{tag}/{key}" for tag in sorted(context.tags_of(name)) for key in of_tag]
         row |= dict.fromkeys(f"eval/{name}/{key}" for key in keys)
@@ -87,9 +89,12 @@ def tag_keys(samples: int) -> list[str]:
     return [f"{kind}@{samples}" for kind, least in (("pass", 2), ("maj", 3)) if samples >= least]
 
 
-def answer_of(rollout: Rollout) -> str | None:
-    """The answer that a rollout gives, in one spelling; None when it gives none, which is no vote."""
-    found = answer_text(rollout.text, rollout.prompt.problem.answer)
+def answer_of(rollout: Rollout, strict: bool) -> str | None:
+    """The answer that a rollout gives, in one spelling; None when it gives none, which is no vote.
+
+    ``strict`` as in ``rules.answer_text``.
+    """
+    found = answer_text(rollout.text, rollout.prompt.problem, strict)
     return normalise(found[:VOTED]) or None if found is not None else None
 
 
@@ -97,7 +102,7 @@ def _accuracy(samples: Samples) -> Interval:
     return accuracy_interval(samples.correct_N, samples.group_N.tolist())
 
 
-def _at_k(groups: Sequence[Group], n: int) -> Row:
+def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
     """pass@k, avg@n and maj@k over problems with n samples each; every value None without groups."""
     right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
     row: Row = {}
@@ -112,7 +117,7 @@ def _at_k(groups: Sequence[Group], n: int) -> Row:
         put(f"pass@{k}", [pass_at_k(len(marks), sum(marks), k) for marks in right], k > 1)
     put(f"avg@{n}", [sum(marks) / len(marks) for marks in right], False)
     for k in majority_ks(n):
-        votes = [[answer_of(rollout) for rollout in group.rollouts] for group in groups]
+        votes = [[answer_of(rollout, strict) for rollout in group.rollouts] for group in groups]
         put(f"maj@{k}", [majority(v, marks, k) for v, marks in zip(votes, right, strict=True)], True)
     return row
 

@@ -96,7 +96,7 @@ def step_row(
         row[metric.key] = values.pop(metric.key, None)
         for alias, factor, offset in aliases_of(metric, tools):
             row[alias] = _scaled(row[metric.key], factor, offset)
-    names = tuple(sorted({*context.component_names, *samples.parts}))
+    names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
         _add_tag(row, samples, tag, names)
@@ -143,6 +143,7 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
         "num_datums": int(samples.trained_N.sum()),
         "batch_size": len(sizes),
         "group_size": max(sizes, default=0),
+        "skipped_prompts": context.skipped_prompts,
         "running_correct_rate": totals.correct / totals.episodes if totals.episodes else None,
     }
 

@@ -122,14 +122,26 @@ def sees_reward(primary_metric: str) -> bool:
 # -- learning signal --------------------------------------------------------------------------------------------
 
 
+CAUSES = {
+    "judge": "a judge that cannot be reached, or that replies with something else than a number",
+    "custom": "a reward function that raises, returns no number or takes longer than [reward] timeout_s",
+    "math": "answers that take longer than [reward] timeout_s to compare",
+}
+"""Why rewards of a type cannot be had."""
+
+
 def _ungraded(recent: Recent) -> Finding:
     failed = recent.now.get("reward_failed")
     total = recent.now.get("env/all/total_episodes")
     if not failed or not total or failed / total < 0.2:
         return None
+    reward = recent.asked("reward", None)
+    parts = [reward, *(setting(reward, "components", None) or ())]
+    causes = [CAUSES[kind] for part in parts if (kind := setting(part, "type", "")) in CAUSES]
+    told = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
-        "run.log names the reasons: a judge that cannot be reached, a grader that fails or takes too long",
+        f"run.log names the reasons{told}",
     )
 
 

@@ -22,7 +22,7 @@ from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
 from retrain.record.rollout_files import remove_files, write_pages, write_summaries
-from retrain.record.rollouts import TRAIN, Batch, TokenText
+from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
@@ -168,7 +168,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags_of(record.name))
+        row = eval_row(record, self.context.tags_of(record.name), self.context.strict_answers)
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
@@ -189,7 +189,7 @@ class RunRecorder:
             "seconds": record.seconds,
         }
         self._files.append("evals.jsonl", [facts | row])
-        self._files.append("emergence/evaluations.jsonl", evaluated(record))
+        self._files.append("emergence/evaluations.jsonl", evaluated(record, self.context.strict_answers))
         batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
         self._write_rollouts(batch, self._setting("rollouts_every", 10) > 0)
 
@@ -305,14 +305,23 @@ def emergence_step(record: StepRecord, row: Row) -> Row:
 def generations(record: StepRecord) -> list[Row]:
     """Every completion of the step, for ``emergence/generations.jsonl``."""
     return [
-        rollout_facts(record.step, rollout) | {"group": index, "sample": sample, "advantage": rollout.advantage}
+        rollout_facts(record.step, rollout)
+        | {
+            "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
+            "group": index,
+            "sample": sample,
+            "advantage": rollout.advantage,
+        }
         for index, group in enumerate(record.groups)
         for sample, rollout in enumerate(group.rollouts)
     ]
 
 
-def evaluated(record: EvalRecord) -> list[Row]:
-    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done."""
+def evaluated(record: EvalRecord, strict: bool = True) -> list[Row]:
+    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done.
+
+    ``strict`` says what counts as its answer (``answer_of``).
+    """
     return [
         rollout_facts(record.step, rollout)
         | {
@@ -321,7 +330,7 @@ def evaluated(record: EvalRecord) -> list[Row]:
             "sample": sample,
             "tags": list(rollout.prompt.problem.tags),
             "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "answer": answer_of(rollout),
+            "answer": answer_of(rollout, strict),
         }
         for group in record.groups
         for sample, rollout in enumerate(group.rollouts)
@@ -345,11 +354,9 @@ def rollout_facts(step: int, rollout: Rollout) -> Row:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The problem as a person put it: without the chat template, the last turn of a conversation."""
-    asked = prompt.problem.prompt
-    if isinstance(asked, str):
-        return asked
-    return str(asked[-1].get("content", "")) if asked else prompt.text
+    """What the model was asked: the last message, with ``[data] prompt_template`` and without chat markup."""
+    messages = conversation_of(prompt)
+    return messages[-1]["content"] if messages else prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:

@@ -162,7 +162,7 @@ def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
         "no_reward": "did not train: nothing could be graded",
     }.get(group.discarded or "", "")
     note = f'<span class="chip warn">{state}</span>' if state else ""
-    messages = "".join(_message(m["role"], m["content"], PROMPT_CHARACTERS) for m in conversation_of(group))
+    messages = "".join(_message(m["role"], m["content"], PROMPT_CHARACTERS) for m in conversation_of(group.prompt))
     raw = (
         f'<details class="raw"><summary>as the model read it · {len(group.prompt.token_ids)} tokens</summary>'
         f'<div class="text mono">{_shortened(group.prompt.text, PROMPT_CHARACTERS)}</div></details>'

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.record.html import escape
-from retrain.types import Group, Message, RewardResult, Rollout
+from retrain.types import Group, Message, Prompt, RewardResult, Rollout
 
 Row = dict[str, Any]
 
@@ -161,12 +161,12 @@ def advantage_of(rollout: Rollout) -> float | None:
     return rollout.advantage if math.isfinite(rollout.advantage) else None
 
 
-def conversation_of(group: Group) -> list[dict[str, str]]:
+def conversation_of(prompt: Prompt) -> list[dict[str, str]]:
     """The messages that the model was asked with."""
-    messages = group.prompt.messages
+    messages = prompt.messages
     if not messages:
-        prompt = group.prompt.problem.prompt
-        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        asked = prompt.problem.prompt
+        messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
     return [{"role": str(m.get("role", "user")), "content": str(m.get("content", ""))} for m in messages]
 
 
@@ -212,7 +212,7 @@ def _section(title: str, level: int, body: list[Any]) -> Row:
 
 
 def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, float]]) -> list[Row]:
-    asked = _cut_messages(conversation_of(group), limit)
+    asked = _cut_messages(conversation_of(group.prompt), limit)
     body = []
     for sample, rollout in enumerate(group.rollouts):
         reward, messages = rollout.reward, [*asked]

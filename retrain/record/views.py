@@ -99,7 +99,7 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
             "correct": percent(row.get("correct_rate")),
             "held-out": change(*view.held_out),
             "tok/s": short(row.get("perf/completion_tokens_per_s")),
-            "λ": number(row.get("sepa_lambda"), 2),
+            "λ": number(view.pooling, 2),
         }
         values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in further}
         table.add_row(*cells, *(values[heading] for heading, _ in columns))

@@ -93,7 +93,7 @@ def checked(value: Any) -> RewardResult:
     """What a reward returned, as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
-    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason.
+    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric may be None.
     """
     if isinstance(value, RewardResult):
         result = value
@@ -112,11 +112,11 @@ def checked(value: Any) -> RewardResult:
     result.total_reward = total
     if not isinstance(result.sample_metrics, Mapping):
         return failed(f"sample_metrics is {type(result.sample_metrics).__name__}, not a dict of numbers")
-    metrics = {str(name): _number(metric) for name, metric in result.sample_metrics.items()}
-    wrong = [name for name, metric in metrics.items() if metric is None]
-    if wrong:
-        return failed(f"sample metric {wrong[0]!r} is {type(result.sample_metrics[wrong[0]]).__name__}, not a number")
-    result.sample_metrics = {name: metric for name, metric in metrics.items() if metric is not None}
+    metrics = {name: _number(metric) for name, metric in result.sample_metrics.items()}
+    given = result.sample_metrics
+    if wrong := [name for name, metric in metrics.items() if metric is None and given[name] is not None]:
+        return failed(f"sample metric {wrong[0]!r} is {type(given[wrong[0]]).__name__}, not a number")
+    result.sample_metrics = {str(name): metric for name, metric in metrics.items()}
     result.tags = tuple(str(tag) for tag in result.tags)
     return result
 

@@ -29,16 +29,23 @@ def build_grader(config: Any, base_dir: Path | None = None) -> Grader:
 def build_reward(config: Any, base_dir: Path | None = None, workers: int = 2, timeout_s: float = 10.0) -> Reward:
     """The reward of a section or of one of its components, which inherit ``workers`` and ``timeout_s``.
 
-    Raises as ``build_grader``.
+    Its ``name`` is the section's, where that has one. Raises as ``build_grader``.
     """
+    reward = _new_reward(config, base_dir, workers, timeout_s)
+    reward.name = _get(config, "name", reward.name)
+    return reward
+
+
+def _new_reward(config: Any, base_dir: Path | None, workers: int, timeout_s: float) -> Reward:
     kind = _get(config, "type", "match")
     limits = {"workers": _get(config, "workers", workers), "timeout_s": _get(config, "timeout_s", timeout_s)}
+    strict = _get(config, "strict", True)
     if kind == "match":
-        return MatchReward()
+        return MatchReward(strict)
     if kind == "format":
         return FormatReward()
     if kind == "math":
-        return MathReward(**limits)
+        return MathReward(**limits, strict=strict)
     if kind == "judge":
         model = _required(config, "judge_model", 'judge_model = "the model\'s name at the endpoint"')
         return JudgeReward(model, _get(config, "judge_url", None), _get(config, "judge_api_key_env", None), **limits)
@@ -58,11 +65,12 @@ def _weighted(sections: Any, base_dir: Path | None, limits: dict[str, Any]) -> W
             if _get(section, "type", "match") == "weighted":
                 raise _mistake("components", "a weighted sum inside a weighted sum", "list its components directly")
             reward = build_reward(section, base_dir, **limits)
-            name = _get(section, "name", reward.name)
-            if name in [component.name for component in components]:
+            if reward.name in [component.name for component in components]:
                 reward.close()
-                raise _mistake("components", f"two are named {name!r}", 'give each its own: name = "…"')
-            components.append(Component(name, reward, _get(section, "weight", 1.0), _get(section, "offset", 0.0)))
+                raise _mistake("components", f"two are named {reward.name!r}", 'give each its own: name = "…"')
+            components.append(
+                Component(reward.name, reward, _get(section, "weight", 1.0), _get(section, "offset", 0.0))
+            )
     except BaseException:
         WeightedReward(components).close()  # workers that an earlier component has started
         raise

@@ -45,14 +45,13 @@ class CustomReward(Reward):
 
     Both are looked up in ``base_dir`` (the TOML's folder), then in the current directory. The module is imported in
     the workers only. Raises PluginMissing, before anything is sampled, when the file, module or function is missing,
-    importing it fails, or a parameter has a name that nothing is known for.
+    importing it fails, or a parameter has a name that nothing is known for. Its ``name`` is the function's.
     """
-
-    name = "custom"
 
     def __init__(
         self, module: str, function: str, workers: int = 2, timeout_s: float = 10.0, base_dir: Path | None = None
     ):
+        self.name = function
         if is_path(module):
             module = str(found_file(module, base_dir))
         self.pool = WorkerPool(

@@ -50,6 +50,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def final_line(text: str) -> str | None:
+    """What the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
+    lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
+    return lines[0].group(1).strip() if lines else None
+
+
 def last_number(text: str) -> str | None:
     """The last number written in digits, with its sign, thousands commas and decimals; None without one."""
     numbers = deque(_NUMBER.finditer(text), maxlen=1)
@@ -67,9 +73,8 @@ def reference_answer(text: str) -> str:
     GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
     that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
     """
-    finals = _FINAL_LINE.findall(text)
-    if finals:
-        answer = finals[-1].strip()
+    answer = final_line(text)
+    if answer is not None:
         return answer.replace(",", "") if plain_number(answer) is not None else answer
     boxed = last_boxed(text)
     return text.strip() if boxed is None else boxed.strip()

@@ -1,27 +1,45 @@
 r"""``match`` and ``format``: rewards by text alone, in the trainer's own process.
 
-They look at the last ``\boxed{…}`` with the functions of ``extract``, which are linear in the text, so that they
-need neither a worker nor a time limit.
+They look at the answer that a completion marks as such: its last ``\boxed{…}``, and where the data set's own solutions
+end in a line ``#### …`` (as GSM8K's do) also such a line. The functions of ``extract`` are linear in the text, so that
+neither a worker nor a time limit is needed.
 """
 
 from __future__ import annotations
 
 from retrain.rewards.base import Reward
-from retrain.rewards.extract import has_box, last_boxed, last_line, last_number, normalise, plain_number
+from retrain.rewards.extract import (
+    final_line,
+    has_box,
+    last_boxed,
+    last_line,
+    last_number,
+    normalise,
+    plain_number,
+)
 from retrain.types import Problem, RewardResult
 
 
-def answer_text(completion: str, reference: str) -> str | None:
-    r"""What a completion answers: its last ``\boxed{…}``, else its last number or line.
+def answer_text(completion: str, problem: Problem, strict: bool = True) -> str | None:
+    r"""What a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
+    solution has one; None without either.
 
-    Without any box, the last number counts when the reference is a number, the last line when it is not. A box
-    that is never closed is no answer (None), nor is an empty one ("").
+    A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
+    the last number counts if the reference is a number, the last line if it is not.
     """
     if has_box(completion):
         return last_boxed(completion)
-    if plain_number(normalise(reference)) is not None:
+    marked = final_line(completion) if uses_final_line(problem) else None
+    if strict or marked is not None:
+        return marked
+    if plain_number(normalise(problem.answer)) is not None:
         return last_number(completion)
     return last_line(completion)
+
+
+def uses_final_line(problem: Problem) -> bool:
+    """Whether the problem's own solution marks its answer by a line ``#### …``."""
+    return final_line(str(problem.metadata.get("solution", ""))) is not None
 
 
 def same_text(answer: str | None, reference: str) -> bool:
@@ -32,24 +50,31 @@ def same_text(answer: str | None, reference: str) -> bool:
     return bool(given) and given == normalise(reference)
 
 
-def has_answer_format(completion: str) -> bool:
-    r"""Whether the last ``\boxed{…}`` is closed and not blank."""
-    return bool((last_boxed(completion) or "").strip())
+def has_answer_format(completion: str, problem: Problem) -> bool:
+    r"""Whether the completion marks an answer that is not blank: a closed ``\boxed{…}``, or the data set's ``####``."""
+    return bool((answer_text(completion, problem) or "").strip())
 
 
 class MatchReward(Reward):
-    """1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0."""
+    """1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
+
+    ``strict`` as in ``answer_text``: only an answer that is marked as one counts.
+    """
 
     name = "match"
 
+    def __init__(self, strict: bool = True):
+        self.strict = strict
+
     def grade(self, problem: Problem, completion: str) -> RewardResult:
         """Total 0 or 1, ``correct`` and ``format_ok`` set; linear in the completion's length."""
-        correct = same_text(answer_text(completion, problem.answer), problem.answer)
-        return RewardResult(float(correct), correct=correct, format_ok=has_answer_format(completion))
+        correct = same_text(answer_text(completion, problem, self.strict), problem.answer)
+        return RewardResult(float(correct), correct=correct, format_ok=has_answer_format(completion, problem))
 
 
 class FormatReward(Reward):
-    r"""1 when the completion ends its answer in a closed ``\boxed{…}`` with something in it, else 0.
+    r"""1 when the completion marks its answer by a closed ``\boxed{…}`` (or the data set's ``####``) with something in
+    it, else 0.
 
     It says nothing of correctness (``correct`` stays None) and is meant as one of several components.
     """
@@ -58,5 +83,5 @@ class FormatReward(Reward):
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
         """Total 0 or 1 and ``format_ok``; linear in the completion's length."""
-        ok = has_answer_format(completion)
+        ok = has_answer_format(completion, problem)
         return RewardResult(float(ok), format_ok=ok)

@@ -1,9 +1,9 @@
 r"""``math``: equality of mathematical expressions by math-verify, in worker processes.
 
-The last ``\boxed{…}`` of the completion and the reference are both parsed (LaTeX grammar → sympy tree; no text is
-ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for ever, or to
-allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers that are
-equal or different as plain text already (the same spelling, two different integers) never reach a worker.
+The answer that the completion marks (``rules.answer_text``) and the reference are both parsed (LaTeX grammar → sympy
+tree; no text is ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for
+ever, or to allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers
+that are equal or different as plain text already (the same spelling, two different integers) never reach a worker.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from retrain.extras import is_installed, missing
 from retrain.rewards.base import Item, Reward, failed
-from retrain.rewards.extract import last_boxed, normalise, plain_number
-from retrain.rewards.rules import has_answer_format, same_text
+from retrain.rewards.extract import normalise, plain_number
+from retrain.rewards.rules import answer_text, has_answer_format, same_text
 from retrain.rewards.workers import WorkerPool
 from retrain.types import RewardResult
 
@@ -25,17 +25,18 @@ MEMORY_BYTES = 2 << 30
 
 
 class MathReward(Reward):
-    r"""1 when the last ``\boxed{…}`` is mathematically equal to the reference, else 0.
+    r"""1 when the answer is mathematically equal to the reference, else 0; ``strict`` as in ``rules.answer_text``.
 
-    Raises MissingExtra when math-verify is not installed. No box, or one never closed, scores 0; an expression
-    that exceeds ``timeout_s`` seconds or 2 GiB gets null.
+    Raises MissingExtra when math-verify is not installed. No marked answer, or a box never closed, scores 0; an
+    expression that exceeds ``timeout_s`` seconds or 2 GiB gets null.
     """
 
     name = "math"
 
-    def __init__(self, workers: int = 2, timeout_s: float = 10.0):
+    def __init__(self, workers: int = 2, timeout_s: float = 10.0, strict: bool = True):
         if not is_installed("math_verify"):
             raise missing('[reward] type = "math"', "math_verify")
+        self.strict = strict
         self.pool = WorkerPool(
             "retrain.rewards.symbolic:verifier",
             {},
@@ -46,14 +47,14 @@ class MathReward(Reward):
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in order; only answers that text alone cannot decide go to the workers, each pair once."""
-        pairs = [(problem.answer, last_boxed(completion) or "") for problem, completion in items]
+        pairs = [(problem.answer, answer_text(completion, problem, self.strict) or "") for problem, completion in items]
         verdicts: dict[tuple[str, str], bool | str | None] = {pair: decided(*pair) for pair in pairs}
         open_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
         for pair, reply in zip(open_pairs, self.pool.map(open_pairs), strict=True):
             verdicts[pair] = reply.value is True if reply.error is None else reply.error
         results = []
-        for pair, (_, completion) in zip(pairs, items, strict=True):
-            verdict, format_ok = verdicts[pair], has_answer_format(completion)
+        for pair, (problem, completion) in zip(pairs, items, strict=True):
+            verdict, format_ok = verdicts[pair], has_answer_format(completion, problem)
             if isinstance(verdict, str):
                 result = failed(verdict)
                 result.format_ok = format_ok

@@ -3,7 +3,7 @@
     total = Σ weight · (value + offset)
 
 The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, weight 1) and (format, weight 0.1,
-offset −1): 1 for a correct boxed answer, 0 for a wrong one, −0.1 for no box at all.
+offset −1): 1 for a correct marked answer, 0 for a wrong one, −0.1 for none at all.
 """
 
 from __future__ import annotations

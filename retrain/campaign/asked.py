@@ -1,0 +1,71 @@
+"""The problems that the runs of a plan are asked, in training and in every held-out set; torch is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.config import Config
+from retrain.config.evaluation import HELDOUT
+from retrain.environments import Dataset, load_data
+from retrain.environments.dataset import Wanted
+from retrain.environments.prompts import Room, fitting
+from retrain.errors import ModelError
+
+
+def data_of(config: Config, folder: Path) -> Dataset:
+    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
+    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
+    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Most tokens of a completion in any run of a plan, in training and in each held-out set."""
+
+    training: int
+    heldout: Mapping[str, int]
+
+
+def longest_completions(configs: Iterable[Config]) -> Longest:
+    """Over all runs of a plan, so that all of them are asked the same problems, whatever the cohort they are in."""
+    training, heldout = 0, dict[str, int]()
+    for config in configs:
+        training = max(training, config.training.max_tokens)
+        for each in config.held_out:
+            heldout[each.name] = max(heldout.get(each.name, 0), each.max_tokens)
+    return Longest(training, heldout)
+
+
+def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[str, Room]]:
+    """How long prompts may be in training and in each held-out set: no longer than ``[data] max_prompt_tokens``, and
+    leaving room for the longest completion in the model's ``context`` of so many tokens (0: not known).
+
+    Raises ModelError where completions leave no room at all.
+    """
+    training = _room(config, config.data, longest.training, context, "[training] max_tokens")
+    heldout = {}
+    for each in config.held_out:
+        key = "[evaluation] max_tokens" if each.name == HELDOUT else f"max_tokens of the set {each.name}"
+        heldout[each.name] = _room(config, each.data, longest.heldout[each.name], context, key)
+    return training, heldout
+
+
+def _room(config: Config, section: Any, completion: int, context: int, key: str) -> Room:
+    limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
+    room = context - completion
+    if context and room < 1:
+        raise ModelError(
+            f"{config.model.model} holds {context} tokens, max_tokens = {completion} leaves none for a prompt: "
+            f"lower {key} below {context}"
+        )
+    if context and (limit is None or room < limit):
+        limit, why = room, f"{config.model.model} holds {context} tokens, max_tokens = {completion} takes the rest"
+    return Room(section, limit, why)
+
+
+def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
+    """``data`` without prompts that are too long for the ``rooms`` that they have. Raises as these and ``fitting``."""
+    return fitting(data, tokenizer, *rooms(config, longest, context))

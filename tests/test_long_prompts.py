@@ -1,0 +1,371 @@
+"""Prompts that cannot be asked: too long for the model or the file, or refused by the chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toycampaign import REWARDS, toy_world
+from toymodels import campaign_head, word_tokenizer
+from typer.testing import CliRunner
+
+from retrain.campaign import assemble as assembling
+from retrain.campaign.asked import longest_completions
+from retrain.campaign.launch import launch
+from retrain.campaign.plan import plan
+from retrain.cli import app
+from retrain.config import load, parse_dict
+from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import Data
+from retrain.environments import Dataset, content_hash, load_data
+from retrain.environments.prompts import Room, fitting, render
+from retrain.errors import DataError
+from retrain.files import read_json, read_jsonl
+from retrain.record.observer import NullObserver
+from retrain.run import DataCursor
+from retrain.types import Problem
+
+TRAIN = """
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+batch_size = 2
+group_size = 3
+max_tokens = 8
+lr = 0.01
+save_every = 1
+[evaluation]
+problems = {heldout}
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[squeeze]
+enabled = false
+[data]
+source = "problems.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_world(tmp_path_factory.mktemp("long"))
+
+
+def campaign(folder: Path, model: Path, rows: list[dict[str, Any]], extra: str = "", heldout: int = 3,
+             **head: Any) -> Path:  # fmt: skip
+    """A file of one or more runs on these problems."""
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "toyrewards.py").write_text(REWARDS)
+    text = TRAIN.format(model=model, module=folder / "toyrewards.py", heldout=heldout) + extra
+    keys = {"seeds": [1], "max_steps": 2, **head}
+    path = folder / "long.toml"
+    path.write_text(campaign_head(("grpo", "none"), **keys) + text)
+    return path
+
+
+def rows(count: int, long: dict[int, int] | None = None) -> list[dict[str, Any]]:
+    """Sums; those in ``long`` with so many words."""
+    return [{"prompt": f"{i}+1=?" + " word" * (long or {}).get(i, 0), "answer": str(i + 1)} for i in range(count)]
+
+
+# -- measuring --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer(["12+34=? a word and another word"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{prompt}", "Think hard about the following before you answer. {prompt} Now.", "{prompt} or {prompt}"],
+)
+@pytest.mark.parametrize("limit", [8, 20, 41, 60, 200])
+def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str) -> None:
+    """Against rendering every prompt; texts of many bytes and few tokens, and the other way round."""
+    texts = ["word" * n for n in range(60)] + ["é€😀" * n for n in range(25)] + ["1+1=?", " word" * 30, "x" * 190]
+    problems = [Problem(str(i), text or "?", "1") for i, text in enumerate(texts)]
+    few = (*problems[-3:], Problem("chat", ({"role": "user", "content": "a"},) * 9, "1"))
+    section = Data(long_prompts="skip", prompt_template=template)
+    data = Dataset("x", problems, {HELDOUT: list(few)}, content_hash(problems, list(few)))
+    room = Room(section, limit, "why")
+
+    def short(problem: Problem) -> bool:
+        return len(render(problem, tokenizer, section).token_ids) <= limit
+
+    kept = [problem for problem in problems if short(problem)]
+    kept_few = [problem for problem in few if short(problem)]
+    if not kept or not kept_few:
+        part = "that is held out" if kept else "to train on"
+        with pytest.raises(DataError, match=f"every prompt {part} is longer than {limit} tokens"):
+            fitting(data, tokenizer, room, {HELDOUT: room})
+        return
+    fitted = fitting(data, tokenizer, room, {HELDOUT: room})
+    assert (fitted.train, fitted.heldout) == (kept, kept_few)
+    assert fitted.skipped == len(problems) + len(few) - len(fitted.train) - len(fitted.heldout)
+    assert (fitted.content_hash == data.content_hash) == (fitted.skipped == 0)
+    anything = Room(section, None, "")
+    assert fitting(data, tokenizer, anything, {HELDOUT: anything}) is data
+
+
+def test_a_too_long_prompt_is_named_with_its_length_and_what_to_type(tokenizer) -> None:
+    problems = [
+        Problem("p.jsonl:1", "1?", "1"),
+        Problem("p.jsonl:2", "1" * 50, "1"),
+        Problem("p.jsonl:3", "1" * 60, ""),
+    ]
+    data = Dataset("p.jsonl", problems[:1], {HELDOUT: problems[1:]}, "")  # held-out problems count as well
+    room = Room(Data(), 20, "the reason")
+    length = len(render(problems[1], tokenizer, Data()).token_ids)
+    with pytest.raises(DataError) as caught:
+        fitting(data, tokenizer, room, {HELDOUT: room})
+    assert str(caught.value) == (
+        f"p.jsonl:2  the prompt has {length} tokens, more than 20 (the reason); 1 more are too long: shorten it, or "
+        'leave such problems out with [data] long_prompts = "skip"'
+    )
+
+
+def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer) -> None:
+    """Its own template and its own room; each part is counted by its name, once for every limit."""
+    problems = [Problem(f"p.jsonl:{i}", "1" * i, "1") for i in range(1, 31)]
+    data = Dataset("p.jsonl", problems, {HELDOUT: problems[:20], "hard": problems[:25], "wordy": problems[:9]}, "")
+    plain = Data(long_prompts="skip")
+    wordy = Data(long_prompts="skip", prompt_template="1 1 1 1 1 1 1 1 1 1 {prompt}")
+    markup = len(render(problems[0], tokenizer, plain).token_ids) - 1
+    least = len(render(problems[0], tokenizer, wordy).token_ids)
+    sets = {
+        HELDOUT: Room(plain, markup + 12, "a"),
+        "hard": Room(plain, markup + 5, "b"),
+        "wordy": Room(wordy, least, "c"),
+    }
+    fitted = fitting(data, tokenizer, Room(plain, markup + 12, "a"), sets)
+    assert fitted.train == problems[:12]
+    assert fitted.sets == {HELDOUT: problems[:12], "hard": problems[:5], "wordy": problems[:1]}
+    assert fitted.skipped == 18 + 8 + 20 + 8
+    told = [note.removeprefix("left out for prompts of more than ") for note in fitted.notes]
+    assert sorted(told) == sorted(
+        [
+            f"{markup + 12} tokens: 18 of 30 training problems, 8 of 20 held-out ones; the first is p.jsonl:13 "
+            f"with {markup + 13} tokens",
+            f"{markup + 5} tokens: 20 of 25 in the set hard; the first is p.jsonl:6 with {markup + 6} tokens",
+            f"{least} tokens: 8 of 9 in the set wordy; the first is p.jsonl:2 with {least + 1} tokens",
+        ]
+    )
+    fitting(data, tokenizer, Room(Data(), 500, ""), {name: Room(Data(), 500, "") for name in data.sets})
+    with pytest.raises(DataError, match=r"^p.jsonl:6  the prompt in the set hard has .*; 19 more are too long: "):
+        fitting(
+            data,
+            tokenizer,
+            Room(Data(), 500, ""),
+            {**sets, HELDOUT: Room(Data(), 500, ""), "wordy": Room(Data(), 500, "")},
+        )
+    with pytest.raises(
+        DataError, match=r"every prompt that is held out in the set wordy is longer than 3 tokens \(c\)"
+    ):
+        fitting(data, tokenizer, Room(plain, 500, ""), {**sets, "wordy": Room(wordy, 3, "c")})
+
+
+SETS = """
+[evaluation]
+problems = 4
+[[evaluation.sets]]
+name = "same"
+[[evaluation.sets]]
+name = "long_answers"
+max_tokens = 900
+[[evaluation.sets]]
+name = "other"
+source = "other.jsonl"
+system_prompt = "one two three four five six seven eight nine ten"
+"""
+
+
+@pytest.mark.usefixtures("weightless")
+def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> None:
+    file = campaign(tmp_path, world, rows(12))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
+    text = file.read_text().replace("\n[evaluation]\nproblems = 3\n", SETS)
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    line = text.splitlines().index('source = "other.jsonl"') + 1
+    assert f"long.toml:{line}  evaluation.sets[3].source  " in result.stderr
+    assert 'other.jsonl:2  has no column "answer"' in result.stderr
+    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n' + json.dumps(rows(1, {0: 1100})[0]) + "\n")
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0  # the model's tokenizer tells
+    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("other.jsonl:2  the prompt in the set other has ")
+    assert "more than 2040 (" in said
+    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "at most 1148 tokens in the set long_answers (" in told
+    assert "training would end at once: other.jsonl:2  the prompt in the set other has " in told
+    file.write_text(text + 'long_prompts = "skip"\n')
+    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "1 of 2 in the set other; the first is other.jsonl:2 with " in told
+    assert "training would end" not in told
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loads the model's weights fails."""
+    monkeypatch.setattr(assembling, "base_of", lambda config: pytest.fail("weights are loaded"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "long", "words"),
+    [
+        ("", {5: 3000}, "tokens, more than 2040 ("),
+        ("max_prompt_tokens = 30\n", {5: 40}, "more than 30 ([data] max_prompt_tokens = 30)"),
+        ("max_prompt_tokens = 100000\n", {5: 3000}, "more than 2040 ("),  # a wish for more than the model holds
+    ],
+)
+@pytest.mark.usefixtures("weightless")
+def test_train_finds_a_long_prompt_before_the_weights(world, tmp_path, extra, long, words) -> None:
+    file = campaign(tmp_path, world, rows(12, long), extra)
+    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()[-1:]
+    assert line.startswith("problems.jsonl:6  the prompt has ")
+    assert words in line
+    assert not list((tmp_path / "out").rglob("metrics.jsonl"))
+
+
+@pytest.mark.usefixtures("weightless")
+def test_a_template_that_raises_is_found_before_the_weights(world, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(world, model)
+    template(model, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
+    file = campaign(tmp_path, model, rows(12), 'system_prompt = "Be brief."\n')
+    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()[-1:]
+    assert "refuses problem problems.jsonl:" in line
+    assert line.endswith("no system role: leave [data] system_prompt out")
+
+
+class Listening(NullObserver):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.heard.append(text)
+
+
+def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> None:
+    long = dict.fromkeys(range(0, 12, 3), 40)
+    file = campaign(tmp_path, world, rows(12, long), 'max_prompt_tokens = 30\nlong_prompts = "skip"\n', heldout=6)
+    file.write_text(file.read_text() + "eval_fraction = 0.5\n")
+    observer = Listening()
+    outcome = launch(load(file), tmp_path / "out", observer)
+    assert outcome.exit_status == 0
+    (note,) = [text for text in observer.heard if "left out for prompts of more than 30 tokens" in text]
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    assert note in (run / "run.log").read_text()
+    made = read_jsonl(run / "metrics.jsonl")
+    assert [row["skipped_prompts"] for row in made] == [4, 4]
+    sizes = read_json(run / "config.json")["data_sizes"]
+    assert sizes["train"] + sizes["heldout"] == 8
+    asked = load_data(load(file).config.data, 6, base_dir=tmp_path)
+    assert f"{6 - sizes['train']} of 6 training problems, {6 - sizes['heldout']} of 6 held-out ones" in note
+    assert {p.id for p in asked.train} > {row["problem_id"] for row in read_jsonl(run / "emergence/generations.jsonl")}
+    evaluated = {row["problem_id"] for row in read_jsonl(run / "emergence/evaluations.jsonl")}
+    assert len(evaluated) == sizes["heldout"]
+    assert evaluated.isdisjoint({f"problems.jsonl:{i + 1}" for i in long})
+
+
+def test_all_runs_of_a_plan_are_asked_the_same_whatever_their_max_tokens(world, tmp_path, monkeypatch) -> None:
+    file = campaign(tmp_path, world, rows(12))
+    head = campaign_head(("grpo", "none"), ("grpo", "none"), seeds=[1], max_steps=2)
+    _, _, rest = file.read_text().partition("\n[model]")
+    file.write_text(f'{head}"training.max_tokens" = 40\n[model]{rest}')
+    specs = plan(load(file))
+    assert len({spec.config.training.max_tokens for spec in specs}) == 2
+    found = []
+    ask = assembling.askable
+    monkeypatch.setattr(assembling, "askable", lambda *args: found.append(args[2]) or ask(*args))
+    launch(load(file, ["campaign.lanes=1"]), tmp_path / "out", NullObserver())
+    assert len(found) == 2  # cohorts that have one of them each
+    assert [(each.training, each.heldout) for each in found] == [(40, {HELDOUT: 8})] * 2
+
+
+def test_completions_of_every_set_and_run_count() -> None:
+    sets = [{"name": "a"}, {"name": "b", "max_tokens": 70}]
+    configs = [
+        parse_dict({"training": {"max_tokens": 20}, "evaluation": {"problems": 4, "sets": sets}}),
+        parse_dict({"training": {"max_tokens": 30}, "evaluation": {"problems": 4, "sets": sets, "max_tokens": 50}}),
+    ]
+    longest = longest_completions(configs)
+    assert (longest.training, longest.heldout) == (30, {"a": 50, "b": 70})
+
+
+def test_explain_says_how_long_a_prompt_may_be(world, tmp_path) -> None:
+    file = campaign(tmp_path, world, rows(12))
+    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert (
+        f"at most 2040 tokens ({world} holds 2048 tokens, max_tokens = 8 takes the rest): longer ones are an " in told
+    )
+    file.write_text(file.read_text() + 'max_prompt_tokens = 30\nlong_prompts = "skip"\n')
+    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "at most 30 tokens ([data] max_prompt_tokens = 30): longer ones are left out" in told
+
+
+def template(model: Path, addition: str) -> None:
+    """Put ``addition`` before the model's chat template."""
+    for path in (model / "chat_template.jinja", model / "tokenizer_config.json"):
+        if path.suffix == ".jinja" and path.is_file():
+            path.write_text(addition + path.read_text())
+            return
+        content = json.loads(path.read_text())
+        if "chat_template" in content:
+            path.write_text(json.dumps(content | {"chat_template": addition + content["chat_template"]}))
+
+
+def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(world, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(world, model)
+    template(model, "{% if 'odd' in messages[0]['content'] %}{{ raise_exception('not this one') }}{% endif %}")
+    problems = [*rows(15), {"prompt": "odd", "answer": "1"}, *rows(31)[16:]]
+
+    def meets(seed: int) -> int:
+        """The step at which this seed's order comes to the problem."""
+        found = load_data(Data(source=str(tmp_path / "problems.jsonl")), 0).train
+        cursor = DataCursor(found, (0, seed))
+        return next(i for i in range(40) if any(p.prompt == "odd" for p in cursor.take(2)))
+
+    campaign(tmp_path, model, problems)
+    meeting = {seed: meets(seed) for seed in range(1, 60)}
+    late = [seed for seed, at in meeting.items() if at > 4][:2]
+    (early, *_) = [seed for seed, at in meeting.items() if at == 1]
+    file = campaign(tmp_path, model, problems, seeds=[late[0], early, late[1]], max_steps=3, heldout=0)
+    launch(load(file), tmp_path / "out", NullObserver())
+    runs = {int(run["run_id"].rpartition("_s")[2]): run for run in read_json(tmp_path / "out/manifest.json")["runs"]}
+    assert {seed: run["state"] for seed, run in runs.items()} == {late[0]: "done", early: "failed", late[1]: "done"}
+    assert "not this one" in runs[early]["reason"]
+    assert "problems.jsonl:16" in runs[early]["reason"]
+    for seed, run in runs.items():
+        assert len(read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")) == (1 if seed == early else 3)
+
+
+def test_a_model_without_a_chat_template_is_noted(world, tmp_path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(world, plain, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    config = json.loads((plain / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+    heard = {}
+    for model in (world, plain):
+        observer, out = Listening(), tmp_path / f"out-{model.name}"
+        launch(load(campaign(tmp_path, model, rows(12), heldout=0, max_steps=1)), out, observer)
+        heard[model.name] = [text for text in observer.heard if "has no chat template" in text]
+    assert [len(heard[model.name]) for model in (world, plain)] == [0, 1]
