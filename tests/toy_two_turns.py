@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from retrain.environments.protocol import Episode, Observation, Step
 from retrain.types import Action, Problem, RewardResult
@@ -13,7 +14,7 @@ class GuessTwice:
     """The reward is the share of even digits in the second guess, with half of that of the first."""
 
     reward_range = (0.0, 1.5)
-    metrics_ranges = {"first": {"min": 0, "max": 1}}
+    metrics_ranges: ClassVar = {"first": {"min": 0, "max": 1}}
 
     def __init__(self, problems: Sequence[Problem]):
         self._problems = problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +127,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, when a run of the cohort asks for one, with what was observed so far."""
+    """The controller of the shared decode batch, with what it has observed so far; None where no run asks for one."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -173,9 +173,11 @@ def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
 
 @dataclass
 class ResumePoint:
-    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with later checkpoints,
-    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is made with
-    and in."""
+    """Where a run goes on: at ``step`` (None is its own newest checkpoint).
+
+    ``passed_over`` says what was wrong with later checkpoints, ``any_base`` whether other weights of the base were
+    accepted, ``facts`` and ``system`` what the run is made with and in.
+    """
 
     step: int | None
     passed_over: list[str]
@@ -322,7 +324,7 @@ def algorithm_of(
     return Standard(config, modes, detector, tokenizer, stream)
 
 
-def environments_of(config: Config, data: Dataset, grader: Grader) -> dict[str, Environment]:
+def environments_of(config: Config, data: Dataset, grader: Grader) -> Mapping[str, Environment]:
     """What a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets."""
     return {"train": SingleTurn({"train": data.train}, config.data, grader)} | {
         held_out.name: SingleTurn(data.sets, held_out.data, grader) for held_out in config.held_out

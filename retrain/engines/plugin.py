@@ -18,7 +18,7 @@ class PluginEngine:
     """Samples every run's prompts with that run's own backend; checks what comes back."""
 
     exact = False
-    sync_seconds = None
+    sync_seconds: float | None = None
 
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy

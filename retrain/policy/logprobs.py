@@ -1,5 +1,4 @@
-"""Trainer log-probabilities: one fresh forward pass over what was read and drawn, nothing of the vocabulary for what was
-read."""
+"""Trainer log-probabilities: one fresh forward pass over a sample, with the output layer for drawn tokens alone."""
 
 from __future__ import annotations
 

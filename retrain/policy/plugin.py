@@ -137,7 +137,7 @@ class PluginSnapshot:
 
 
 class PluginPolicy:
-    """``backend``, an object of the class that ``plugin`` names; ``aside`` is where it saves what a checkpoint takes."""
+    """``backend``, an object of the class that ``plugin`` names; it saves what a checkpoint takes in ``aside``."""
 
     starts_as_base = False
 
