@@ -38,8 +38,8 @@ class Snapshot:
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names, CheckpointError
-    when the policy wrote a link; what had been written aside is removed.
+    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names,
+    CheckpointError when the policy wrote a link; what had been written aside is removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
