@@ -34,23 +34,24 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     record.parent.mkdir(parents=True, exist_ok=True)
     if record.exists():
         sys.exit(f"{record} is there already: give another directory, python examples/minimal_loop.py {steps} DIR")
+    # One frozen model; the engine samples with it, the policy trains a LoRA adapter on its lanes.
     base = load_base("tiny-reasoner", devices="cpu")
     lanes = Lanes(base)
     engine = LocalEngine(base, lanes)
     config = parse_dict({"model": {"lora_rank": 16}, "lora": {"alpha": 32}, "training": {"weight_decay": 0.0}})
-    policy, objective = LocalPolicy(base, lanes, config, (SEED,)), Objective(max_tokens=MAX_TOKENS)
-    reward, history = MatchReward(), []
+    policy = LocalPolicy(base, lanes, config, (SEED,))
+    objective, reward, history = Objective(), MatchReward(), []
     data = problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
         begin = time.perf_counter()
-        # Sample with the weights as they are now: every prompt once through the model, SAMPLES answers each, with their log-probabilities.
-        ref = PolicyRef("minimal", policy.version)
-        engine.publish(ref, policy.snapshot())
+        # Publish the weights as they are now and sample with them: SAMPLES answers to every prompt.
+        weights = PolicyRef("minimal loop", policy.version)
+        engine.publish(weights, policy.snapshot())
         batch = data[step * PROMPTS : (step + 1) * PROMPTS]
         prompts = [render(problem, base.tokenizer, None) for problem in batch]
         requests = [
-            SampleRequest(ref, prompt.token_ids, SAMPLES, MAX_TOKENS, 1.0, (SEED, "sample", step, i))
+            SampleRequest(weights, prompt.token_ids, SAMPLES, MAX_TOKENS, 1.0, (SEED, "sample", step, i))
             for i, prompt in enumerate(prompts)
         ]
         groups = engine.sample(requests)
@@ -64,8 +65,8 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
                 advantages_T = np.full(len(answer), advantage)
                 samples.append(Sample.single_turn(prompt.token_ids, answer.token_ids, answer.logprobs_T, advantages_T))
 
-        # Update: one optimizer step over the whole batch.
-        count = Denominators(tokens=sum(int(s.action_mask.sum()) for s in samples), sequences=len(samples))
+        # Update: one optimizer step over the whole batch, the loss a mean over all of its tokens.
+        count = Denominators(tokens=sum(len(a) for group in groups for a in group), sequences=len(samples))
         metrics = policy.update(TrainBatch(samples, count, step, (SEED,)), objective, LR)
         history.append(float(np.mean(rewards)))
         row = {
