@@ -92,12 +92,6 @@ def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
 
 
-def decoded(base, lanes, adapters, asked):
-    """Everything that is sampled, exactly."""
-    groups = sample(LocalEngine(base, lanes), asked, adapters)
-    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
-
-
 # -- what is trained on -------------------------------------------------------------------------------------------
 
 
