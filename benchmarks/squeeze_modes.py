@@ -25,7 +25,7 @@ from typing import Any
 
 from windtunnel import accuracies, train
 
-from retrain.campaign.results import RunResult, read_run
+from retrain.campaign.judging.results import RunResult, read_run
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, paired_comparison
@@ -66,9 +66,9 @@ def runs_of(
 
 def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
-    from retrain.campaign.manifest import read_plan, run_directory
-    from retrain.campaign.squeeze import compress_adapter
-    from retrain.campaign.verify import verify_ranks
+    from retrain.campaign.adapters.squeeze import compress_adapter
+    from retrain.campaign.adapters.verify import verify_ranks
+    from retrain.campaign.planning.manifest import read_plan, run_directory
 
     specs, folder = read_plan(campaign)
     spec = next(spec for spec in specs if run_directory(campaign, spec) == run)
@@ -79,7 +79,7 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
-    from retrain.campaign.continuing import continue_compressed
+    from retrain.campaign.adapters.continuing import continue_compressed
     from retrain.record.observer import NullObserver
 
     before = run / f"checkpoints/step_{steps - last:06d}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lane_cases import trained
 
-from retrain.campaign.squeeze import compress_adapter
+from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint, snapshot
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import read_json, write_json

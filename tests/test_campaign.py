@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from toycampaign import campaign
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.manifest import read_plan
-from retrain.campaign.squeeze import squeeze, squeeze_after_run
+from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
@@ -280,7 +280,7 @@ def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, mon
     out, _ = finished
     told: list[str] = []
     monkeypatch.setattr(
-        "retrain.campaign.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
+        "retrain.campaign.adapters.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
     )
     spec = read_plan(out)[0][0]
     changed = spec.config.model_dump(by_alias=True)

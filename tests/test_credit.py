@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from credit_cases import completion, group, words_base
+from retrain.credit import assign_credit, completion_offsets, fill_advantages, mark_planning
 
 from retrain.config import parse_dict
-from retrain.credit import assign_credit, completion_offsets, fill_advantages, mark_planning
 from retrain.maths.planning import RegexDetector
 from retrain.policy.base import BaseModel, byte_table
 from retrain.types import Completion

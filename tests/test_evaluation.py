@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from record_cases import config, context
 from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.record import RunRecorder, eval_row
+from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.catalogue import BY_KEY
 from retrain.record.evaluation import SHOWN, empty_evaluation, shortened
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import evaluated
-from retrain.record.base_evaluations import BaseEvaluations
 from retrain.rewards.rules import MatchReward
 from retrain.types import Completion, EvalRecord, Group, Problem, Prompt
 

@@ -9,11 +9,11 @@ import torch
 from toycampaign import campaign
 from toymodels import toy_base
 
-from retrain.campaign import fitting
-from retrain.campaign.fitting import DoesNotFit, check_memory, smaller_cohorts
-from retrain.campaign.launch import launch
-from retrain.campaign.plan import plan
-from retrain.commands.estimate import architecture_of, cohort_seconds, find_device
+from retrain.campaign.planning.costs import architecture_of, cohort_seconds, find_device
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running import fitting
+from retrain.campaign.running.controller import launch
+from retrain.campaign.running.fitting import DoesNotFit, check_memory, smaller_cohorts
 from retrain.config import load, parse_dict
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
@@ -72,7 +72,7 @@ def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypat
         assert sorted(lengths)[-2] < sorted(lengths)[-1] == prompt_tokens
         raise UsageError("measured")
 
-    monkeypatch.setattr("retrain.campaign.assemble.check_memory", measured)
+    monkeypatch.setattr("retrain.campaign.running.assemble.check_memory", measured)
     path = campaign(tmp_path, model)
     path.write_text(path.read_text() + f'[data]\nsource = "{tmp_path}/problems.jsonl"\nprompt_column = "question"\n')
     with pytest.raises(UsageError, match="measured"):
@@ -163,7 +163,7 @@ def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, mon
         return update(self, credit, workers)
 
     monkeypatch.setattr(Run, "update", noted)
-    monkeypatch.setattr("retrain.campaign.assemble.workers_for", lambda base: Workers(3))
+    monkeypatch.setattr("retrain.campaign.running.assemble.workers_for", lambda base: Workers(3))
     shared = trained(campaign(tmp_path, model, "shared", steps=2), tmp_path / "shared")
     assert given == [(step, count) for step in (0, 1) for count in (1, 1, 1, 3)]
     assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from credit_cases import group, words_base
-from toymodels import qwen3_directory, train_quietly
-
-from retrain.campaign.plan import plan
-from retrain.config import parse_dict
 from retrain.credit import assign_credit, fill_advantages, load_modes, mark_planning
 from retrain.detectors import load_detector
+from toymodels import qwen3_directory, train_quietly
+
+from retrain.campaign.planning.plan import plan
+from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.files import read_jsonl
 from retrain.maths.losses import policy_loss

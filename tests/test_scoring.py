@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from retrain.scoring import Scoring
 
 from retrain.rewards import Grader, RewardResult
-from retrain.scoring import Scoring
 from retrain.types import Completion, Problem, Prompt
 
 

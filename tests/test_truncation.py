@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import totals, trained
+from retrain.policy.trunk import trunk_of
 from test_engine import decoded
 from toycampaign import campaign
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.engines import dense, slots
 from retrain.engines.draw import draw
@@ -29,7 +30,6 @@ from retrain.maths.losses import kl_terms
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import TrainSequence, collate, token_logprobs
-from retrain.policy.trunk import trunk_of
 from retrain.policy.update import LossSettings, new_optimizer, train_step
 from retrain.record.observer import NullObserver
 from retrain.rng import generator

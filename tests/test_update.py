@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import rollout, totals, trained
+from retrain.policy.trunk import trunk_of
 from toymodels import toy_base
 
 from retrain.errors import NonFinite, RunFailed
@@ -18,7 +19,6 @@ from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
 from retrain.policy.threads import Workers
-from retrain.policy.trunk import trunk_of
 from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.record.catalogue import TIMED_PARTS
 from retrain.rng import generator

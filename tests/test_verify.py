@@ -11,10 +11,10 @@ import pytest
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.manifest import read_plan
-from retrain.campaign.squeeze import compress_adapter
-from retrain.campaign.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.adapters.squeeze import compress_adapter
+from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
@@ -128,7 +128,7 @@ def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, 
     def never(*args):
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr("retrain.campaign.verify._evaluate", never)
+    monkeypatch.setattr("retrain.campaign.adapters.verify._evaluate", never)
     assert resume(out, NullObserver()).exit_status == 0
     assert read_json(out / "manifest.json")["squeeze"]["verified"] == manifest["squeeze"]["verified"]
 
@@ -136,7 +136,7 @@ def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, 
 def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
     path = tmp_path / "none.toml"
     path.write_text(RUN.format(folder=trained.parent, problems=0))
-    from retrain.campaign.plan import plan
+    from retrain.campaign.planning.plan import plan
 
     (spec,) = plan(load(path))
     with pytest.raises(UsageError, match="held-out problems"):

@@ -13,7 +13,7 @@ from retrain.commands.formulas import advantage_words, credit_formula, credit_wo
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
-    from retrain.commands.estimate import Architecture, Device, Estimate
+    from retrain.campaign.planning.costs import Architecture, Device, Estimate
 
 CONDITION_COLUMNS = (
     "condition",
@@ -66,8 +66,8 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
-    from retrain.campaign.plan import plan
-    from retrain.campaign.references import check_references
+    from retrain.campaign.planning.plan import plan
+    from retrain.campaign.planning.references import check_references
 
     loaded = read(file, sets)
     check_references(loaded, rewards=True)
@@ -87,7 +87,7 @@ def explain(
 
 def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
-    from retrain.campaign.plan import plan
+    from retrain.campaign.planning.plan import plan
 
     specs = plan(loaded)
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
@@ -131,7 +131,7 @@ def print_problems(config: Any, folder: Path) -> int | None:
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.changes import flat
+    from retrain.campaign.planning.changes import flat
 
     before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
@@ -162,7 +162,7 @@ def print_sets(config: Any) -> None:
 
 def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
     """Print what the comparison can detect, and where its design misleads."""
-    from retrain.campaign.design import verdict_lines, warnings_of
+    from retrain.campaign.judging.design import verdict_lines, warnings_of
 
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
         for i, line in enumerate(lines):
@@ -172,7 +172,7 @@ def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> 
 def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
-    from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device, reference_gpu
+    from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device, reference_gpu
 
     config = specs[0].config
     peaks = config.backpressure
@@ -228,7 +228,7 @@ DAY = 86_400.0
 
 def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
     """Which runs will step together on this device, if memory allows."""
-    from retrain.campaign.cohorts import cohorts, lane_count
+    from retrain.campaign.planning.cohorts import cohorts, lane_count
 
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
@@ -252,7 +252,7 @@ def told_time(
     specs: list[Any], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
-    from retrain.commands.estimate import cohort_seconds
+    from retrain.campaign.planning.costs import cohort_seconds
 
     groups = planned_cohorts(specs, device)
     total = sum(
@@ -282,7 +282,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
-    from retrain.campaign.report import write_report
+    from retrain.campaign.judging.report import write_report
 
     require_directory(directory)
     print(write_report(directory, out))

@@ -27,14 +27,14 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
-    from retrain.campaign.changes import Approval
-    from retrain.campaign.launch import Outcome
+    from retrain.campaign.planning.changes import Approval
+    from retrain.campaign.running.controller import Outcome
     from retrain.record.observer import Observer
 
 
 def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.stopping import ENDINGS
+    from retrain.campaign.running.stopping import ENDINGS
     from retrain.record.console import PlainConsole, make_console
 
     with lasting_streams():  # a closed terminal ends no training
@@ -72,7 +72,7 @@ def train(
 
         print_explanation(loaded, out)
         return
-    from retrain.campaign.launch import launch
+    from retrain.campaign.running.controller import launch
 
     finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
 
@@ -86,7 +86,7 @@ def resume(
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
-    from retrain.campaign.launch import resume as resume_directory
+    from retrain.campaign.running.controller import resume as resume_directory
 
     require_directory(directory)
     finish(
@@ -99,7 +99,7 @@ def resume(
 
 def approval(accept: bool, observer: Observer) -> Approval:
     """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
-    from retrain.campaign.changes import Approval
+    from retrain.campaign.planning.changes import Approval
     from retrain.record.board import printable
 
     def ask(lines: list[str]) -> bool:
@@ -138,7 +138,7 @@ def squeeze(
     as_json: AsJson = False,
 ) -> None:
     """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
-    from retrain.campaign.squeeze import squeeze as squeeze_directory
+    from retrain.campaign.adapters.squeeze import squeeze as squeeze_directory
 
     require_directory(directory)
     if pattern and (to is None or steps is not None):
@@ -146,7 +146,7 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.continuing import continue_compressed
+        from retrain.campaign.adapters.continuing import continue_compressed
 
         finish(False, lambda observer: continue_compressed(directory, to, steps, out, observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)

@@ -31,7 +31,7 @@ def try_(
 
     They are those of the first step. Exit status 1 when the reward grades none of the answers.
     """
-    from retrain.campaign.trial import others, trial
+    from retrain.campaign.running.trial import others, trial
 
     loaded = read(file, sets)
     for label in others(loaded, condition):

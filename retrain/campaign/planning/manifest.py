@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.campaign.changes import counts, flat
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.changes import counts, flat
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config import parse_dict, parse_with_sets
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json

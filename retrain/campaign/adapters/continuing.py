@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrain.campaign.changes import Approval
-from retrain.campaign.launch import Outcome, launch
-from retrain.campaign.manifest import PLAN, read_plan, run_directory
-from retrain.campaign.squeeze import compress_adapter, find_adapter
+from retrain.campaign.adapters.squeeze import compress_adapter, find_adapter
+from retrain.campaign.planning.changes import Approval
+from retrain.campaign.planning.manifest import PLAN, read_plan, run_directory
+from retrain.campaign.running.controller import Outcome, launch
 from retrain.config import Loaded, parse_dict
 from retrain.config.describe import document
 from retrain.errors import UsageError

@@ -14,13 +14,13 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
-from retrain.campaign.fitting import check_memory
-from retrain.campaign.manifest import run_directory
-from retrain.campaign.models import Bases, CohortModel, LocalModel, PluginModel
-from retrain.campaign.outputs import run_place
-from retrain.campaign.plan import RunSpec
-from retrain.campaign.references import is_source, named_code
+from retrain.campaign.planning.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
+from retrain.campaign.planning.manifest import run_directory
+from retrain.campaign.planning.outputs import run_place
+from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.references import is_source, named_code
+from retrain.campaign.running.fitting import check_memory
+from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.engines.protocol import Engine

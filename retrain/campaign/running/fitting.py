@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes

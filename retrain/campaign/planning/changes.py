@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError
 from retrain.record.environment import code_version, module_hashes, package_versions

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.environments.dataset import content_hash
@@ -30,7 +30,7 @@ from retrain.types import Problem
 
 WEIGHTS = "adapter_model.safetensors"
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.campaign.running.models import Bases
 
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
@@ -140,8 +140,8 @@ def _evaluate(
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.assemble import data_of
-    from retrain.campaign.models import Bases
+    from retrain.campaign.running.assemble import data_of
+    from retrain.campaign.running.models import Bases
     from retrain.engines.protocol import PolicyRef
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine

@@ -9,11 +9,11 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.changes import Approval, Restart, settings_changes, version_changes
-from retrain.campaign.cohorts import planned_cohorts
-from retrain.campaign.design import without_sepa
-from retrain.campaign.lease import DirectoryLock
-from retrain.campaign.manifest import (
+from retrain.campaign.judging.design import without_sepa
+from retrain.campaign.judging.sequential import look, still_wanted
+from retrain.campaign.planning.changes import Approval, Restart, settings_changes, version_changes
+from retrain.campaign.planning.cohorts import planned_cohorts
+from retrain.campaign.planning.manifest import (
     MANIFEST,
     Manifest,
     planned_configs,
@@ -23,11 +23,11 @@ from retrain.campaign.manifest import (
     update_plan,
     write_plan,
 )
-from retrain.campaign.outputs import check_places
-from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references, require_packages
-from retrain.campaign.sequential import look, still_wanted
-from retrain.campaign.stopping import ENDINGS, StopRequest
+from retrain.campaign.planning.outputs import check_places
+from retrain.campaign.planning.plan import RunSpec, plan
+from retrain.campaign.planning.references import check_references, require_packages
+from retrain.campaign.running.lease import DirectoryLock
+from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
 from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import write_json
@@ -36,7 +36,7 @@ from retrain.record.environment import SystemInfo, run_facts
 from retrain.record.observer import Observer
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.campaign.running.models import Bases
 
 
 @dataclass
@@ -144,7 +144,7 @@ def _carry_out(
     with ExitStack() as stack:
         stack.enter_context(stop.listening(observer))
         if todo:
-            from retrain.campaign.models import Bases  # after the message: it imports torch
+            from retrain.campaign.running.models import Bases  # after the message: it imports torch
 
             bases = stack.enter_context(Bases())
         for group, restart in _restarts(manifest, specs, retry_failed, approval) if todo else ():
@@ -164,7 +164,7 @@ def _carry_out(
         return Outcome(came.status, directory, summary(manifest), saved)
     _squeeze_once(manifest, specs, folder, observer)  # killed after the last run and before its analysis
     if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
-        from retrain.campaign.comparison import compare
+        from retrain.campaign.judging.comparison import compare
 
         runs, labels = manifest.content["runs"], [spec.label for spec in specs]
         rule = manifest.content.get("sequential")
@@ -239,7 +239,7 @@ def _train_fitting(
     restart: Restart, bases: Bases | None,
 ) -> None:  # fmt: skip
     """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest."""
-    from retrain.campaign.fitting import DoesNotFit, smaller_cohorts
+    from retrain.campaign.running.fitting import DoesNotFit, smaller_cohorts
 
     try:
         return _train_cohort(manifest, specs, folder, observer, stop, restart, bases)
@@ -260,8 +260,8 @@ def _train_cohort(
     restart: Restart, bases: Bases | None,
 ) -> None:  # fmt: skip
     """Build the runs of one cohort, restore what was saved of them, and train them together."""
-    from retrain.campaign.assemble import assemble
-    from retrain.campaign.fitting import DoesNotFit
+    from retrain.campaign.running.assemble import assemble
+    from retrain.campaign.running.fitting import DoesNotFit
     from retrain.policy.budget import is_out_of_memory
 
     follower = ManifestFollower(manifest, observer)
@@ -339,7 +339,7 @@ class ManifestFollower:
 
 def _report(manifest: Manifest, observer: Observer) -> None:
     """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
-    from retrain.campaign.report import REPORT, write_report
+    from retrain.campaign.judging.report import REPORT, write_report
 
     try:
         manifest.files.flush()
@@ -358,7 +358,7 @@ def _squeeze_once(
         return
     for spec in specs:
         if spec.config.squeeze.enabled and manifest.run(spec.run_id)["state"] == "done":
-            from retrain.campaign.squeeze import squeeze_after_run
+            from retrain.campaign.adapters.squeeze import squeeze_after_run
 
             weights = run_directory(manifest.directory, spec) / "final" / "adapter_model.safetensors"
             if spec.config.backend.backend != "local" and not weights.is_file():

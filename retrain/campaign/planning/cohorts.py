@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.campaign.manifest import Manifest
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.plan import RunSpec
 
 CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""

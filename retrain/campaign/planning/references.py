@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.plan import plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places

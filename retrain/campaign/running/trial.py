@@ -16,11 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.assemble import assemble
-from retrain.campaign.fitting import DoesNotFit
-from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references
-from retrain.campaign.talk import as_read
+from retrain.campaign.adapters.talk import as_read
+from retrain.campaign.planning.plan import RunSpec, plan
+from retrain.campaign.planning.references import check_references
+from retrain.campaign.running.assemble import assemble
+from retrain.campaign.running.fitting import DoesNotFit
 from retrain.config import Loaded, parse_dict
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import conversation

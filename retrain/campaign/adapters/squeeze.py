@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.manifest import MANIFEST, read_manifest, run_directory
-from retrain.campaign.outputs import ADAPTER_FILES
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest, run_directory
+from retrain.campaign.planning.outputs import ADAPTER_FILES
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
@@ -20,7 +20,7 @@ from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.campaign.running.models import Bases
 
 VERIFICATION = "verification.json"
 
@@ -184,7 +184,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
     """The verification of an adapter in its run's directory or its campaign's, None without one."""
-    from retrain.campaign.verify import read_verification
+    from retrain.campaign.adapters.verify import read_verification
 
     run = adapter.absolute().parent
     for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
@@ -245,7 +245,7 @@ def _verify(
 ) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
     there already of this very adapter is read."""
-    from retrain.campaign.verify import read_verification, verify_ranks
+    from retrain.campaign.adapters.verify import read_verification, verify_ranks
 
     out = directory / "squeeze" / VERIFICATION
     known = read_verification(out, adapter)
