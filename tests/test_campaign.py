@@ -282,7 +282,7 @@ def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, mon
     monkeypatch.setattr(
         "retrain.campaign.adapters.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
     )
-    spec = read_plan(out)[0][0]
+    spec = read_plan(out).specs[0]
     changed = spec.config.model_dump(by_alias=True)
     changed["logging"]["report_to"] = ["wandb"]
     changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}

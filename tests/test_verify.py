@@ -68,7 +68,8 @@ def test_every_rank_of_the_table_is_verified(trained):
 
 
 def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
-    specs, folder = read_plan(trained)
+    plan = read_plan(trained)
+    specs, folder = plan.specs, plan.folder
     same = compress_adapter(trained / "final", 4, trained / "whole")
     found = verify_ranks(specs[0], folder, trained / "final", [same], trained / "again.json")
     (row,) = found["ranks"]
@@ -89,7 +90,8 @@ def test_the_full_adapter_has_the_number_of_its_final_evaluation(trained):
 def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, tmp_path, change):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
-    (spec,), folder = read_plan(trained)
+    plan = read_plan(trained)
+    (spec,), folder = plan.specs, plan.folder
     if change == "samples":
         evaluation = spec.config.evaluation.model_copy(update={"samples": 2})
         spec = replace(spec, config=spec.config.model_copy(update={"evaluation": evaluation}))

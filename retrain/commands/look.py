@@ -14,6 +14,7 @@ from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.costs import Architecture, Device, Estimate
+    from retrain.campaign.planning.plan import Plan
 
 CONDITION_COLUMNS = (
     "condition",
@@ -66,12 +67,11 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
-    from retrain.campaign.planning.plan import plan
-    from retrain.campaign.planning.references import check_references
+    from retrain.campaign.planning.plan import Plan
+    from retrain.campaign.planning.references import check as examine
 
-    loaded = read(file, sets)
-    check_references(loaded, rewards=True)
-    print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
+    plan = examine(Plan.of(read(file, sets)), rewards=True, places=False)
+    print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
 
 
 def explain(
@@ -82,14 +82,15 @@ def explain(
     detect: Detect = None,
 ) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
-    print_explanation(read(file, sets), out, pilot, detect)
+    from retrain.campaign.planning.plan import Plan
+
+    print_explanation(Plan.of(read(file, sets), out), pilot, detect)
 
 
-def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
-    from retrain.campaign.planning.plan import plan
-
-    specs = plan(loaded)
+def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
+    """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
+    loaded, specs = plan.source, plan.specs
+    assert loaded is not None
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = [spec for spec in specs if spec.seed == seeds[0]]
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
@@ -103,12 +104,12 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
-    prompt_tokens = print_problems(specs[0].config, loaded.path.parent)
+    prompt_tokens = print_problems(specs[0].config, plan.folder)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
     print_costs(specs, prompt_tokens)
-    print_files(specs, loaded, out)
+    print_files(plan)
 
 
 def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[Any]) -> None:
@@ -262,10 +263,11 @@ def told_time(
     return f"about {duration(total)} on {device.name}{each}"
 
 
-def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
+def print_files(plan: Plan) -> None:
     """Print every file that training would write, with a phrase for each."""
-    print(f"\nwrites        {out or loaded.config.logging.log_dir}/")
-    if not loaded.is_campaign:
+    specs = plan.specs
+    print(f"\nwrites        {plan.directory}/")
+    if not specs[0].is_campaign:
         files = {name: text for name, text in CAMPAIGN_FILES if name not in ONLY_OF_CAMPAIGNS} | dict(RUN_FILES)
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return

@@ -67,14 +67,18 @@ def train(
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
     loaded = read(file, sets)
+    from retrain.campaign.planning.plan import Plan
+
+    plan = Plan.of(loaded, out)
     if dry_run:
         from retrain.commands.look import print_explanation
 
-        print_explanation(loaded, out)
+        print_explanation(plan)
         return
-    from retrain.campaign.running.controller import launch
+    from retrain.campaign.planning.references import check
+    from retrain.campaign.running.controller import execute
 
-    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
+    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
 
 
 def resume(
@@ -86,15 +90,13 @@ def resume(
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
-    from retrain.campaign.running.controller import resume as resume_directory
+    from retrain.campaign.planning.manifest import read_plan
+    from retrain.campaign.planning.references import check
+    from retrain.campaign.running.controller import execute
 
     require_directory(directory)
-    finish(
-        plain,
-        lambda observer: resume_directory(
-            directory, observer, retry_failed, approval(accept_changes, observer), sets or ()
-        ),
-    )
+    plan = read_plan(directory, sets or ())
+    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
@@ -146,9 +148,11 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.adapters.continuing import continue_compressed
+        from retrain.campaign.adapters.continuing import continued_plan
+        from retrain.campaign.planning.references import check
+        from retrain.campaign.running.controller import execute
 
-        finish(False, lambda observer: continue_compressed(directory, to, steps, out, observer))
+        finish(False, lambda observer: execute(check(continued_plan(directory, to, steps, out)), observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))

@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.planning.manifest import MANIFEST, read_manifest, run_directory
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import ADAPTER_FILES
-from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
@@ -20,7 +20,7 @@ from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.campaign.adapters.verify import Take
 
 VERIFICATION = "verification.json"
 
@@ -204,11 +204,11 @@ def _wanted(adapter: Path) -> dict[str, Any]:
     return wanted
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases | None = None) -> dict[str, Any]:
+def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, take: Take | None = None) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
     rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
 
-    ``folder`` is that of the TOML file."""
+    ``folder`` is that of the TOML file, ``take`` as for ``verify_ranks``."""
     settings = spec.config.squeeze
     adapter = find_adapter(run_directory(directory, spec))
     analysis = analyse_adapter(
@@ -225,7 +225,7 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], bases)
+            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], take)
     write_json(directory / "squeeze" / "analysis.json", analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
@@ -241,7 +241,7 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases
 
 
 def _verify(
-    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], bases: Bases | None
+    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], take: Take | None
 ) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
     there already of this very adapter is read."""
@@ -253,4 +253,4 @@ def _verify(
         return known
     with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        return verify_ranks(spec, folder, adapter, smaller, out, bases)
+        return verify_ranks(spec, folder, adapter, smaller, out, take)

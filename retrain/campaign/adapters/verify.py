@@ -10,8 +10,9 @@ has: in this fixed order the chance of calling any rank enough wrongly stays tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +31,22 @@ from retrain.types import Problem
 
 WEIGHTS = "adapter_model.safetensors"
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.engines.local import LocalEngine
+    from retrain.policy.base import BaseModel
+    from retrain.policy.lora import Lanes
+
+    Take = Callable[[Config], tuple[BaseModel, Lanes, LocalEngine]]
 
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
 
 
 def verify_ranks(
-    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, bases: Bases | None = None
+    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, take: Take | None = None
 ) -> dict[str, Any]:
     """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
+
+    ``take`` gives a configuration's base in memory, with lanes and an engine; without it the base is loaded for this.
 
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
@@ -50,7 +57,7 @@ def verify_ranks(
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], bases)
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], take)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -133,16 +140,15 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def _evaluate(
-    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], bases: Bases | None
+    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], take: Take | None
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.running.assemble import data_of
-    from retrain.campaign.running.models import Bases
     from retrain.engines.protocol import PolicyRef
+    from retrain.environments import data_of
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
@@ -156,7 +162,7 @@ def _evaluate(
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
-        base, lanes, engine = (bases or stack.enter_context(Bases())).take(config)
+        base, lanes, engine = (take or partial(_loaded, stack))(config)
         engine.workers = workers_for(base)
         stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder))
@@ -181,6 +187,18 @@ def _evaluate(
             groups = evaluated.record.groups
             correct.append(np.array([[float(one.reward.is_correct) for one in group.rollouts] for group in groups]))
     return np.stack(correct), ranks, full is None
+
+
+def _loaded(stack: ExitStack, config: Config) -> tuple[BaseModel, Lanes, LocalEngine]:
+    """The base of a configuration, until the stack is closed."""
+    from retrain.engines.local import LocalEngine
+    from retrain.policy.base import base_of
+    from retrain.policy.lora import Lanes
+
+    base = base_of(config)
+    stack.callback(base.release)
+    lanes = Lanes(base, config.lora.target_modules)
+    return base, lanes, LocalEngine(base, lanes)
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,6 @@ class Approval:
         self.accepted += new
         for line in new:
             self.tell(f"changed since the last start: {line}")
-
-
-@dataclass(frozen=True)
-class Restart:
-    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
-    ``together``: all from the newest step that they have in common, else each from its own newest."""
-
-    failed_at: Mapping[str, int] = field(default_factory=dict)
-    together: bool = True
-    approve: Approval = field(default_factory=Approval)
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""What a file refers to beyond itself, looked up before anything is trained: packages, code of the user's own, and a
-model that lies on this machine, with its layers.
+"""What can be known to be wrong before anything is loaded: packages, code of the user's own, and a model on this
+machine, with its layers, that a file refers to; and places that are not free to write to.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.plan import plan
+from retrain.campaign.planning.outputs import check_places
+from retrain.campaign.planning.plan import Plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
@@ -38,20 +39,31 @@ SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 
 
-def check_references(loaded: Loaded, rewards: bool = False) -> None:
+def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
+    """The plan, once all that can be known before anything is loaded has been looked at: what a file refers to, and
+    with ``places`` whether what it would write to is free or its own. Raises ConfigError, NotOurs or UsageError."""
+    if plan.source is not None:
+        check_references(plan, plan.source, rewards)
+    if places:
+        check_places(plan.directory, plan.specs)
+    return plan
+
+
+def check_references(plan: Plan, loaded: Loaded, rewards: bool = False) -> None:
     """Look for the packages that the file needs and for its model, load every function and class that it names, with
     ``rewards`` also those of [reward], and look for the layers that get an adapter.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
-    problems = list(dict.fromkeys(_problems(loaded, rewards)))
+    problems = list(dict.fromkeys(_problems(plan, loaded, rewards)))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    places, folder = Places(loaded.path.name, key_lines(loaded.text)), loaded.path.parent
-    for spec in plan(loaded):
+def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
+    places, folder = Places(loaded.path.name, key_lines(loaded.text)), plan.folder
+    examined: set[str] = set()
+    for spec in plan.specs:
         for key, value in named_code(spec.config):
             where = _place(loaded, places, key, value)
             try:
@@ -66,7 +78,11 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             if key == "backend.backend":
                 yield from _capability_problems(loaded, places, spec.config, found)
         yield from _package_problems(loaded, places, spec.config)
-        yield from _model_problems(loaded, places, spec.config)
+        model, targets = spec.config.model, spec.config.lora.target_modules
+        wanted = repr((spec.config.backend.backend, model.model, model.revision, model.trust_remote_code, targets))
+        if wanted not in examined:  # one look at files for all runs that want them
+            examined.add(wanted)
+            yield from _model_problems(loaded, places, spec.config)
         if rewards:
             yield from _reward_problems(places, spec.config.reward, folder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +14,16 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.planning.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
-from retrain.campaign.planning.manifest import run_directory
+from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
-from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
 from retrain.campaign.running.fitting import check_memory
 from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset, load_data
-from retrain.environments.dataset import Wanted, content_hash
+from retrain.environments import Dataset, content_hash, data_of
 from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import CheckpointError, UsageError
@@ -48,6 +46,25 @@ from retrain.trainer import Cohort
 from retrain.types import Problem
 
 
+@dataclass(frozen=True)
+class Restart:
+    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
+    ``together``: all from the newest step that they have in common, else each from its own newest. ``accepted``: the
+    differences from the runs' records with which they may go on."""
+
+    failed_at: Mapping[str, int] = field(default_factory=dict)
+    together: bool = True
+    accepted: Sequence[str] = ()
+
+
+class Changed(Exception):
+    """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
 def assemble(
     directory: Path,
     specs: Sequence[RunSpec],
@@ -55,7 +72,7 @@ def assemble(
     observer: Observer,
     stop: Callable[[], bool],
     stack: ExitStack,
-    restart: Restart = Restart(),  # noqa: B008 - frozen
+    restart: Restart = Restart(),
     bases: Bases | None = None,
 ) -> Cohort:
     """The cohort of these runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
@@ -63,8 +80,8 @@ def assemble(
 
     ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first.
 
-    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
-    loaded to be known differs from the runs' records and is not approved.
+    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is
+    too short for all of them, and Changed.
     """
     begin = _resume_points(directory, specs, restart)
     specs = [spec for spec in specs if spec.run_id in begin]
@@ -74,11 +91,11 @@ def assemble(
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
     data = data_of(specs[0].config, folder)
-    for note in data.notes:
-        observer.message(note)
     model = _model(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
     shared = _Shared(directory, folder, model, data, observer, stack)
-    _approve_world(shared, specs, begin, _world(model, data), restart)
+    _compare_records(shared, specs, begin, _world(model, data), restart)
+    for note in (*data.notes, *model.notes()):  # once it is known that these runs train here
+        observer.message(note)
     runs = []
     for spec, mode in zip(specs, modes, strict=True):
         grader = graders[spec.config.reward.grading]
@@ -109,7 +126,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, when a run of the cohort asks for one, with what was observed so far."""
+    """The controller of the shared decode batch, with what was observed so far, when a run of the cohort asks for it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -129,12 +146,6 @@ def _use_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
-def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
-    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
-    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
-
-
 def _model(
     specs: Sequence[RunSpec], folder: Path, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer
 ) -> CohortModel:
@@ -148,8 +159,6 @@ def _model(
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
-    if not engine.fast:
-        observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     return LocalModel(base, lanes, engine, workers)
 
 
@@ -161,9 +170,9 @@ def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
 
 @dataclass
 class ResumePoint:
-    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with later checkpoints,
-    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is made with
-    and in."""
+    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with
+    later checkpoints, ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is
+    made with and in."""
 
     step: int | None
     passed_over: list[str]
@@ -201,15 +210,18 @@ def _resume_points(directory: Path, specs: Sequence[RunSpec], restart: Restart) 
     }
 
 
-def _approve_world(
+def _compare_records(
     shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, ResumePoint], facts: dict[str, Any], restart: Restart
 ) -> None:
-    """Have what differs between these facts and the runs' records approved, and the facts kept for the new ones."""
+    """Compare these facts with the runs' records, and keep them for the new ones. Raises Changed."""
     system = SystemInfo.now(shared.folder)
+    records = {spec.run_id: recorded_facts(run_directory(shared.directory, spec)) for spec in specs}
+    differing = [line for recorded in records.values() for line in world_changes(recorded, facts)]
+    if refused := [line for line in dict.fromkeys(differing) if line not in restart.accepted]:
+        raise Changed(refused)
     for spec in specs:
-        recorded, own = recorded_facts(run_directory(shared.directory, spec)), begin[spec.run_id]
+        recorded, own = records[spec.run_id], begin[spec.run_id]
         changes = world_changes(recorded, facts)
-        restart.approve(shared.directory, changes)
         own.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
         own.facts = facts | {"modules": module_hashes(spec.config, shared.folder)}
         own.system = system

@@ -36,8 +36,12 @@ class CohortModel(Protocol):
     name: str
     identity: str
     tokenizer: Tokenizer
-    engine: Engine
     workers: Workers
+
+    @property
+    def engine(self) -> Engine:
+        """Who samples."""
+        ...
 
     def policy(self, spec: RunSpec, directory: Path) -> Policy:
         """The policy of one run, untrained; ``directory`` is the run's."""
@@ -49,6 +53,10 @@ class CohortModel(Protocol):
 
     def decode_work(self) -> DecodeWork | None:
         """What a decode step costs, if that is known."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What a person should know of it."""
         ...
 
 
@@ -86,6 +94,11 @@ class LocalModel:
         """See ``CohortModel.decode_work``."""
         return decode_work(self.base)
 
+    def notes(self) -> list[str]:
+        """See ``CohortModel.notes``."""
+        slow = f"{self.base.name} decodes through transformers' own forward pass, slower than plain products"
+        return [] if self.engine.fast else [slow]
+
 
 class PluginModel:
     """Backends of the user's own, one for each run. There are no weights to share."""
@@ -121,6 +134,10 @@ class PluginModel:
 
     def decode_work(self) -> None:
         """Nothing is known of it."""
+
+    def notes(self) -> list[str]:
+        """There is nothing to say."""
+        return []
 
 
 class Bases:
