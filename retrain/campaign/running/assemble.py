@@ -126,7 +126,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, with what was observed so far, when a run of the cohort asks for it."""
+    """The controller of the shared decode batch, with what was observed so far, when a run asks for it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None

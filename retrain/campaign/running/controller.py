@@ -88,8 +88,8 @@ def execute(
 
     Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
     ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    ``executor`` trains, this process without one; it is closed when all is trained. Raises StorageError when the directory
-    cannot be written, LeaseLost when another process has taken it over.
+    ``executor`` trains, this process without one; it is closed when all is trained. Raises StorageError when the
+    directory cannot be written, LeaseLost when another process has taken it over.
     """
     approval, executor = approval or Approval(), executor or InProcess()
     with (

@@ -168,6 +168,7 @@ class Bases:
             self.release()
             self._base, self._key = base_of(config), key
         if self._prepared is None or targets != self._targets:
+            self._prepared = None
             self._base.release()
             lanes = Lanes(self._base, config.lora.target_modules)
             self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets
