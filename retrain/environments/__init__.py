@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from retrain.environments.dataset import Dataset, content_hash, data_of, load_data
+from retrain.environments.dataset import Dataset, content_hash, load_data
 
-__all__ = ["Dataset", "content_hash", "data_of", "load_data"]
+__all__ = ["Dataset", "content_hash", "load_data"]

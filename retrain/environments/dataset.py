@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.environments.sources import (
     FILE_ENDINGS,
@@ -100,13 +99,6 @@ def load_data(
             )
     kept = _at_most(train, max_examples, seed, getattr(data, "shuffle", True))
     return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), tuple(notes))
-
-
-def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration; ``folder`` is that of its file. Raises as
-    ``load_data``."""
-    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
-    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
 
 def content_hash(*parts: Sequence[Problem]) -> str:

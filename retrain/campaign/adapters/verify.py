@@ -147,8 +147,8 @@ def _evaluate(
 
     One adapter after the other: memory does not grow with their number.
     """
+    from retrain.campaign.planning.asked import data_of
     from retrain.engines.protocol import PolicyRef
-    from retrain.environments import data_of
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject

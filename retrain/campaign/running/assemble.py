@@ -14,6 +14,7 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
+from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
@@ -23,7 +24,7 @@ from retrain.campaign.running.models import Bases, CohortModel, LocalModel, Plug
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset, content_hash, data_of
+from retrain.environments import Dataset, content_hash
 from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import CheckpointError, UsageError
