@@ -40,7 +40,7 @@ class CohortModel(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """Who samples."""
+        """What samples for all of them."""
         ...
 
     def policy(self, spec: RunSpec, directory: Path) -> Policy:
@@ -53,10 +53,6 @@ class CohortModel(Protocol):
 
     def decode_work(self) -> DecodeWork | None:
         """What a decode step costs, if that is known."""
-        ...
-
-    def notes(self) -> list[str]:
-        """What a person should know of it."""
         ...
 
 
@@ -84,20 +80,15 @@ class LocalModel:
             "model": type(self.base.model).__name__,
             "tokenizer": type(self.base.tokenizer).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": "AdamW",
             "dtype": str(self.base.dtype).removeprefix("torch."),
             "device": str(self.base.device),
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": "AdamW",
         }
 
     def decode_work(self) -> DecodeWork | None:
         """See ``CohortModel.decode_work``."""
         return decode_work(self.base)
-
-    def notes(self) -> list[str]:
-        """See ``CohortModel.notes``."""
-        slow = f"{self.base.name} decodes through transformers' own forward pass, slower than plain products"
-        return [] if self.engine.fast else [slow]
 
 
 class PluginModel:
@@ -126,18 +117,14 @@ class PluginModel:
             "model": self.plugin,
             "tokenizer": type(self.tokenizer.source).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": None,
             "dtype": "float32",
             "device": "cpu",
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": None,
         }
 
     def decode_work(self) -> None:
         """Nothing is known of it."""
-
-    def notes(self) -> list[str]:
-        """There is nothing to say."""
-        return []
 
 
 class Bases:
