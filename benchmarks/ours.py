@@ -20,8 +20,8 @@ from typing import Any
 import workload
 from workload import ALPHA, LR, RANK, Measured, Setting
 
-from retrain.campaign.assemble import assemble
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running.assemble import assemble
 from retrain.config import load
 from retrain.record.observer import NullObserver
 from retrain.types import RewardResult

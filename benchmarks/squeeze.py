@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from retrain.campaign.squeeze import analyse_adapter, compress_adapter
+from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.files import write_json
 from retrain.policy.adapter_stream import AdapterFile
 

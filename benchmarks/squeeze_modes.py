@@ -25,7 +25,7 @@ from typing import Any
 
 from windtunnel import accuracies, train
 
-from retrain.campaign.results import RunResult, read_run
+from retrain.campaign.judging.results import RunResult, read_run
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, paired_comparison
@@ -66,24 +66,26 @@ def runs_of(
 
 def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
-    from retrain.campaign.manifest import read_plan, run_directory
-    from retrain.campaign.squeeze import compress_adapter
-    from retrain.campaign.verify import verify_ranks
+    from retrain.campaign.adapters.squeeze import compress_adapter
+    from retrain.campaign.adapters.verify import verify_ranks
+    from retrain.campaign.planning.manifest import read_plan
+    from retrain.campaign.planning.plan import run_directory
 
-    specs, folder = read_plan(campaign)
-    spec = next(spec for spec in specs if run_directory(campaign, spec) == run)
+    plan = read_plan(campaign)
+    spec = next(spec for spec in plan.specs if run_directory(campaign, spec) == run)
     small = compress_adapter(run / "final", 1, out)
-    (told,) = verify_ranks(spec, folder, run / "final", [small], out.with_suffix(".json"))["ranks"]
+    (told,) = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"))["ranks"]
     return float(told["accuracy"])
 
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
-    from retrain.campaign.continuing import continue_compressed
+    from retrain.campaign.adapters.continuing import continued_plan
+    from retrain.campaign.running.controller import execute
     from retrain.record.observer import NullObserver
 
     before = run / f"checkpoints/step_{steps - last:06d}"
-    outcome = continue_compressed(before, 1, last, out, NullObserver())
+    outcome = execute(continued_plan(before, 1, last, out), NullObserver())
     return read_run(outcome.directory, outcome.summary["runs"][0])
 
 

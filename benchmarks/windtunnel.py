@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.launch import launch
-from retrain.campaign.results import Measure, RunResult, read_run
+from retrain.campaign.judging.results import Measure, RunResult, read_run
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.record.observer import NullObserver
 

@@ -8,14 +8,14 @@ A cohort of one is the single run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from retrain.config.evaluation import HeldOut
 from retrain.engines.protocol import Engine
-from retrain.errors import Interrupted, LeaseLost, StorageError
+from retrain.errors import Interrupted, StorageError
 from retrain.evaluation import Evaluator, Subject
 from retrain.policy.memory import peak_memory_gib
 from retrain.policy.threads import Workers
@@ -50,20 +50,25 @@ class Cohort:
         self.sync_seconds: float | None = None
         self.saver = Saver(self.guarded, lambda: pressure.state() if pressure else None)
 
-    def train(self) -> None:
-        """Step until every run has finished or failed. Raises Interrupted, with all saved, when asked to stop."""
+    def train(self) -> Generator[None, None, None]:
+        """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
+
+        Raises Interrupted, with all saved, when asked to stop. Closed in a pause, it ends as with KeyboardInterrupt:
+        without saving.
+        """
         for run in self.runs:
             run.begin(time.time())
         try:
-            self._start()
+            yield from self._start()
             while active := [run for run in self.runs if run.active]:
                 if self.stop():
                     self.saver.save(active)
                     self.saver.settle()
                     raise Interrupted("stopped after a finished step; everything is saved")
                 self.step(active)
+                yield
             self.saver.settle()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, GeneratorExit):
             self.saver.close(abandon=True)
             raise
         finally:
@@ -160,7 +165,7 @@ class Cohort:
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> Iterator[None]:
         """Announce the runs and score the untrained ones."""
         waiting = []
         for run in self.runs:
@@ -174,10 +179,12 @@ class Cohort:
                 self._save_due([run])
             if run.step == 0 and run.config.evaluation.at_start:
                 waiting.append(run)
+        yield
         for held_out in self.evaluator.sets:
             others = [run for run in waiting if not run.equals_base and run.error is None]
             self._evaluate(held_out, [[run] for run in others])
             self._evaluate_base(held_out, [run for run in waiting if run.equals_base and run.error is None])
+            yield
 
     def _evaluate_due(self, runs: Sequence[Run]) -> None:
         due = [run for run in runs if run.evaluation_due()]
@@ -235,8 +242,6 @@ class Cohort:
         before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
         try:
             work()
-        except LeaseLost:
-            raise
         except StorageError as error:
             if error.shared:  # the fault of no run: nobody can write any more
                 raise

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.record.console import RecordingConsole
 from retrain.record.observer import SpecLike

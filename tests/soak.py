@@ -79,7 +79,7 @@ def prepare(folder: Path) -> dict[str, Path]:
 
 def live(toml: Path, out: Path, point: str, moment: float) -> None:
     """One life, in this process: train until the end or until ``point`` has come ``1 + int(moment * …)`` times."""
-    from retrain.campaign.launch import launch
+    from retrain.campaign.running.controller import launch
     from retrain.config import load
     from retrain.record.observer import NullObserver
 
@@ -90,7 +90,7 @@ def live(toml: Path, out: Path, point: str, moment: float) -> None:
 
 def set_trap(point: str, moment: float) -> None:
     """Put SIGKILL where ``point`` says; ``moment`` in [0, 1) chooses the how-many-th time."""
-    import retrain.campaign.manifest as manifest
+    import retrain.campaign.planning.manifest as manifest
     import retrain.checkpoints as checkpoints
     import retrain.files as files
     import retrain.record.writer as writer
@@ -306,9 +306,9 @@ def warm() -> None:
     """Import what a life needs, so that every child has it at once."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import retrain.campaign.assemble
-    import retrain.campaign.comparison
-    import retrain.campaign.launch  # noqa: F401
+    import retrain.campaign.judging.comparison
+    import retrain.campaign.running.assemble
+    import retrain.campaign.running.controller  # noqa: F401
 
 
 def main() -> int:

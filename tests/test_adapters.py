@@ -9,7 +9,7 @@ import pytest
 import torch
 from lane_cases import local_policy, trained
 
-from retrain.campaign.squeeze import compress_adapter
+from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.checkpoints import Snapshot, load_checkpoint, newest_whole, write_checkpoint
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import read_json, write_json

@@ -11,9 +11,9 @@ from lane_cases import publish, requests, rollout, sample, trained, update
 from toycampaign import campaign
 from toymodels import qwen3_directory, toy_base
 
-from retrain.campaign import models
-from retrain.campaign.launch import launch
-from retrain.campaign.models import Bases
+from retrain.campaign.running import models
+from retrain.campaign.running.controller import launch
+from retrain.campaign.running.models import Bases
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed

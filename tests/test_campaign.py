@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from toycampaign import campaign
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.manifest import read_plan
-from retrain.campaign.squeeze import squeeze, squeeze_after_run
+from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
@@ -269,7 +269,7 @@ def test_data_and_rewards_are_read_before_the_model(model, tmp_path, monkeypatch
     """Loading a large model takes minutes; a mistake in a file is told first, and marks no run as failed."""
     path = campaign(tmp_path, model)
     (tmp_path / "wrong.jsonl").write_text("prompt,answer\n")
-    monkeypatch.setattr("retrain.campaign.assemble.base_of", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("retrain.campaign.running.models.base_of", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(RetrainError, match=reason) as error:
         train(path, tmp_path / "out", sets=sets)
     assert error.value.exit_status == 2
@@ -282,9 +282,9 @@ def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, mon
     out, _ = finished
     told: list[str] = []
     monkeypatch.setattr(
-        "retrain.campaign.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
+        "retrain.campaign.adapters.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
     )
-    spec = read_plan(out)[0][0]
+    spec = read_plan(out).specs[0]
     changed = spec.config.model_dump(by_alias=True)
     changed["logging"]["report_to"] = ["wandb"]
     changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}

@@ -389,7 +389,7 @@ source = "math"
 
 
 def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_path, monkeypatch):
-    from retrain.campaign import references
+    from retrain.campaign.planning import references
 
     file = tmp_path / "needy.toml"
     file.write_text(NEEDY)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from retrain.commands.estimate import (
+from retrain.campaign.planning.costs import (
     Architecture,
     architecture_of,
     estimate_run,

@@ -13,9 +13,9 @@ from scipy import stats
 from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
-from retrain.campaign.comparison import compare, compare_runs
-from retrain.campaign.pooling import compare_directories
-from retrain.campaign.results import METRIC, Measure, RunResult, area_under
+from retrain.campaign.judging.comparison import compare, compare_runs
+from retrain.campaign.judging.pooling import compare_directories
+from retrain.campaign.judging.results import METRIC, Measure, RunResult, area_under
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError

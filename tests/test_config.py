@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
 from retrain.config.algorithm import sepa_rules
 from retrain.config.conditions import FIXED, FREE
@@ -620,7 +620,7 @@ def test_levels_are_those_of_the_generator():
 
 def test_loading_is_light():
     code = (
-        "import sys, retrain.config, retrain.campaign.plan as p\n"
+        "import sys, retrain.config, retrain.campaign.planning.plan as p\n"
         f"p.plan(retrain.config.load({str(CAMPAIGNS[0])!r}))\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )

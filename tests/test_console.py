@@ -13,7 +13,7 @@ import pytest
 from record_cases import config, context, evaluation, group, step
 from rich.console import Console
 
-from retrain.campaign.results import RunResult
+from retrain.campaign.judging.results import RunResult
 from retrain.files import read_jsonl
 from retrain.record import NullObserver, RunRecorder, eval_row, step_row
 from retrain.record.board import Board, printable

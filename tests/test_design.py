@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
-from retrain.campaign.design import factors, pilot_spread, verdict_lines, warnings_of
-from retrain.campaign.plan import plan
-from retrain.campaign.results import Measure
+from retrain.campaign.judging.design import factors, pilot_spread, verdict_lines, warnings_of
+from retrain.campaign.judging.results import Measure
+from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError

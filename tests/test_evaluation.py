@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from record_cases import config, context
 from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent

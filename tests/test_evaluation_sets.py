@@ -9,9 +9,9 @@ import pytest
 from toycampaign import campaign
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.pooling import compare_directories
-from retrain.campaign.report import write_report
+from retrain.campaign.judging.pooling import compare_directories
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.commands.status import status_cells
 from retrain.config import load

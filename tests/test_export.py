@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toymodels import TINY_RUN, qwen3_directory, train_quietly
 from typer.testing import CliRunner
 
-from retrain.campaign import export as exporting
+from retrain.campaign.adapters import export as exporting
 from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.models import bundled_model_path

@@ -18,7 +18,7 @@ import torch
 from hostile import BAD_UTF8, HOSTILE, MEGABYTE
 from record_cases import completion, context, evaluation, group, step
 
-from retrain.campaign.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
+from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directory,

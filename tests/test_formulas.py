@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device
+from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device
 from retrain.commands.formulas import (
     ADVANTAGES,
     CREDITS,

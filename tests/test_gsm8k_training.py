@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toymodels import qwen3_directory
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver

@@ -10,11 +10,12 @@ from lane_cases import ref, sample
 from toycampaign import campaign
 from toymodels import toy_base
 
-from retrain.campaign import fitting
-from retrain.campaign.fitting import DoesNotFit, check_memory, smaller_cohorts
-from retrain.campaign.launch import launch
-from retrain.campaign.plan import plan
-from retrain.commands.estimate import architecture_of, cohort_seconds, find_device
+from retrain.campaign.planning.cohorts import smaller_cohorts
+from retrain.campaign.planning.costs import architecture_of, cohort_seconds, find_device
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running import fitting
+from retrain.campaign.running.controller import launch
+from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load, parse_dict
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
@@ -73,7 +74,7 @@ def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypat
         assert sorted(lengths)[-2] < sorted(lengths)[-1] == prompt_tokens
         raise UsageError("measured")
 
-    monkeypatch.setattr("retrain.campaign.assemble.check_memory", measured)
+    monkeypatch.setattr("retrain.campaign.running.assemble.check_memory", measured)
     path = campaign(tmp_path, model)
     path.write_text(path.read_text() + f'[data]\nsource = "{tmp_path}/problems.jsonl"\nprompt_column = "question"\n')
     with pytest.raises(UsageError, match="measured"):
@@ -82,17 +83,17 @@ def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypat
 
 def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
     specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
-    cut = smaller_cohorts(specs, DoesNotFit(3, "4 runs need more"))
+    cut = smaller_cohorts(specs, 3, "4 runs need more")
     assert [[spec.run_id for spec in part] for part in cut] == [
         ["grpo+none_s1", "rloo+gtpo_hicra_placebo_s1"],
         ["grpo+none_s2", "rloo+gtpo_hicra_placebo_s2"],
     ]
-    assert [len(part) for part in smaller_cohorts(specs, DoesNotFit(1, "…"))] == [1, 1, 1, 1]
+    assert [len(part) for part in smaller_cohorts(specs, 1, "…")] == [1, 1, 1, 1]
     with pytest.raises(UsageError, match="lower \\[model\\] lora_rank"):
-        smaller_cohorts(specs, DoesNotFit(0, "4 runs need more"))
+        smaller_cohorts(specs, 0, "4 runs need more")
     fixed = plan(load(campaign(tmp_path, tmp_path / "toy", "fixed", lanes=4)))
     with pytest.raises(UsageError, match='type lanes = 3 or lanes = "auto"'):
-        smaller_cohorts(fixed, DoesNotFit(3, "4 runs need more"))
+        smaller_cohorts(fixed, 3, "4 runs need more")
 
 
 def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
@@ -165,7 +166,7 @@ def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, mon
         return update(self, groups, credit)
 
     monkeypatch.setattr(Run, "update", noted)
-    monkeypatch.setattr("retrain.campaign.assemble.workers_for", lambda base: Workers(3))
+    monkeypatch.setattr("retrain.campaign.running.assemble.workers_for", lambda base: Workers(3))
     shared = trained(campaign(tmp_path, model, "shared", steps=2), tmp_path / "shared")
     assert given == [(step, count) for step in (0, 1) for count in (1, 1, 1, 3)]
     assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {

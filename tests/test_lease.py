@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.lease import LEASE, DirectoryLock, machine, process_start
+from retrain.campaign.running.lease import LEASE, DirectoryLock, machine, process_start
 from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, claim
@@ -120,7 +120,7 @@ def test_a_damaged_lease_is_nobodys(tmp_path, text):
 
 STUCK = """
 import hashlib
-from retrain.campaign import stopping
+from retrain.campaign.running import stopping
 from retrain.record.observer import NullObserver
 stopping.ABANDON_SECONDS = 0.5
 with stopping.StopRequest().listening(NullObserver()) as stop:

@@ -12,10 +12,10 @@ from toycampaign import REWARDS, toy_world
 from toymodels import campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
-from retrain.campaign import assemble as assembling
-from retrain.campaign.asked import longest_completions
-from retrain.campaign.launch import launch
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.asked import longest_completions
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running import assemble as assembling
+from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.evaluation import HELDOUT

@@ -11,7 +11,7 @@ import pytest
 from toymodels import TINY_RUN
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
+from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import MissingExtra, ModelError
@@ -147,7 +147,7 @@ def test_a_resume_that_finds_its_model_damaged_says_so(tmp_path):
 
 
 def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_path, monkeypatch):
-    from retrain.campaign import references
+    from retrain.campaign.planning import references
 
     file = tmp_path / "run.toml"
     head = TINY_RUN.format(model=BUNDLED) + '[logging]\nreport_to = ["tensorboard"]\n'
@@ -155,7 +155,7 @@ def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_pa
     assert launch(load(file, ["training.max_steps=1"]), tmp_path / "out", NullObserver()).exit_status == 0
     monkeypatch.setattr(references, "is_installed", lambda module: False)
     assert resume(tmp_path / "out", NullObserver()).exit_status == 0  # nothing is left that would need it
-    monkeypatch.setattr("retrain.campaign.assemble.base_of", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("retrain.campaign.running.models.base_of", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(MissingExtra, match=r"\] report_to = \"tensorboard\" needs the package tensorboard: pip"):
         resume(tmp_path / "out", NullObserver(), sets=["training.max_steps=2"])
 

@@ -13,11 +13,11 @@ import torch
 from toycampaign import campaign
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.lease import DirectoryLock
-from retrain.campaign.manifest import read_manifest, read_plan
-from retrain.campaign.report import write_report
-from retrain.campaign.squeeze import compress_adapter, squeeze
+from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.planning.manifest import read_manifest, read_plan
+from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.lease import DirectoryLock
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
@@ -245,7 +245,7 @@ def test_a_first_start_killed_anywhere_leaves_a_directory_that_is_known(tmp_path
 
 
 def test_the_mark_comes_before_everything_but_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.lease.DirectoryLock._take_lease", lambda self: pytest.fail("reached"))
+    monkeypatch.setattr("retrain.campaign.running.lease.DirectoryLock._take_lease", lambda self: pytest.fail("reached"))
     with pytest.raises(pytest.fail.Exception), DirectoryLock(tmp_path):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}

@@ -34,7 +34,7 @@ def modules_after(code: str, cwd: Path | None = None) -> set[str]:
         "retrain",
         "retrain.cli",
         "retrain.config",
-        "retrain.campaign.plan",
+        "retrain.campaign.planning.plan",
         "retrain.record.catalogue",
         "retrain.record.recorder",
         "retrain.record.console",

@@ -19,9 +19,9 @@ from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.algorithms.standard import assign_credit, fill_advantages, mark_planning
-from retrain.campaign.comparison import METRIC, compare
-from retrain.campaign.launch import launch
-from retrain.campaign.squeeze import squeeze
+from retrain.campaign.adapters.squeeze import squeeze
+from retrain.campaign.judging.comparison import METRIC, compare
+from retrain.campaign.running.controller import launch
 from retrain.checkpoints import Snapshot, newest_whole, write_checkpoint
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -645,8 +645,8 @@ def test_runs_share_one_base_and_decode_together(home, base, mixed, tmp_path):
     """Every run loads its own copy of the frozen base and decodes alone."""
     from contextlib import ExitStack
 
-    from retrain.campaign.assemble import assemble
-    from retrain.campaign.plan import plan
+    from retrain.campaign.planning.plan import plan
+    from retrain.campaign.running.assemble import assemble
 
     specs = plan(load(mixed / "mixed.toml"))
     with ExitStack() as stack:

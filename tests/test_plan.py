@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field, create_model
 
-from retrain.campaign.manifest import fingerprint
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.manifest import fingerprint
+from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.errors import ConfigError
 

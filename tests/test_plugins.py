@@ -14,7 +14,7 @@ from toymodels import qwen3_directory, train_quietly
 
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.standard import assign_credit, fill_advantages, load_modes, mark_planning
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.files import read_jsonl

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
-from retrain.campaign.changes import QUIET_KEYS, QUIET_SECTIONS
-from retrain.campaign.comparison import MIN_BOOTSTRAP_SEEDS, compare_runs
-from retrain.campaign.pooling import WITHOUT_EFFECT, compare_directories, read_source
-from retrain.campaign.results import METRIC, Measure
+from retrain.campaign.judging.comparison import MIN_BOOTSTRAP_SEEDS, compare_runs
+from retrain.campaign.judging.pooling import WITHOUT_EFFECT, compare_directories, read_source
+from retrain.campaign.judging.results import METRIC, Measure
+from retrain.campaign.planning.changes import QUIET_KEYS, QUIET_SECTIONS
 from retrain.cli import app
 from retrain.config.root import keys, sections
 from retrain.errors import UsageError

@@ -10,8 +10,8 @@ from toy_second_head import Baseline, TwoHeads
 from toy_two_turns import GuessTwice
 from toycampaign import campaign
 
-from retrain.campaign import assemble
-from retrain.campaign.launch import launch, resume
+from retrain.campaign.running import assemble
+from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver

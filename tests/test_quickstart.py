@@ -11,7 +11,7 @@ import pytest
 from snippets import blocks
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_json, read_jsonl

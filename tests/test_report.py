@@ -13,11 +13,11 @@ from browser import Browser, needs_chromium
 from hostile import HOSTILE, MARKER
 from typer.testing import CliRunner
 
-from retrain.campaign.comparison import compare
-from retrain.campaign.evidence import smoothed, twins
-from retrain.campaign.manifest import Manifest, write_plan
-from retrain.campaign.plan import plan
-from retrain.campaign.report import write_report
+from retrain.campaign.judging.comparison import compare
+from retrain.campaign.judging.evidence import smoothed, twins
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.planning.manifest import Manifest, write_plan
+from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError

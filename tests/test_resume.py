@@ -21,8 +21,8 @@ from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
 import retrain
-from retrain.campaign.changes import Approval
-from retrain.campaign.launch import launch, resume
+from retrain.campaign.planning.changes import Approval
+from retrain.campaign.running.controller import launch, resume
 from retrain.checkpoints import FORMAT, SaveQueue, check_records, common_step, prune
 from retrain.cli import app
 from retrain.config import load
@@ -332,12 +332,14 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
     )
     path = home / "lanes.toml"
     path.write_text(TOML.format(head=head, model=home / "model", training="", squeeze="true"))
-    monkeypatch.setattr("retrain.campaign.cohorts.lane_count", lambda *arguments: 2)
+    monkeypatch.setattr("retrain.campaign.planning.cohorts.lane_count", lambda *arguments: 2)
     go(path, tmp_path / "out")
     cohorts = [["grpo+none_s1", "grpo+none_s2"], ["grpo+none_s3"]]
     manifest = read_json(tmp_path / "out/manifest.json")
     assert (manifest["lanes"], manifest["cohorts"]) == (2, cohorts)
-    monkeypatch.setattr("retrain.campaign.cohorts.lane_count", lambda *arguments: 3)  # a machine with more memory
+    monkeypatch.setattr(
+        "retrain.campaign.planning.cohorts.lane_count", lambda *arguments: 3
+    )  # a machine with more memory
     path.write_text(path.read_text().replace("max_steps = 1", "max_steps = 2"))
     assert go(path, tmp_path / "out").exit_status == 0
     manifest = read_json(tmp_path / "out/manifest.json")

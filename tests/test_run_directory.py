@@ -23,10 +23,10 @@ import pytest
 from record_cases import find_conversations
 from toymodels import campaign_head, qwen3_directory
 
-from retrain.campaign.changes import settings_changes
-from retrain.campaign.launch import launch
-from retrain.campaign.manifest import fingerprint, planned_configs
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.changes import settings_changes
+from retrain.campaign.planning.manifest import fingerprint, planned_configs
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.config.root import sections
 from retrain.files import jsonable, read_json, read_jsonl

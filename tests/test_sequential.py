@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from toymodels import campaign_head, qwen3_directory
 
-from retrain.campaign.comparison import compare
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.manifest import Manifest
-from retrain.campaign.plan import plan
-from retrain.campaign.sequential import look, still_wanted
+from retrain.campaign.judging.comparison import compare
+from retrain.campaign.judging.sequential import look, still_wanted
+from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.plan import plan
+from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, UsageError
 from retrain.files import append_jsonl, read_json

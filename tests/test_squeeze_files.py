@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retrain.campaign.squeeze import analyse_adapter, compress_adapter
+from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate

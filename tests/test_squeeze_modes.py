@@ -12,7 +12,7 @@ from toycampaign import campaign
 from toymodels import toy_base
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
+from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import ConfigError

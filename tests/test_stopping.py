@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from retrain.campaign.stopping import StopRequest
+from retrain.campaign.running.stopping import StopRequest
 from retrain.commands.streams import LastingStream
 from retrain.record.observer import NullObserver
 

@@ -15,7 +15,7 @@ from lane_cases import rollout as rolled_out
 from toycampaign import campaign
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch
+from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.engines import dense, slots

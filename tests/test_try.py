@@ -14,7 +14,7 @@ from hostile import HOSTILE
 from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
 from typer.testing import CliRunner
 
-from retrain.campaign import trial as trying
+from retrain.campaign.running import trial as trying
 from retrain.cli import app
 from retrain.commands.output import print_record, print_text
 from retrain.commands.trial import advice_of, print_trial, sample_words, seconds_words

@@ -11,10 +11,10 @@ import pytest
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
-from retrain.campaign.launch import launch, resume
-from retrain.campaign.manifest import read_plan
-from retrain.campaign.squeeze import compress_adapter
-from retrain.campaign.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.adapters.squeeze import compress_adapter
+from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
@@ -68,7 +68,8 @@ def test_every_rank_of_the_table_is_verified(trained):
 
 
 def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
-    specs, folder = read_plan(trained)
+    plan = read_plan(trained)
+    specs, folder = plan.specs, plan.folder
     same = compress_adapter(trained / "final", 4, trained / "whole")
     found = verify_ranks(specs[0], folder, trained / "final", [same], trained / "again.json")
     (row,) = found["ranks"]
@@ -89,7 +90,8 @@ def test_the_full_adapter_has_the_number_of_its_final_evaluation(trained):
 def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, tmp_path, change):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
-    (spec,), folder = read_plan(trained)
+    plan = read_plan(trained)
+    (spec,), folder = plan.specs, plan.folder
     if change == "samples":
         evaluation = spec.config.evaluation.model_copy(update={"samples": 2})
         spec = replace(spec, config=spec.config.model_copy(update={"evaluation": evaluation}))
@@ -128,7 +130,7 @@ def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, 
     def never(*args):
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr("retrain.campaign.verify._evaluate", never)
+    monkeypatch.setattr("retrain.campaign.adapters.verify._evaluate", never)
     assert resume(out, NullObserver()).exit_status == 0
     assert read_json(out / "manifest.json")["squeeze"]["verified"] == manifest["squeeze"]["verified"]
 
@@ -136,7 +138,7 @@ def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, 
 def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
     path = tmp_path / "none.toml"
     path.write_text(RUN.format(folder=trained.parent, problems=0))
-    from retrain.campaign.plan import plan
+    from retrain.campaign.planning.plan import plan
 
     (spec,) = plan(load(path))
     with pytest.raises(UsageError, match="held-out problems"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.results import METRIC
+from retrain.campaign.judging.results import METRIC
 from retrain.files import append_jsonl, write_json
 
 BASE = [0.60, 0.64, 0.58, 0.66, 0.62, 0.59, 0.65, 0.61]

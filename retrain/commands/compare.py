@@ -41,7 +41,7 @@ def compare(
 
     Runs of several directories are pooled by condition. Only finished runs count; all others are named.
     """
-    from retrain.campaign.pooling import compare_directories
+    from retrain.campaign.judging.pooling import compare_directories
 
     for directory in directories:
         require_directory(directory)

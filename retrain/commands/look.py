@@ -14,7 +14,8 @@ from retrain.commands.formulas import advantage_words, credit_formula, credit_wo
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
-    from retrain.commands.estimate import Architecture, Device, Estimate
+    from retrain.campaign.planning.costs import Architecture, Device, Estimate
+    from retrain.campaign.planning.plan import Plan
 
 CONDITION_COLUMNS = (
     "condition",
@@ -67,12 +68,11 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
-    from retrain.campaign.plan import plan
-    from retrain.campaign.references import check_references
+    from retrain.campaign.planning.plan import Plan
+    from retrain.campaign.planning.references import check as examine
 
-    loaded = read(file, sets)
-    check_references(loaded, rewards=True)
-    print(f"{file}: fine, {plural(len(plan(loaded)), 'run')}")
+    plan = examine(Plan.of(read(file, sets)), rewards=True, places=False)
+    print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
 
 
 def explain(
@@ -83,14 +83,15 @@ def explain(
     detect: Detect = None,
 ) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
-    print_explanation(read(file, sets), out, pilot, detect)
+    from retrain.campaign.planning.plan import Plan
+
+    print_explanation(Plan.of(read(file, sets), out), pilot, detect)
 
 
-def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
-    from retrain.campaign.plan import plan
-
-    specs = plan(loaded)
+def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
+    """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
+    loaded, specs = plan.source, plan.specs
+    assert loaded is not None
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = [spec for spec in specs if spec.seed == seeds[0]]
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
@@ -104,12 +105,12 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
-    prompt_tokens = print_problems(loaded, specs)
+    prompt_tokens = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
     print_costs(specs, prompt_tokens)
-    print_files(specs, loaded, out)
+    print_files(plan)
 
 
 def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[Any]) -> None:
@@ -119,24 +120,25 @@ def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[A
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
-def print_problems(loaded: Any, specs: list[Any]) -> int | None:
+def print_problems(plan: Plan) -> int | None:
     """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
     where it is not known."""
-    from retrain.campaign.references import data_problems
+    from retrain.campaign.planning.references import data_problems
     from retrain.commands.problems import problem_lines, read_problems
 
-    config = specs[0].config
-    found = read_problems([spec.config for spec in specs], loaded.path.parent)
-    for name, text in problem_lines(found, config.model.model):
+    loaded, configs = plan.source, [spec.config for spec in plan.specs]
+    assert loaded is not None
+    found = read_problems(configs, plan.folder)
+    for name, text in problem_lines(found, configs[0].model.model):
         print(f"{name:<14}{text}")
-    for problem in data_problems(loaded) if found.why_no_data else ():
+    for problem in data_problems(plan, loaded) if found.why_no_data else ():
         print(f"note: {problem}", file=sys.stderr)
     return found.typical
 
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.changes import flat
+    from retrain.campaign.planning.changes import flat
 
     before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
@@ -169,7 +171,7 @@ def print_sets(config: Any) -> None:
 
 def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
     """Print what the comparison can detect, and where its design misleads."""
-    from retrain.campaign.design import verdict_lines, warnings_of
+    from retrain.campaign.judging.design import verdict_lines, warnings_of
 
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
         for i, line in enumerate(lines):
@@ -179,7 +181,7 @@ def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> 
 def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
-    from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device, reference_gpu
+    from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device, reference_gpu
 
     config = specs[0].config
     peaks = config.backpressure
@@ -235,7 +237,7 @@ DAY = 86_400.0
 
 def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
     """Which runs will step together on this device, if memory allows."""
-    from retrain.campaign.cohorts import cohorts, lane_count
+    from retrain.campaign.planning.cohorts import cohorts, lane_count
 
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
@@ -259,7 +261,7 @@ def told_time(
     specs: list[Any], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
-    from retrain.commands.estimate import cohort_seconds
+    from retrain.campaign.planning.costs import cohort_seconds
 
     groups = planned_cohorts(specs, device)
     total = sum(
@@ -269,10 +271,11 @@ def told_time(
     return f"about {duration(total)} on {device.name}{each}"
 
 
-def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
+def print_files(plan: Plan) -> None:
     """Print every file that training would write, with a phrase for each."""
-    print(f"\nwrites        {out or loaded.config.logging.log_dir}/")
-    if not loaded.is_campaign:
+    specs = plan.specs
+    print(f"\nwrites        {plan.directory}/")
+    if not specs[0].is_campaign:
         files = {name: text for name, text in CAMPAIGN_FILES if name not in ONLY_OF_CAMPAIGNS} | dict(RUN_FILES)
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return
@@ -289,7 +292,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
-    from retrain.campaign.report import write_report
+    from retrain.campaign.judging.report import write_report
 
     require_directory(directory)
     print(write_report(directory, out))

@@ -50,7 +50,7 @@ def read_problems(configs: Sequence[Any], folder: Path) -> Problems:
     # Read once, when the hub's client is first imported; explain contacts nobody.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    from retrain.campaign.asked import askable, data_of, longest_completions, rooms
+    from retrain.campaign.planning.asked import askable, data_of, longest_completions, rooms
 
     config = configs[0]
     source = config.data.source

@@ -27,14 +27,14 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
-    from retrain.campaign.changes import Approval
-    from retrain.campaign.launch import Outcome
+    from retrain.campaign.planning.changes import Approval
+    from retrain.campaign.running.controller import Outcome
     from retrain.record.observer import Observer
 
 
 def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.stopping import ENDINGS
+    from retrain.campaign.running.stopping import ENDINGS
     from retrain.record.console import PlainConsole, make_console
 
     with lasting_streams():  # a closed terminal ends no training
@@ -67,14 +67,18 @@ def train(
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
     loaded = read(file, sets)
+    from retrain.campaign.planning.plan import Plan
+
+    plan = Plan.of(loaded, out)
     if dry_run:
         from retrain.commands.look import print_explanation
 
-        print_explanation(loaded, out)
+        print_explanation(plan)
         return
-    from retrain.campaign.launch import launch
+    from retrain.campaign.planning.references import check
+    from retrain.campaign.running.controller import execute
 
-    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
+    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
 
 
 def resume(
@@ -86,20 +90,18 @@ def resume(
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
-    from retrain.campaign.launch import resume as resume_directory
+    from retrain.campaign.planning.manifest import read_plan
+    from retrain.campaign.planning.references import check
+    from retrain.campaign.running.controller import execute
 
     require_directory(directory)
-    finish(
-        plain,
-        lambda observer: resume_directory(
-            directory, observer, retry_failed, approval(accept_changes, observer), sets or ()
-        ),
-    )
+    plan = read_plan(directory, sets or ())
+    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
     """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
-    from retrain.campaign.changes import Approval
+    from retrain.campaign.planning.changes import Approval
     from retrain.record.board import printable
 
     def ask(lines: list[str]) -> bool:
@@ -138,7 +140,7 @@ def squeeze(
     as_json: AsJson = False,
 ) -> None:
     """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
-    from retrain.campaign.squeeze import squeeze as squeeze_directory
+    from retrain.campaign.adapters.squeeze import squeeze as squeeze_directory
 
     require_directory(directory)
     if pattern and (to is None or steps is not None):
@@ -146,9 +148,11 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.continuing import continue_compressed
+        from retrain.campaign.adapters.continuing import continued_plan
+        from retrain.campaign.planning.references import check
+        from retrain.campaign.running.controller import execute
 
-        finish(False, lambda observer: continue_compressed(directory, to, steps, out, observer))
+        finish(False, lambda observer: execute(check(continued_plan(directory, to, steps, out)), observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))

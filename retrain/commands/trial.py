@@ -31,12 +31,14 @@ def try_(
 
     They are those of the first step. Exit status 1 when the reward grades none of the answers.
     """
-    from retrain.campaign.trial import others, trial
+    from retrain.campaign.planning.plan import Plan
+    from retrain.campaign.planning.references import check
+    from retrain.campaign.running.trial import others, trial
 
-    loaded = read(file, sets)
-    for label in others(loaded, condition):
+    plan = Plan.of(read(file, sets))
+    for label in others(plan, condition):
         tell(f"{label} has another reward or sampling: type --condition '{label}'")
-    found = trial(loaded, problems, samples, condition, tell)
+    found = trial(check(plan, places=False), problems, samples, condition, tell)
     if as_json:
         print(dumps({"file": str(file), **found}, indent=2))
     elif sys.stdout.isatty():

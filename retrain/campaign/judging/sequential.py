@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from retrain.campaign.manifest import Manifest
-from retrain.campaign.plan import RunSpec
-from retrain.campaign.results import Measure, RunResult, read_run
-from retrain.campaign.words import SIGNIFICANT, direction, probability
+from retrain.campaign.judging.results import Measure, RunResult, read_run
+from retrain.campaign.judging.words import SIGNIFICANT, direction, probability
+from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.plan import RunSpec
 from retrain.errors import UsageError
 from retrain.maths.sequential import sequential_looks
 from retrain.record.observer import Observer

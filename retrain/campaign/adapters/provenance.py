@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.manifest import MANIFEST, PLAN
-from retrain.campaign.squeeze import find_adapter
+from retrain.campaign.adapters.squeeze import find_adapter
+from retrain.campaign.planning.manifest import MANIFEST, PLAN
 from retrain.config import Config, parse_dict
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrain.campaign.changes import Approval
-from retrain.campaign.launch import Outcome, launch
-from retrain.campaign.manifest import PLAN, read_plan, run_directory
-from retrain.campaign.squeeze import compress_adapter, find_adapter
+from retrain.campaign.adapters.squeeze import compress_adapter, find_adapter
+from retrain.campaign.planning.manifest import PLAN, read_plan
+from retrain.campaign.planning.plan import Plan, run_directory
 from retrain.config import Loaded, parse_dict
 from retrain.config.checking import Places
 from retrain.config.describe import document
 from retrain.errors import UsageError
 from retrain.files import read_json
-from retrain.record.observer import Observer
 
 
-def continue_compressed(
-    directory: Path, rank: int, steps: int, out: Path | None, observer: Observer, approval: Approval | None = None
-) -> Outcome:
-    """Train ``steps`` more steps at ``rank``, from the compressed adapter of this run or campaign directory.
+def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> Plan:
+    """The plan of ``steps`` more steps at ``rank``, from the adapter of this run or campaign directory, which is
+    compressed here.
 
     The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
     ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on
@@ -31,8 +28,8 @@ def continue_compressed(
     home = _holding((directory, *directory.absolute().parents), PLAN)
     if owner is None or home is None:
         raise UsageError(f"{directory} is no run directory of retrain: its settings are not known, so it cannot go on")
-    specs, folder = read_plan(home)
-    spec = next((spec for spec in specs if run_directory(home, spec).resolve() == owner.resolve()), None)
+    plan = read_plan(home)
+    spec = next((spec for spec in plan.specs if run_directory(home, spec).resolve() == owner.resolve()), None)
     if spec is None:
         raise UsageError(f"{home / PLAN} does not know the run {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
@@ -49,9 +46,10 @@ def continue_compressed(
     settings["logging"] |= {"wandb_group": None, "wandb_run_name": None}
     settings.pop("campaign", None)
     config = parse_dict(settings)
-    path = folder / f"{owner.name}_continue_{rank}.toml"  # no file: where relative paths are looked up, and the name
+    # No file: its folder is where relative paths are looked up, and its stem the name.
+    path = plan.folder / f"{owner.name}_continue_{rank}.toml"
     loaded = Loaded(config, path, document(settings), is_campaign=False, places=Places(path.name))
-    return launch(loaded, target, observer, approval=approval)
+    return Plan.of(loaded, target)
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

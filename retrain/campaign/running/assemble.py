@@ -14,19 +14,18 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm, Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.asked import askable, data_of, longest_completions
-from retrain.campaign.changes import BASE_WEIGHTS, Restart, machine_changes, recorded_facts, world_changes
-from retrain.campaign.fitting import check_memory
-from retrain.campaign.manifest import planned_configs, run_directory
-from retrain.campaign.models import Bases, CohortModel, LocalModel, PluginModel
-from retrain.campaign.outputs import run_place
-from retrain.campaign.plan import RunSpec
-from retrain.campaign.references import is_source, named_code
+from retrain.campaign.planning.asked import askable, data_of, longest_completions
+from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
+from retrain.campaign.planning.manifest import planned_configs
+from retrain.campaign.planning.outputs import run_place
+from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.campaign.planning.references import is_source, named_code
+from retrain.campaign.running.fitting import check_memory
+from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config, parse_dict
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset
-from retrain.environments.dataset import content_hash
+from retrain.environments import Dataset, content_hash
 from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.protocol import Environment
 from retrain.environments.single_turn import SingleTurn
@@ -52,6 +51,25 @@ from retrain.trainer import Cohort
 from retrain.types import Problem
 
 
+@dataclass(frozen=True)
+class Restart:
+    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
+    ``together``: all from the newest step that they have in common, else each from its own newest. ``accepted``: the
+    differences from the runs' records with which they may go on."""
+
+    failed_at: Mapping[str, int] = field(default_factory=dict)
+    together: bool = True
+    accepted: Sequence[str] = ()
+
+
+class Changed(Exception):
+    """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
 def assemble(
     directory: Path,
     specs: Sequence[RunSpec],
@@ -59,7 +77,7 @@ def assemble(
     observer: Observer,
     stop: Callable[[], bool],
     stack: ExitStack,
-    restart: Restart = Restart(),  # noqa: B008 - frozen
+    restart: Restart = Restart(),
     bases: Bases | None = None,
     others: Sequence[RunSpec] = (),
 ) -> Cohort:
@@ -69,8 +87,8 @@ def assemble(
     ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first; ``others`` are
     runs of the plan besides those in the directory's plan.json.
 
-    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, or when what has to be
-    loaded to be known differs from the runs' records and is not approved.
+    Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is
+    too short for all of them, and Changed.
     """
     begin = _resume_points(directory, specs, restart)
     specs = [spec for spec in specs if spec.run_id in begin]
@@ -93,10 +111,10 @@ def assemble(
     model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
     if not _is_local(specs[0].config):
         data = askable(data, specs[0].config, longest, model.tokenizer.source, context=0)
-    for note in data.notes:
-        observer.message(note)
     shared = _Shared(directory, folder, model, data, observer, stack)
-    _approve_world(shared, specs, begin, _world(model, data), restart)
+    _compare_records(shared, specs, begin, _world(model, data), restart)
+    for note in (*data.notes, *model.notes()):  # once it is known that these runs train here
+        observer.message(note)
     runs = []
     for spec, mode in zip(specs, modes, strict=True):
         grader = graders[spec.config.reward.grading]
@@ -127,7 +145,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, with what it has observed so far; None where no run asks for one."""
+    """The controller of the shared decode batch, with what was observed so far, when a run asks for it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -160,8 +178,6 @@ def model_of(
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
-    if not engine.fast:
-        observer.message(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     return LocalModel(base, lanes, engine, workers)
 
 
@@ -215,15 +231,18 @@ def _resume_points(directory: Path, specs: Sequence[RunSpec], restart: Restart) 
     }
 
 
-def _approve_world(
+def _compare_records(
     shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, ResumePoint], facts: dict[str, Any], restart: Restart
 ) -> None:
-    """Have what differs between these facts and the runs' records approved, and the facts kept for the new ones."""
+    """Compare these facts with the runs' records, and keep them for the new ones. Raises Changed."""
     system = SystemInfo.now(shared.folder)
+    records = {spec.run_id: recorded_facts(run_directory(shared.directory, spec)) for spec in specs}
+    differing = [line for recorded in records.values() for line in world_changes(recorded, facts)]
+    if refused := [line for line in dict.fromkeys(differing) if line not in restart.accepted]:
+        raise Changed(refused)
     for spec in specs:
-        recorded, own = recorded_facts(run_directory(shared.directory, spec)), begin[spec.run_id]
+        recorded, own = records[spec.run_id], begin[spec.run_id]
         changes = world_changes(recorded, facts)
-        restart.approve(shared.directory, changes)
         own.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
         own.facts = facts | {"modules": module_hashes(spec.config, shared.folder)}
         own.system = system

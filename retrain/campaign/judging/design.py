@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.campaign.plan import RunSpec
-from retrain.campaign.pooling import compare_directories
-from retrain.campaign.results import Measure
+from retrain.campaign.judging.pooling import compare_directories
+from retrain.campaign.judging.results import Measure
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config.algorithm import lambda_stays_zero
 from retrain.config.root import unused
 from retrain.errors import UsageError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.campaign.manifest import Manifest
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.plan import RunSpec
+from retrain.errors import UsageError
 
 CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
@@ -47,6 +48,22 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:
         return LOOK_SEEDS * conditions
     most = GPU_LANES if on_gpu else CPU_LANES
     return max(1, most // conditions * conditions if conditions <= most else most)
+
+
+def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
+    """The runs of a cohort in cohorts of which each fits into memory, whole seeds together where possible, so that
+    pairs share batches. ``fitting`` runs fit together, and ``reason`` says why no more.
+
+    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
+    """
+    asked = group[0].config.campaign.lanes
+    if fitting < 1:
+        raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
+    if asked != "auto":
+        raise UsageError(f'{reason}; type lanes = {fitting} or lanes = "auto" in [campaign]')
+    conditions = len({spec.label for spec in group})
+    count = fitting // conditions * conditions or fitting
+    return [list(group[i : i + count]) for i in range(0, len(group), count)]
 
 
 def _on_gpu(spec: RunSpec) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
-from retrain.campaign.report_sections import (
+from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
+from retrain.campaign.judging.report_sections import (
     curves_section,
     distributions_section,
     figure,
@@ -26,7 +26,7 @@ from retrain.campaign.report_sections import (
     squeeze_section,
     title_of,
 )
-from retrain.campaign.words import amount, probability
+from retrain.campaign.judging.words import amount, probability
 from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
 from retrain.ownership import owner_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.campaign.plan import RunSpec
-from retrain.errors import UsageError
+from retrain.campaign.planning.plan import RunSpec
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
@@ -53,18 +52,3 @@ def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt
             f"{len(specs)} runs need {sum(needs) / gib:.1f} GiB beside {base.name}, {max(0, free) / gib:.1f} GiB are "
             f"usable: {fitting} fit",
         )
-
-
-def smaller_cohorts(group: Sequence[RunSpec], short: DoesNotFit) -> list[list[RunSpec]]:
-    """The runs of a cohort in cohorts that fit, whole seeds together where possible, so that pairs share batches.
-
-    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
-    """
-    asked = group[0].config.campaign.lanes
-    if short.lanes < 1:
-        raise UsageError(f"{short}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
-    if asked != "auto":
-        raise UsageError(f'{short}; type lanes = {short.lanes} or lanes = "auto" in [campaign]')
-    conditions = len({spec.label for spec in group})
-    count = short.lanes // conditions * conditions or short.lanes
-    return [list(group[i : i + count]) for i in range(0, len(group), count)]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
@@ -55,6 +55,10 @@ class CohortModel(Protocol):
         """What a decode step costs, if that is known."""
         ...
 
+    def notes(self) -> list[str]:
+        """What a person should know of it."""
+        ...
+
 
 @dataclass
 class LocalModel:
@@ -89,6 +93,11 @@ class LocalModel:
     def decode_work(self) -> DecodeWork | None:
         """See ``CohortModel.decode_work``."""
         return decode_work(self.base)
+
+    def notes(self) -> list[str]:
+        """See ``CohortModel.notes``."""
+        slow = f"{self.base.name} decodes through transformers' own forward pass, slower than plain products"
+        return [] if self.engine.fast else [slow]
 
 
 class PluginModel:
@@ -125,6 +134,10 @@ class PluginModel:
 
     def decode_work(self) -> None:
         """Nothing is known of it."""
+
+    def notes(self) -> list[str]:
+        """There is nothing to say."""
+        return []
 
 
 class Bases:

@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.manifest import MANIFEST, planned_configs, read_manifest, run_directory
-from retrain.campaign.outputs import ADAPTER_FILES
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
+from retrain.campaign.planning.outputs import ADAPTER_FILES
+from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
@@ -21,7 +21,7 @@ from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.campaign.adapters.verify import Take
 
 VERIFICATION = "verification.json"
 
@@ -185,7 +185,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
     """The verification of an adapter in its run's directory or its campaign's, None without one."""
-    from retrain.campaign.verify import read_verification
+    from retrain.campaign.adapters.verify import read_verification
 
     run = adapter.absolute().parent
     for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
@@ -205,11 +205,11 @@ def _wanted(adapter: Path) -> dict[str, Any]:
     return wanted
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases | None = None) -> dict[str, Any]:
+def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, take: Take | None = None) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
     rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
 
-    ``folder`` is that of the TOML file."""
+    ``folder`` is that of the TOML file, ``take`` as for ``verify_ranks``."""
     settings = spec.config.squeeze
     adapter = find_adapter(run_directory(directory, spec))
     analysis = analyse_adapter(
@@ -226,7 +226,7 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], bases)
+            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], take)
     write_json(directory / "squeeze" / "analysis.json", analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
@@ -242,11 +242,11 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, bases: Bases
 
 
 def _verify(
-    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], bases: Bases | None
+    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], take: Take | None
 ) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
     there already of this very adapter is read."""
-    from retrain.campaign.verify import read_verification, verify_ranks
+    from retrain.campaign.adapters.verify import read_verification, verify_ranks
 
     out = directory / "squeeze" / VERIFICATION
     known = read_verification(out, adapter)
@@ -255,4 +255,4 @@ def _verify(
     with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
         planned = [parse_dict(config) for config in planned_configs(directory).values()]
-        return verify_ranks(spec, folder, adapter, smaller, out, planned, bases)
+        return verify_ranks(spec, folder, adapter, smaller, out, planned, take)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.changes import flat
-from retrain.campaign.comparison import compare_runs
-from retrain.campaign.manifest import MANIFEST, read_manifest
-from retrain.campaign.results import Measure, RunResult, first_set, read_run
+from retrain.campaign.judging.comparison import compare_runs
+from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run
+from retrain.campaign.planning.changes import flat
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError

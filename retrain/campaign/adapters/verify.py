@@ -10,14 +10,15 @@ has: in this fixed order the chance of calling any rank enough wrongly stays tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.environments.dataset import content_hash
@@ -30,7 +31,11 @@ from retrain.types import Problem
 
 WEIGHTS = "adapter_model.safetensors"
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.engines.local import LocalEngine
+    from retrain.policy.base import BaseModel
+    from retrain.policy.lora import Lanes
+
+    Take = Callable[[Config], tuple[BaseModel, Lanes, LocalEngine]]
 
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
@@ -43,11 +48,13 @@ def verify_ranks(
     smaller: Sequence[Path],
     out: Path,
     planned: Iterable[Config] = (),
-    bases: Bases | None = None,
+    take: Take | None = None,
 ) -> dict[str, Any]:
     """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
 
-    ``planned`` are the configurations of all runs of the plan, which decide what problems can be asked.
+    ``planned`` are the configurations of all runs of the plan, which decide what problems can be asked. ``take`` gives
+    a configuration's base in memory, with lanes and an engine; without it the base is loaded for this.
+
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
     difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept", "lost", "unclear")},
@@ -57,7 +64,7 @@ def verify_ranks(
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], planned, bases)
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], planned, take)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -145,15 +152,14 @@ def _evaluate(
     held_out: HeldOut,
     paths: Sequence[Path],
     planned: Iterable[Config],
-    bases: Bases | None,
+    take: Take | None,
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.asked import askable, data_of, longest_completions
-    from retrain.campaign.models import Bases
+    from retrain.campaign.planning.asked import askable, data_of, longest_completions
     from retrain.engines.protocol import PolicyRef
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
@@ -170,7 +176,7 @@ def _evaluate(
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
-        base, lanes, engine = (bases or stack.enter_context(Bases())).take(config)
+        base, lanes, engine = (take or partial(_loaded, stack))(config)
         engine.workers = workers_for(base)
         stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder))
@@ -195,6 +201,18 @@ def _evaluate(
             groups = evaluated.record.groups
             correct.append(np.array([[float(one.reward.is_correct) for one in group.rollouts] for group in groups]))
     return np.stack(correct), ranks, full is None
+
+
+def _loaded(stack: ExitStack, config: Config) -> tuple[BaseModel, Lanes, LocalEngine]:
+    """The base of a configuration, until the stack is closed."""
+    from retrain.engines.local import LocalEngine
+    from retrain.policy.base import base_of
+    from retrain.policy.lora import Lanes
+
+    base = base_of(config)
+    stack.callback(base.release)
+    lanes = Lanes(base, config.lora.target_modules)
+    return base, lanes, LocalEngine(base, lanes)
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:

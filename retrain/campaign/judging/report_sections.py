@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from retrain.campaign.evidence import (
+from retrain.campaign.judging.evidence import (
     MIN_BAND_SEEDS,
     Campaign,
     Completion,
@@ -22,8 +22,8 @@ from retrain.campaign.evidence import (
     twins,
     window_of,
 )
-from retrain.campaign.results import Measure
-from retrain.campaign.words import amount, number, probability
+from retrain.campaign.judging.results import Measure
+from retrain.campaign.judging.words import amount, number, probability
 from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from retrain.campaign.export import uniform
-from retrain.campaign.provenance import Provenance
+from retrain.campaign.adapters.export import uniform
+from retrain.campaign.adapters.provenance import Provenance
 from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest

@@ -51,10 +51,10 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.results import METRIC, Measure, RunResult, first_set, read_run, require_measure
-from retrain.campaign.sequential import overlay
-from retrain.campaign.sequential import words as rule_words
-from retrain.campaign.words import missing_words, sentence, verdict
+from retrain.campaign.judging.results import METRIC, Measure, RunResult, first_set, read_run, require_measure
+from retrain.campaign.judging.sequential import overlay
+from retrain.campaign.judging.sequential import words as rule_words
+from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.errors import UsageError
 from retrain.files import write_json
 from retrain.maths.intervals import iqm_interval, mean_interval

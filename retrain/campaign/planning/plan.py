@@ -1,4 +1,6 @@
-"""Which runs there are: conditions × seeds, each with its own resolved configuration.
+"""A file's plan: which runs there are (conditions × seeds, each with its resolved configuration), and where they go.
+
+A file goes one way: ``load``, then ``Plan.of``, ``check``, ``execute``; each is done once and hands its result on.
 
 Runs come seed by seed, all conditions of a seed together: what is paired by seed is there early, and a campaign that
 is stopped half-way has complete pairs.
@@ -6,7 +8,8 @@ is stopped half-way has complete pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,24 @@ class RunSpec:
     is_campaign: bool
     overrides: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
+        """The run that ``to_json`` wrote, with another configuration where one is given."""
+        given = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**{**given, "config": config or parse_dict(data["config"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as plain data, as ``plan.json`` has it."""
+        return {
+            "run_id": self.run_id,
+            "label": self.label,
+            "seed": self.seed,
+            "condition_index": self.condition_index,
+            "overrides": self.overrides,
+            "is_campaign": self.is_campaign,
+            "config": self.config.model_dump(mode="json", by_alias=True),
+        }
+
     @property
     def export(self) -> Path | None:
         """The user's directory that also receives the final adapter ([backend] adapter_path)."""
@@ -41,6 +62,35 @@ class RunSpec:
         if path is None:
             return None
         return Path(path) / self.run_id if self.is_campaign else Path(path)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, and where: all that is worked out of a file, or of a directory's ``plan.json``.
+
+    ``directory`` is written to; ``folder`` is that of the TOML file, where relative paths to data and modules are
+    looked up first. ``source`` is the file as it was read, None for a directory that is continued from its own plan;
+    ``sets`` are the ``section.key=value`` settings that this plan was changed with.
+    """
+
+    specs: list[RunSpec]
+    directory: Path
+    folder: Path
+    name: str
+    source: Loaded | None = None
+    sets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, loaded: Loaded, out: Path | None = None) -> Plan:
+        """The plan of a file. Raises ConfigError when a run's configuration does not hold."""
+        directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
+        name = loaded.config.campaign.name or loaded.path.stem
+        return cls(plan(loaded), directory, loaded.path.parent, name, loaded)
+
+
+def run_directory(directory: Path, spec: RunSpec) -> Path:
+    """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
+    return directory / "runs" / spec.run_id if spec.is_campaign else directory
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.changes import flat
-from retrain.campaign.manifest import planned_configs, read_manifest
-from retrain.campaign.pooling import compare_directories, read_source
-from retrain.campaign.results import Measure, RunResult, first_set
+from retrain.campaign.judging.pooling import compare_directories, read_source
+from retrain.campaign.judging.results import Measure, RunResult, first_set
+from retrain.campaign.planning.changes import flat
+from retrain.campaign.planning.manifest import planned_configs, read_manifest
 from retrain.config.evaluation import HELDOUT
 from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval

@@ -1,5 +1,5 @@
-"""What a file refers to beyond itself, looked up before anything is trained: packages, code of the user's own, a model
-that lies on this machine, with its layers, and problems.
+"""What can be known to be wrong before anything is loaded: packages, code of the user's own, a model that lies on this
+machine, with its layers, and problems, that a file refers to; and places that are not free to write to.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.asked import data_of
-from retrain.campaign.plan import plan
+from retrain.campaign.planning.asked import data_of
+from retrain.campaign.planning.outputs import check_places
+from retrain.campaign.planning.plan import Plan
 from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
@@ -41,20 +42,30 @@ SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 
 
-def check_references(loaded: Loaded, rewards: bool = False) -> None:
+def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
+    """The plan, once all that can be known before anything is loaded has been looked at: what a file refers to, and
+    with ``places`` whether what it would write to is free or its own. Raises ConfigError, NotOurs or UsageError."""
+    if plan.source is not None:
+        check_references(plan, plan.source, rewards)
+    if places:
+        check_places(plan.directory, plan.specs)
+    return plan
+
+
+def check_references(plan: Plan, loaded: Loaded, rewards: bool = False) -> None:
     """Look for the packages that the file needs and for its model, load every function and class that it names, with
     ``rewards`` also those of [reward], look for the layers that get an adapter, and read the problems.
 
     Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
     """
-    problems = list(dict.fromkeys([*_problems(loaded, rewards), *data_problems(loaded)]))
+    problems = list(dict.fromkeys([*_problems(plan, loaded, rewards), *data_problems(plan, loaded)]))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    folder = loaded.path.parent
-    for spec in plan(loaded):
+def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
+    folder, examined = plan.folder, set[str]()
+    for spec in plan.specs:
         for key, value in named_code(spec.config):
             where = _place(loaded, key, value)
             try:
@@ -69,7 +80,11 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             if key == "backend.backend":
                 yield from _capability_problems(loaded, spec.config, found)
         yield from _package_problems(loaded, spec.config, folder)
-        yield from _model_problems(loaded, spec.config)
+        model, targets = spec.config.model, spec.config.lora.target_modules
+        wanted = repr((spec.config.backend.backend, model.model, model.revision, model.trust_remote_code, targets))
+        if wanted not in examined:  # one look at files for all runs that want them
+            examined.add(wanted)
+            yield from _model_problems(loaded, spec.config)
         if rewards:
             yield from _reward_problems(loaded.places, spec.config.reward, folder)
 
@@ -123,16 +138,15 @@ def _model_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
         yield from _target_problems(loaded, config)
 
 
-def data_problems(loaded: Loaded) -> list[Problem]:
+def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
     """What is wrong with the problems that the file names: of files and directories everything but what the model's
     tokenizer says of them; of functions and of the hub's data sets nothing, they are read when training starts."""
-    folder = loaded.path.parent
     found: dict[str, Problem | None] = {}
-    for config in (spec.config for spec in plan(loaded)):
+    for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         wanted = repr((config.data, held_out, config.training.max_examples))
         if wanted not in found:
-            found[wanted] = _data_problem(loaded, config, folder)
+            found[wanted] = _data_problem(loaded, config, plan.folder)
     return [problem for problem in found.values() if problem is not None]
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec
 from retrain.config.tasks import CHART_KEYS
 from retrain.errors import UsageError
 from retrain.record.environment import code_version, module_hashes, package_versions
@@ -62,16 +61,6 @@ class Approval:
         self.accepted += new
         for line in new:
             self.tell(f"changed since the last start: {line}")
-
-
-@dataclass(frozen=True)
-class Restart:
-    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
-    ``together``: all from the newest step that they have in common, else each from its own newest."""
-
-    failed_at: Mapping[str, int] = field(default_factory=dict)
-    together: bool = True
-    approve: Approval = field(default_factory=Approval)
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.campaign.changes import counts, flat
-from retrain.campaign.plan import RunSpec
-from retrain.config import parse_dict, parse_with_sets
+from retrain.campaign.planning.changes import counts, flat
+from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
+from retrain.config import parse_with_sets
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
 from retrain.ownership import not_readable
@@ -37,11 +37,6 @@ def fingerprint(spec: RunSpec) -> str:
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     given = {key: value for key, value in config if counts(key) and value not in ({}, [])}
     return hashlib.sha256(dumps(given).encode()).hexdigest()[:16]
-
-
-def run_directory(directory: Path, spec: RunSpec) -> Path:
-    """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
-    return directory / "runs" / spec.run_id if spec.is_campaign else directory
 
 
 class Manifest:
@@ -140,19 +135,7 @@ def update_plan(directory: Path, specs: Sequence[RunSpec]) -> None:
 
 
 def _write_plan(directory: Path, specs: Sequence[RunSpec], file: dict[str, Any]) -> None:
-    runs = [
-        {
-            "run_id": spec.run_id,
-            "label": spec.label,
-            "seed": spec.seed,
-            "condition_index": spec.condition_index,
-            "overrides": spec.overrides,
-            "is_campaign": spec.is_campaign,
-            "config": spec.config.model_dump(mode="json", by_alias=True),
-        }
-        for spec in specs
-    ]
-    write_json(directory / PLAN, {"format": 1, **file, "runs": runs})
+    write_json(directory / PLAN, {"format": 1, **file, "runs": [spec.to_json() for spec in specs]})
 
 
 def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
@@ -162,8 +145,8 @@ def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
     return {run["run_id"]: run["config"] for run in _plan_content(directory)["runs"]}
 
 
-def read_plan(directory: Path, sets: Sequence[str] = ()) -> tuple[list[RunSpec], Path]:
-    """The runs of ``plan.json``, with ``section.key=value`` settings applied to each, and the folder of their file.
+def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
+    """The plan in ``plan.json``, with ``section.key=value`` settings applied to each run.
 
     Raises UsageError when the directory holds no plan, or a setting is none for runs that are planned already.
     """
@@ -177,19 +160,8 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> tuple[list[RunSpec],
         if mine or key.startswith("campaign."):
             why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
-    specs = [
-        RunSpec(
-            run_id=run["run_id"],
-            label=run["label"],
-            seed=run["seed"],
-            condition_index=run["condition_index"],
-            overrides=run["overrides"],
-            config=parse_with_sets(run["config"], sets) if sets else parse_dict(run["config"]),
-            is_campaign=run["is_campaign"],
-        )
-        for run in content["runs"]
-    ]
-    return specs, Path(content["folder"])
+    specs = [RunSpec.from_json(run, parse_with_sets(run["config"], sets) if sets else None) for run in content["runs"]]
+    return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
 
 
 def _plan_content(directory: Path) -> dict[str, Any]:

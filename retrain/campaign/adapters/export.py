@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from retrain.campaign.provenance import Provenance
+from retrain.campaign.adapters.provenance import Provenance
 from retrain.errors import ModelError, StorageError, UsageError
 from retrain.files import prepare_directory, publish_directory, writing
 from retrain.policy.adapter_stream import AdapterFile, Pair, write_streamed

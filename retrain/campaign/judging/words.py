@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrain.campaign.results import Measure
+from retrain.campaign.judging.results import Measure
 from retrain.maths.statistics import pairs_for_verdict
 from retrain.record.numbers import minus, points
 

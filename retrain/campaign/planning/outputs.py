@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.manifest import MANIFEST, read_manifest, run_directory
-from retrain.campaign.plan import RunSpec
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
+from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.errors import NotOurs
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.assemble import assemble
-from retrain.campaign.fitting import DoesNotFit
-from retrain.campaign.plan import RunSpec, plan
-from retrain.campaign.references import check_references
-from retrain.campaign.talk import as_read
-from retrain.config import Loaded, parse_dict
+from retrain.campaign.adapters.talk import as_read
+from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.campaign.running.assemble import assemble
+from retrain.campaign.running.fitting import DoesNotFit
+from retrain.config import parse_dict
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import conversation
 from retrain.environments.single_turn import SingleTurn
@@ -56,21 +55,20 @@ class Messages(NullObserver):
 
 
 def trial(
-    loaded: Loaded, problems: int, samples: int | None, condition: str | None, tell: Callable[[str], None]
+    plan: Plan, problems: int, samples: int | None, condition: str | None, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one run of the file.
+    """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
     ``condition`` is the label of the run's condition, None the first; the seed is the first. Returns ``run``, ``seed``,
     ``model``, ``prompts`` (each with its answers and what the reward says of them), ``sampling`` and ``grading``
     (counts and seconds, with what a whole step takes) and ``verdict``. Raises RetrainError as training does.
     """
-    check_references(loaded)
-    spec, others = _spec(loaded, condition), _chosen(loaded, condition)[1]
+    spec = _untracked(chosen(plan, condition))
     samples = samples or min(ANSWERS, spec.config.training.group_size)
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
-            cohort = assemble(aside, [spec], loaded.path.parent, Messages(tell), lambda: False, stack, others=others)
+            cohort = assemble(aside, [spec], plan.folder, Messages(tell), lambda: False, stack, others=plan.specs)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
@@ -113,36 +111,36 @@ def trial(
         }  # fmt: skip
 
 
-def _chosen(loaded: Loaded, condition: str | None) -> tuple[RunSpec, list[RunSpec]]:
-    """The first run of the condition, and all runs of the file. Raises UsageError when there is no such condition."""
-    specs = plan(loaded)
-    labels = list(dict.fromkeys(spec.label for spec in specs))
+def chosen(plan: Plan, condition: str | None) -> RunSpec:
+    """The first run of the condition. Raises UsageError when there is no such condition."""
+    labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     if condition is not None and condition not in labels:
         raise UsageError(f"--condition {condition!r} is none of {', '.join(labels)}")
-    return next(spec for spec in specs if condition in (None, spec.label)), specs
+    return next(spec for spec in plan.specs if condition in (None, spec.label))
 
 
-def _spec(loaded: Loaded, condition: str | None) -> RunSpec:
-    """The run that is tried, without trackers and other outputs."""
-    spec, _ = _chosen(loaded, condition)
+def _untracked(spec: RunSpec) -> RunSpec:
+    """The run without trackers and other outputs."""
     data = spec.config.model_dump(mode="json", by_alias=True)
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
     return replace(spec, config=parse_dict(data), is_campaign=False)
 
 
-def others(loaded: Loaded, condition: str | None) -> list[str]:
+def others(plan: Plan, condition: str | None) -> list[str]:
     """Labels of the conditions whose reward or sampling is not that of the one that is tried.
 
     Raises UsageError when there is no such condition.
     """
-    tried, specs = _chosen(loaded, condition)
+    tried = chosen(plan, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:
         config, training = spec.config, spec.config.training
         return config.reward.grading, training.temperature, training.max_tokens, config.training_truncation
 
-    return list(dict.fromkeys(spec.label for spec in specs if spec.seed == tried.seed and seen(spec) != seen(tried)))
+    return list(
+        dict.fromkeys(spec.label for spec in plan.specs if spec.seed == tried.seed and seen(spec) != seen(tried))
+    )
 
 
 Graded = tuple[list[RewardResult], list[float]]

@@ -1,0 +1,1 @@
+"""Carry a plan out: who may, where, in which cohorts, and until when."""

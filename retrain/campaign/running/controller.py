@@ -1,0 +1,353 @@
+"""Carry a plan out: cohorts of runs, one after another, until every run is done or has failed.
+
+The controller alone writes the campaign's manifest, decides what comes next and talks to the user; an executor trains
+the cohorts, and all that is known of them here are its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGINT
+from typing import Any
+
+from retrain.campaign.judging.design import without_sepa
+from retrain.campaign.judging.sequential import look, still_wanted
+from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
+from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
+from retrain.campaign.planning.manifest import (
+    MANIFEST,
+    Manifest,
+    planned_configs,
+    read_manifest,
+    read_plan,
+    update_plan,
+    write_plan,
+)
+from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
+from retrain.campaign.planning.references import check, require_packages
+from retrain.campaign.running.executor import InProcess
+from retrain.campaign.running.lease import DirectoryLock
+from retrain.campaign.running.protocol import (
+    CohortJob,
+    Evaluated,
+    Event,
+    Executor,
+    Facts,
+    Job,
+    JobEnded,
+    Message,
+    RunEnded,
+    RunStarted,
+    SqueezeJob,
+    StepDone,
+)
+from retrain.campaign.running.stopping import ENDINGS, StopRequest
+from retrain.config import Loaded
+from retrain.errors import Interrupted, RetrainError, StorageError
+from retrain.files import write_json
+from retrain.ownership import remove_leftovers
+from retrain.record.environment import SystemInfo, run_facts
+from retrain.record.observer import Observer
+
+
+@dataclass
+class Outcome:
+    """How it ended. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``; ``saved`` is false
+    when steps after the last checkpoints were given up."""
+
+    exit_status: int
+    directory: Path
+    summary: dict[str, Any]
+    saved: bool = True
+
+
+def launch(
+    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None
+) -> Outcome:
+    """Plan, check and execute what a file asks for, in ``out`` or where it says."""
+    return execute(check(Plan.of(loaded, out)), observer, retry_failed, approval)
+
+
+def resume(
+    directory: Path, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
+    sets: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Continue a run or campaign from its directory alone, with ``section.key=value`` settings changed for all of its
+    runs."""
+    return execute(check(read_plan(Path(directory), sets)), observer, retry_failed, approval)
+
+
+def execute(
+    plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
+    executor: Executor | None = None,
+) -> Outcome:  # fmt: skip
+    """Train what was planned and checked; a directory that already holds some of it is continued.
+
+    Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
+    ``approval`` decides about what differs from the directory's records; without it every difference is refused.
+    ``executor`` trains, this process without one; it is closed when all is trained. Raises StorageError when the
+    directory cannot be written, LeaseLost when another process has taken it over.
+    """
+    approval, executor = approval or Approval(), executor or InProcess()
+    with (
+        DirectoryLock(plan.directory, observer.message) as lock,
+        _open(plan, observer, approval) as manifest,
+    ):
+        loaded = plan.source
+        if loaded is not None:
+            manifest.files.write(lambda: write_plan(plan.directory, plan.specs, loaded.text, loaded.path))
+            if loaded.is_campaign:
+                manifest.files.write(lambda: _write_facts(plan.directory, loaded))
+        elif plan.sets:
+            manifest.files.write(lambda: update_plan(plan.directory, plan.specs))
+        return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
+
+
+def _write_facts(directory: Path, loaded: Loaded) -> None:
+    """What the whole campaign is made with, beside its runs' own."""
+    write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
+    SystemInfo.now(loaded.path.parent).write(directory)
+
+
+def _open(plan: Plan, observer: Observer, approval: Approval) -> Manifest:
+    """The directory's manifest, once what differs from its records has been approved."""
+    directory = plan.directory
+    remove_leftovers(directory)
+    entries = {}
+    if (directory / MANIFEST).is_file():
+        entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
+    asked, told = settings_changes(plan.specs, planned_configs(directory), entries)
+    for spec in plan.specs:
+        entry = entries.get(spec.run_id)
+        if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
+            asked += version_changes(run_directory(directory, spec), spec, plan.folder)
+    approval(directory, asked)
+    for line in told:
+        observer.message(f"changed since the last start: {line}")
+    return Manifest.open(directory, plan.name, plan.specs)
+
+
+class Controller:
+    """One campaign or run while it is carried out."""
+
+    def __init__(
+        self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
+        executor: Executor,
+    ):  # fmt: skip
+        self.plan, self.manifest, self.observer = plan, manifest, observer
+        self.approval, self.lock, self.executor = approval, lock, executor
+        self.specs, self.directory = plan.specs, manifest.directory
+        self.stop = StopRequest(self.directory)
+        self._by_id = {spec.run_id: spec for spec in plan.specs}
+
+    def carry_out(self, retry_failed: bool) -> Outcome:
+        """Train what is left to do, analyse and compare; how it ended."""
+        manifest, observer, specs = self.manifest, self.observer, self.specs
+        _declared(manifest, specs)  # kept from now on
+        observer.plan(specs)
+        look(manifest, specs, observer)  # killed between the last run of a seed and the look at it
+        settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
+        todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
+        left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
+        if left and not retry_failed:
+            observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
+        if todo:
+            require_packages((spec.config for spec in todo), self.plan.folder)
+            observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
+        elif not left:
+            observer.message(f"every run in {self.directory} is done; give another directory with --out to train anew")
+        with closing(self.executor), self.stop.listening(observer):
+            try:
+                for group, job in self._jobs(retry_failed) if todo else ():
+                    self._train(group, job)
+                    self._squeeze_once()
+                    look(manifest, specs, observer)
+                self._squeeze_once()  # killed after the last run and before its analysis
+            except (Interrupted, KeyboardInterrupt) as end:
+                return self._interrupted(todo, saved=isinstance(end, Interrupted))
+        if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
+            from retrain.campaign.judging.comparison import compare
+
+            runs, labels = manifest.content["runs"], [spec.label for spec in specs]
+            rule, declared = manifest.content.get("sequential"), _declared(manifest, specs)
+            manifest.note(comparison=compare(self.directory, runs, labels, sequential=rule, **declared))
+        if specs[0].is_campaign:
+            _report(manifest, observer)
+        failed = any(run["state"] == "failed" for run in manifest.content["runs"])
+        return Outcome(1 if failed else 0, self.directory, summary(manifest))
+
+    def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> Outcome:
+        came = ENDINGS[self.stop.signal or SIGINT]
+        for spec in todo:
+            if self.manifest.run(spec.run_id)["state"] == "running":
+                self.manifest.update(spec.run_id, state="interrupted", reason=came.reason)
+                self.observer.run_finished(spec, "interrupted", "")
+        return Outcome(came.status, self.directory, summary(self.manifest), saved)
+
+    def _jobs(self, retry_failed: bool) -> Iterator[tuple[list[RunSpec], dict[str, Any]]]:
+        """The cohorts that have something left to do, with what else their jobs say: what is unfinished of each, then
+        what failed and is tried again.
+
+        Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
+        go on have to be in its batches again, and fail again.
+        """
+        manifest = self.manifest
+        for planned in planned_cohorts(manifest, self.specs):
+            group = still_wanted(manifest, planned)  # asked between cohorts: the sequential rule may have decided
+            states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
+            failed = {name: int(manifest.run(name)["step"]) for name, state in states.items() if state == "failed"}
+            if any(state not in ("done", "failed") for state in states.values()):
+                yield [spec for spec in group if states[spec.run_id] != "done"], {"failed_at": failed}
+            if retry_failed and failed:
+                yield [spec for spec in group if spec.run_id in failed], {"together": False}
+
+    def _train(self, specs: list[RunSpec], job: dict[str, Any]) -> None:
+        """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest.
+        Raises Interrupted when it was stopped."""
+        self.manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
+        runs = [spec.to_json() for spec in specs]
+        places = {"directory": str(self.directory), "folder": str(self.plan.folder)}
+        end = self._follow(CohortJob(**places, runs=runs, accepted=list(self.approval.accepted), **job), specs)
+        if end.status == "stopped":
+            raise Interrupted(end.reason)
+        if end.status == "changed":
+            self.approval(self.directory, end.changes)
+            self._train(specs, job)
+        if end.status == "too_large":
+            self._train_in_parts(specs, job, end)
+
+    def _train_in_parts(self, specs: list[RunSpec], job: dict[str, Any], short: JobEnded) -> None:
+        parts = smaller_cohorts(specs, short.lanes, short.reason)
+        told = f"{short.reason}: they train in {len(parts)} cohorts, one after another"
+        self.observer.message(told, "warning")
+        names, now = {spec.run_id for spec in specs}, self.manifest.content["cohorts"]
+        place = next(i for i, cohort in enumerate(now) if names & set(cohort))
+        cut = [[spec.run_id for spec in part] for part in parts]
+        rest = [[name for name in cohort if name not in names] for cohort in now]
+        cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
+        self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
+        for part in parts:
+            self._train(part, job)
+
+    def _follow(self, job: Job, specs: Sequence[RunSpec]) -> JobEnded:
+        """Have a job done and follow it to its end."""
+        handle = self.executor.submit(job)
+        try:
+            with closing(self.executor.events()) as events:
+                for event in events:
+                    self._hear(event)
+                    if isinstance(event, JobEnded) and event.job == handle.id:
+                        return event
+                    self.lock.check()
+                    if self.stop.signal is not None:
+                        handle.stop()
+        except StorageError as error:
+            for entry in map(self.manifest.run, (spec.run_id for spec in specs)):
+                if entry["state"] == "running":
+                    entry.update(state="interrupted", reason=str(error))
+            with suppress(StorageError):
+                self.manifest.write()
+            raise _with_advice(error, self.directory) from error
+        raise RuntimeError(f"the executor's events ended before its job {handle.id}")
+
+    def _hear(self, event: Event) -> None:
+        """Put down in the manifest what has happened, and tell the observer."""
+        manifest, observer = self.manifest, self.observer
+        match event:
+            case RunStarted(run_id, step, max_steps):
+                manifest.update(run_id, state="running", reason=None, step=step)
+                observer.run_started(self._by_id[run_id], step, max_steps)
+            case StepDone(run_id, row):
+                manifest.run(run_id)["step"] = int(row["step"]) + 1  # the next event writes it
+                observer.step(self._by_id[run_id], row)
+            case Evaluated(run_id, name, row):
+                observer.evaluated(self._by_id[run_id], name, row)
+            case RunEnded(run_id, status, reason):
+                changes: dict[str, Any] = {"state": status, "reason": reason or None}
+                if status == "failed":
+                    changes["log"] = str(Path(manifest.run(run_id)["path"]) / "run.log")
+                manifest.update(run_id, **changes)
+                observer.run_finished(self._by_id[run_id], status, reason)
+            case Facts(facts):
+                manifest.note(**facts)
+            case Message(text, level):
+                observer.message(text, level)
+            case JobEnded():
+                pass
+
+    def _squeeze_once(self) -> None:
+        """After the first finished run: what rank would have been enough."""
+        manifest = self.manifest
+        if manifest.content.get("squeeze"):
+            return
+        for spec in self.specs:
+            if spec.config.squeeze.enabled and manifest.run(spec.run_id)["state"] == "done":
+                weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
+                if spec.config.backend.backend == "local" or weights.is_file():
+                    # else a backend of the user's that trains something else than a LoRA adapter
+                    job = SqueezeJob(str(self.directory), str(self.plan.folder), spec.to_json())
+                    self._follow(job, ())
+                return
+
+
+def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
+    """Metric and margin that decide, as ``compare`` takes them; a change since the first start is told in it.
+
+    The manifest keeps what was declared first: what is chosen after results were there is exploratory.
+    """
+    campaign = specs[0].config.campaign
+    now = {"primary_metric": campaign.primary_metric, "equivalence_margin": campaign.equivalence_margin}
+    first = manifest.content.setdefault("declared", now)
+    changed = [
+        f"{key} was {first[key]} at the first start and is {now[key]} now" for key in now if first[key] != now[key]
+    ]
+    return {
+        "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
+        "margin": campaign.equivalence_margin,
+        "warnings": [
+            *(f"{words}: what it shows is exploratory." for words in changed),
+            *(f"{words}." for words in without_sepa(specs)),
+        ],
+    }
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """What the command line prints at the end."""
+    content, directory = manifest.content, manifest.directory
+    paths = {"directory": str(directory), "manifest": str(directory / "manifest.json")}
+    if content.get("report"):
+        paths["report"] = str(directory / content["report"])
+    done = [run for run in content["runs"] if run["state"] == "done"]
+    if done:
+        paths["adapter"] = str(directory / done[0]["path"] / "final")
+        paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
+    return {
+        "name": content["name"],
+        "runs": content["runs"],
+        "comparison": content.get("comparison"),
+        "squeeze": content.get("squeeze"),
+        "paths": paths,
+    }
+
+
+def _with_advice(error: StorageError, directory: Path) -> RetrainError:
+    return RetrainError(
+        f"{error}\nEverything up to the last checkpoint is whole. Make room, or make the directory writable, "
+        f"then type: retrain resume {directory}"
+    )
+
+
+def _report(manifest: Manifest, observer: Observer) -> None:
+    """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
+    from retrain.campaign.judging.report import REPORT, write_report
+
+    try:
+        manifest.files.flush()
+        write_report(manifest.directory)
+        manifest.note(report=REPORT)
+    except Exception as error:  # whatever it is, all results are on the disk already
+        message = f"no {REPORT}: {type(error).__name__}: {error}; type: retrain report {manifest.directory}"
+        observer.message(message, "warning")

@@ -1,0 +1,159 @@
+"""What goes between the controller of a campaign and whoever trains its cohorts: jobs there, events back.
+
+Both are plain data, so that a job can be done in another process or on another machine that sees the same directory:
+``to_json`` and ``from_json`` take them through JSON, and they can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class CohortJob:
+    """Train these runs together, from where their checkpoints are.
+
+    ``directory`` is the campaign's, ``folder`` that of its TOML file. ``runs`` are as ``RunSpec.to_json`` writes them.
+    ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
+    step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
+    with which they may go on.
+    """
+
+    directory: str
+    folder: str
+    runs: list[dict[str, Any]]
+    failed_at: dict[str, int] = field(default_factory=dict)
+    together: bool = True
+    accepted: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SqueezeJob:
+    """Analyse and compress the adapter of a finished run. The event is Facts, with the key ``squeeze``."""
+
+    directory: str
+    folder: str
+    run: dict[str, Any]
+
+
+Job = CohortJob | SqueezeJob
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The run trains, from ``step`` (above 0 when resumed)."""
+
+    run_id: str
+    step: int
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step was recorded; ``row`` is its metrics row."""
+
+    run_id: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The held-out set ``name`` was evaluated; ``row`` has the ``eval/<name>/…`` keys."""
+
+    run_id: str
+    name: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """``status`` is done, with everything saved, or failed, for ``reason``."""
+
+    run_id: str
+    status: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Keys of the campaign's manifest, with what they are now."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One line for the reader; ``level`` is info, warning or error."""
+
+    text: str
+    level: str = "info"
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """The last event of a job.
+
+    ``status``: "done" (each run has ended), "stopped" (as asked, with all saved), "too_large" (only ``lanes`` of the
+    runs fit into memory together) or "changed" (``changes`` from the runs' records are not accepted); of the last two
+    nothing was trained further, and ``reason`` is for a person.
+    """
+
+    job: str
+    status: Literal["done", "stopped", "too_large", "changed"] = "done"
+    reason: str = ""
+    lanes: int = 0
+    changes: list[str] = field(default_factory=list)
+
+
+Event = RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded
+
+
+class Handle(Protocol):
+    """A job on its way. ``id`` is what ``JobEnded.job`` says."""
+
+    @property
+    def id(self) -> str:
+        """Its name, unique in its executor."""
+        ...
+
+    def stop(self) -> None:
+        """Ask for an end after the step that is under way, with everything saved; does not wait."""
+        ...
+
+
+class Executor(Protocol):
+    """Where cohorts run. It writes runs' directories, and nothing of the campaign's that the controller writes."""
+
+    def submit(self, job: Job) -> Handle:
+        """Have a job done."""
+        ...
+
+    def events(self) -> Generator[Event, None, None]:
+        """Events of the submitted jobs as they come, until all have ended; those of one job in their order.
+
+        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
+        plug-in cannot be used. Closed before its end, it gives the jobs up, without saving.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; nothing more is submitted."""
+        ...
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (CohortJob, SqueezeJob, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded)
+}
+
+
+def to_json(item: Job | Event) -> dict[str, Any]:
+    """A job or event as a JSON object."""
+    return {"kind": type(item).__name__, **asdict(item)}
+
+
+def from_json(data: Mapping[str, Any]) -> Any:
+    """The job or event that ``to_json`` wrote."""
+    return _KINDS[data["kind"]](**{key: value for key, value in data.items() if key != "kind"})
