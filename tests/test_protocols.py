@@ -52,7 +52,10 @@ def test_an_engine_behind_a_wire_samples_with_what_was_published(tmp_path, model
 
     def remote(*parts):
         local = made(*parts)
-        local.engine = RemoteEngine(str(model), local.tokenizer, local.base.eos_ids[0], tmp_path / "wire")
+        local.engine, local.notes = (
+            RemoteEngine(str(model), local.tokenizer, local.base.eos_ids[0], tmp_path / "wire"),
+            list,
+        )
         return local
 
     path = campaign(tmp_path, model, steps=3)
