@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines with bands, dots with intervals, histograms. Made for a page of ``record.html``.
+"""Charts as SVG text: lines with bands, dots with intervals, histograms; a page of ``record.html`` adds ``charts.css``.
 
 Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is told
 by colour alone: each has its marker and dash, and its name stands at the end of its line. Labels are plain text and
@@ -20,16 +20,6 @@ LETTER = 6.7
 """Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %."""
 COLOURS = 8
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
-STYLES = """
-.chart { display: block; width: 100%; height: auto; font: 12px/1.2 system-ui, -apple-system, "Segoe UI", sans-serif;
-  font-variant-numeric: tabular-nums; overflow: visible; }
-.chart text { fill: var(--muted); } .chart .name { fill: var(--ink); font-weight: 600; }
-.chart .value { fill: var(--ink); } .chart .grid { stroke: var(--line); stroke-width: 1; }
-.chart .zero { stroke: var(--muted); stroke-width: 1.2; } .chart .line { fill: none; stroke-width: 2;
-  stroke-linejoin: round; } .chart .thin { fill: none; stroke-width: 1; opacity: .32; }
-.chart .band { opacity: .15; stroke: none; } .chart .dot { stroke: var(--raised); stroke-width: .8; }
-.chart .margin { fill: var(--line); opacity: .55; } .chart .pair { stroke: var(--line); stroke-width: 1; fill: none; }
-"""
 MARKS: tuple[Callable[[float, float, float], str], ...] = (
     lambda x, y, r: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"',
     lambda x, y, r: f'<rect x="{x - r * 0.9:.1f}" y="{y - r * 0.9:.1f}" width="{r * 1.8:.1f}" height="{r * 1.8:.1f}"',
