@@ -63,7 +63,7 @@ def data_block(identifier: str, value: Any) -> str:
 @cache
 def asset(name: str) -> str:
     """The text of a style sheet or script of ours, by its name in ``assets/``."""
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return (files("retrain.record") / "assets" / name).read_text(encoding="utf-8")
 
 
 def generator(made_by: str) -> str:
