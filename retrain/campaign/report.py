@@ -33,7 +33,7 @@ from retrain.ownership import owner_of
 from retrain.record import charts
 from retrain.record.charts import Row
 from retrain.record.html import asset, escape, generator, page
-from retrain.record.numbers import duration, short
+from retrain.record.numbers import duration, plural, short
 
 REPORT = "report.html"
 
@@ -101,7 +101,7 @@ def _header(campaign: Campaign) -> str:
     config = next(iter(campaign.configs.values()), {})
     made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = [
-        _plural(len(campaign.labels), "condition") + " × " + _plural(len(seeds), "seed"),
+        plural(len(campaign.labels), "condition") + " × " + plural(len(seeds), "seed"),
         ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
     if config:
@@ -117,10 +117,6 @@ def _header(campaign: Campaign) -> str:
     )
     told = " ".join(f"<span>{escape(fact)}</span>" for fact in [*facts, made])
     return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{told}</p>"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------

@@ -74,11 +74,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
 
 
-def plural(number: int, word: str) -> str:
-    """The number with its noun: 1 run, 2 runs."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def count(number: float) -> str:
     """1234567 as "1.2 M"."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -116,6 +111,11 @@ _SHOWN |= {ord("\n"): "\\n", ord("\t"): "\\t"}
 def visible(text: str) -> str:
     """``text`` on one line as it may stand on a terminal: what one would obey, or not show, is escaped."""
     return text.translate(_SHOWN)
+
+
+def tell(text: str) -> None:
+    """Say something beside the result."""
+    print(f"note: {visible(text)}", file=sys.stderr)
 
 
 def print_text(text: str, indent: int, limit: int = 1500) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.files import read_jsonl, write_text
+from retrain.record import numbers
 from retrain.record.html import asset, data_block, escape, page
 from retrain.record.numbers import percent
 
@@ -256,6 +257,4 @@ def duration(seconds: float) -> str:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return numbers.duration(seconds)
