@@ -47,6 +47,7 @@ class Cohort:
         self.engine, self.runs, self.evaluator, self.observer = engine, list(runs), evaluator, observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
+        self.sync_seconds: float | None = None
         self.saver = Saver(self.guarded, lambda: pressure.state() if pressure else None)
 
     def train(self) -> None:
@@ -93,6 +94,7 @@ class Cohort:
         for run in runs:
             self.guarded(run, lambda run=run: wanted.update({run: run.rollout_requests()}))
         taken = self.queue.take(wanted)
+        self.sync_seconds = taken.sync_seconds
         graded = {}
         for run, found in taken.groups.items():
             for name, begin, end in taken.spans:
@@ -138,7 +140,11 @@ class Cohort:
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
         now = time.time()
         with run.span("record"):
-            row = run.record_step(groups, update, {**state, "perf/peak_memory_gib": peak_memory_gib()}, now)
+            shared = {
+                "perf/peak_memory_gib": peak_memory_gib(),
+                "timing_weight_sync_inference_total": self.sync_seconds,
+            }
+            row = run.record_step(groups, update, {**state, **shared}, now)
         self.observer.step(run.spec, row)
 
     def _save_due(self, runs: Sequence[Run], before: dict[Run, RollbackPoint] | None = None) -> None:
@@ -219,6 +225,7 @@ class Cohort:
     def guarded(self, run: Run, work: Callable[[], object], quietly: bool = False) -> None:
         """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: whoever
         calls tells the observer."""
+        before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
         try:
             work()
         except LeaseLost:
@@ -229,5 +236,5 @@ class Cohort:
             run.fail(error)
         except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
-        if run.error is not None and not quietly:
+        if run.error is not None and before is None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)

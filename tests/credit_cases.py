@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from toymodels import word_tokenizer
 
 from retrain.policy.base import BaseModel
-from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+from retrain.types import Action, Problem, Prompt, RewardResult, Sample, single_turn
 
 
 def words_base() -> BaseModel:
@@ -23,7 +25,7 @@ def completion(base, text, logprobs=None):
     """The text as sampled; uncertainty grows with improbability."""
     ids = base.tokenizer(text)["input_ids"] + [base.tokenizer.eos_token_id]
     values = np.linspace(-2, -0.1, len(ids)) if logprobs is None else np.asarray(logprobs)
-    return Completion(ids, text, values, np.abs(values), "stop")
+    return Action(ids, text, values, np.abs(values), "stop")
 
 
 def group(base, rewards, texts=None):
@@ -31,4 +33,25 @@ def group(base, rewards, texts=None):
     texts = texts or [f"so x = {i}" for i in range(len(rewards))]
     prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
     results = [RewardResult(r) for r in rewards]
-    return Group(prompt, [completion(base, t) for t in texts], results, np.full(len(rewards), np.nan))
+    return single_turn(prompt, [completion(base, t) for t in texts], results)
+
+
+class Trained(NamedTuple):
+    """What a policy is given of one rollout, for the tokens that were drawn."""
+
+    token_ids: list[int]
+    logprobs_T: np.ndarray
+    advantages_T: np.ndarray
+    loss_mask_T: np.ndarray
+
+
+def drawn(samples: Iterable[Sample]) -> list[Trained]:
+    """The drawn tokens of each sample; what was read has no advantage and does not train."""
+    found = []
+    for sample in samples:
+        own = sample.action_mask
+        assert not sample.advantages[~own].any()
+        assert not sample.loss_mask[~own].any()
+        ids = sample.token_ids[own].tolist()
+        found.append(Trained(ids, sample.logprobs[own], sample.advantages[own], sample.loss_mask[own]))
+    return found

@@ -1,16 +1,29 @@
-"""Adapters that do something, what is asked of them, and what they sampled."""
+"""Adapters that do something, what is asked of them, what they sampled, and updates on it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
-from retrain.policy.logprobs import TrainSequence
+from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget
+from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.update import Denominators
+from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
+from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.policy.threads import Workers
+from retrain.policy.update import new_optimizer, train_step
 from retrain.rng import generator
+from retrain.types import Action, Sample
+
+# -- sampling -----------------------------------------------------------------------------------------------------
 
 
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
@@ -23,12 +36,22 @@ def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapte
     return adapter
 
 
+def ref(lane: int) -> PolicyRef:
+    """The name under which ``sample`` publishes the adapter of this lane."""
+    return PolicyRef(str(lane), 0)
+
+
+def lane_of(request: SampleRequest) -> int:
+    """The lane that a request samples with."""
+    return int(request.policy.run_id)
+
+
 def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0):
     """Requests of one lane, with prompts of different lengths."""
     sizes = [3, 9, 5, 7, 4, 6]
     return [
         SampleRequest(
-            lane,
+            ref(lane),
             tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, sizes[p % len(sizes)])),
             samples,
             max_tokens,
@@ -37,6 +60,26 @@ def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: i
         )
         for p in range(prompts)
     ]
+
+
+def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
+    """Give the engine the weights of every lane as they are now."""
+    for lane, adapter in enumerate(adapters):
+        engine.publish(ref(lane), LocalSnapshot(adapter.frozen(), {}))
+
+
+def sample(
+    engine: Engine, asked: Sequence[SampleRequest], adapters: Sequence[Adapter], **options: Any
+) -> list[list[Action]]:
+    """What these adapters, as they are now, answer to requests of lanes 0, 1, …"""
+    publish(engine, adapters)
+    return engine.sample(asked, **options)
+
+
+def decoded(base, lanes, adapters, asked):
+    """Everything that is sampled, exactly."""
+    groups = sample(LocalEngine(base, lanes), asked, adapters)
+    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
 def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
@@ -49,17 +92,120 @@ def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
 
 
-def rollout(base, lanes, adapter, temperature=1.0) -> list[TrainSequence]:
-    """Sampled sequences with made-up, token-varying advantages."""
-    asked = requests(prompts=5, samples=3, temperature=temperature)
-    noise = generator("advantages")
+# -- what is trained on -------------------------------------------------------------------------------------------
+
+
+def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[SampleRequest] = ()) -> list[Sample]:
+    """Samples with made-up, token-varying advantages."""
+    asked, noise = asked or requests(prompts=5, samples=3, temperature=temperature), generator("advantages")
     return [
-        TrainSequence(r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), np.ones(len(c), dtype=bool))
-        for r, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True)
+        Sample.single_turn(r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), support=c.support)
+        for r, group in zip(asked, sample(LocalEngine(base, lanes), asked, [adapter]), strict=True)
         for c in group
     ]
 
 
-def totals(sequences) -> Denominators:
-    """What the losses of these sequences are divided by."""
-    return Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences))
+def drawn(of: Sample) -> np.ndarray:
+    """The tokens that the policy drew."""
+    return of.token_ids[of.action_mask]
+
+
+def with_tokens(of: Sample, **values: Any) -> Sample:
+    """The sample with other ``advantages``, ``logprobs`` or ``loss_mask`` of its drawn tokens: one value for all of
+    them, or an array [T]."""
+    changed = {}
+    for name, value in values.items():
+        changed[name] = getattr(of, name).copy()
+        changed[name][of.action_mask] = value
+    return replace(of, **changed)
+
+
+def in_turns(of: Sample) -> Sample:
+    """The sample as if some of its drawn tokens had been read: two after each of its actions of three tokens."""
+    place_T = np.arange(len(drawn(of)))
+    read = np.zeros(len(of), dtype=bool)
+    read[of.action_mask] = (place_T % 5 >= 3) & (place_T < place_T[-1])
+    return replace(
+        of,
+        action_mask=of.action_mask & ~read,
+        logprobs=np.where(read, 0, of.logprobs),
+        versions=np.where(read, -1, of.versions),
+        advantages=np.where(read, 0, of.advantages),
+        loss_mask=of.loss_mask & ~read,
+    )
+
+
+def totals(samples: Sequence[Sample]) -> Denominators:
+    """What the losses of these samples are divided by."""
+    return Denominators(sum(len(drawn(s)) for s in samples), len(samples))
+
+
+def fresh_logits(lanes: Lanes, adapter: Adapter, of: Sample) -> torch.Tensor:
+    """Logits [T, V] that the drawn tokens were drawn from, with gradient, by one unpadded forward pass: what stands
+    before a token predicts it."""
+    with lanes.single(adapter):
+        logits = lanes.base.model(input_ids=torch.from_numpy(of.token_ids)[None], use_cache=False).logits[0, :-1]
+    return logits[torch.from_numpy(of.action_mask[1:])]
+
+
+# -- updates ------------------------------------------------------------------------------------------------------
+
+
+def objective(
+    *, normalizer: str = "tokens", temperature: float = 1.0, max_tokens: int = 256, kl_coef: float = 0.0,
+    log_kl: bool = False, entropy_coef: float = 0.0, **policy: Any,
+) -> Objective:  # fmt: skip
+    """The terms that these keys ask for; ``policy`` are those of the policy loss."""
+    terms: list[Term] = [PolicyTerm(**policy)]
+    if kl_coef or log_kl:
+        terms.append(KLTerm(kl_coef))
+    if entropy_coef:
+        terms.append(EntropyTerm(entropy_coef))
+    return Objective(tuple(terms), normalizer, temperature, max_tokens)
+
+
+def adamw(adapter: Adapter, lr: float = 1e-3, weight_decay: float = 0.0) -> torch.optim.AdamW:
+    """The optimizer of an adapter, with the usual constants."""
+    return new_optimizer(adapter, lr, (0.9, 0.999), 1e-8, weight_decay)
+
+
+def update(
+    lanes: Lanes,
+    adapter: Adapter,
+    samples: Sequence[Sample],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    denominators: Denominators | None = None,
+    lr: float = 1e-3,
+    step: int = 0,
+    stream: tuple[int | str, ...] = (),
+    probe: Sequence[Sample] = (),
+    micro_batch_tokens: int = 16384,
+    budget: Budget | None = None,
+    grad_clip_norm: float = 0.0,
+    dropout: float = 0.0,
+    workers: Workers | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """One optimizer step on these samples, its objective made of ``keys``; with a new optimizer and without clipping by
+    default."""
+    batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
+    return train_step(
+        lanes.base,
+        lanes,
+        adapter,
+        optimizer or adamw(adapter),
+        batch,
+        objective(**keys),
+        lr,
+        budget=budget or Budget(micro_batch_tokens),
+        grad_clip_norm=grad_clip_norm,
+        dropout=dropout,
+        workers=workers,
+    )
+
+
+def local_policy(base: BaseModel, lanes: Lanes, seed: int = 0, **sections: dict[str, Any]) -> LocalPolicy:
+    """A run's policy of rank 4; ``sections`` are those of its file."""
+    sections["model"] = {"lora_rank": 4} | sections.get("model", {})
+    return LocalPolicy(base, lanes, parse_dict(sections), (0, seed), Workers())

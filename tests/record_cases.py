@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from retrain.record import RunContext
-from retrain.types import Completion, EvalRecord, Group, Problem, Prompt, RewardResult, StepRecord
+from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 
-def completion(length: int, text: str = "so \\boxed{4}", stop: bool = True, entropy: float | None = 0.5) -> Completion:
+def completion(length: int, text: str = "so \\boxed{4}", stop: bool = True, entropy: float | None = 0.5) -> Action:
     """``length`` tokens of logprob −1 each."""
     entropy_T = None if entropy is None else np.full(length, entropy, dtype=np.float32)
-    return Completion(list(range(length)), text, np.full(length, -1.0), entropy_T, "stop" if stop else "length")
+    return Action(list(range(length)), text, np.full(length, -1.0), entropy_T, "stop" if stop else "length")
 
 
 def group(
@@ -33,13 +33,15 @@ def group(
     totals_N = np.array([np.nan if r.total_reward is None else r.total_reward for r in results])
     known = totals_N[~np.isnan(totals_N)]
     problem = Problem(problem_id, f"What is {problem_id}?", "4", tags)
-    return Group(
-        prompt=Prompt(problem, f"<user>{problem.prompt}", tuple(range(prompt_length))),
-        completions=[completion(n, stop=(stops or [True] * len(lengths))[i]) for i, n in enumerate(lengths)],
-        rewards=results,
-        advantages_N=totals_N - (known.mean() if len(known) else 0.0),
-        discarded=discarded,
+    found = single_turn(
+        Prompt(problem, f"<user>{problem.prompt}", tuple(range(prompt_length))),
+        [completion(n, stop=(stops or [True] * len(lengths))[i]) for i, n in enumerate(lengths)],
+        results,
     )
+    for rollout, total in zip(found.rollouts, totals_N, strict=True):
+        rollout.advantage = float(total - (known.mean() if len(known) else 0.0))
+    found.discarded = discarded
+    return found
 
 
 def step(groups: list[Group], number: int = 0, update: dict[str, Any] | None = None, **state: Any) -> StepRecord:

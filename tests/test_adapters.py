@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from lane_cases import trained
+from lane_cases import local_policy, trained
 
 from retrain.campaign.squeeze import compress_adapter
-from retrain.checkpoints import load_checkpoint, newest_whole, save_checkpoint, snapshot
+from retrain.checkpoints import Snapshot, load_checkpoint, newest_whole, write_checkpoint
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import read_json, write_json
 from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.update import new_optimizer
 
 IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
 
@@ -109,67 +112,73 @@ def test_saved_and_read_back(base, lanes, tmp_path):
         lanes.new_adapter(5, 8.0).load(stored.tensors)
 
 
-def stepped(adapter, optimizer, times):
+def stepped(policy: LocalPolicy, times: int) -> None:
     for i in range(times):
-        adapter.flat.grad.copy_(torch.sin(torch.arange(len(adapter.flat)) * (i + 1.0)))
-        optimizer.step()
+        policy.adapter.flat.grad.copy_(torch.sin(torch.arange(len(policy.adapter.flat)) * (i + 1.0)))
+        policy.optimizer.step()
+
+
+def saved(directory: Path, policy: LocalPolicy, step: int) -> None:
+    """A checkpoint of the policy as it is now."""
+    write_checkpoint(directory, Snapshot(step, policy.snapshot(resumable=True), f'{{"step": {step}}}\n'))
 
 
 def test_checkpoint_continues_exactly_and_damage_is_found(base, lanes, tmp_path):
-    def fresh():
-        adapter = lanes.new_adapter(4, 8.0).initialise(0)
-        return adapter, new_optimizer(adapter, 1e-2, (0.9, 0.95), 1e-8, 0.01)
+    def fresh() -> LocalPolicy:
+        keys = {"lr": 1e-2, "weight_decay": 0.01}
+        return local_policy(base, lanes, lora={"alpha": 8.0}, training=keys, optimizer={"beta2": 0.95})
 
-    adapter, optimizer = fresh()
+    policy = fresh()
     run = tmp_path / "checkpoints"
-    run.mkdir()
-    stepped(adapter, optimizer, 3)
-    save_checkpoint(run / "step_000003", adapter, base.name, None, optimizer, {"step": 3})
-    stepped(adapter, optimizer, 2)
-    save_checkpoint(run / "step_000005", adapter, base.name, None, optimizer, {"step": 5})
+    stepped(policy, 3)
+    saved(run / "step_000003", policy, 3)
+    stepped(policy, 2)
+    saved(run / "step_000005", policy, 5)
 
-    again, its_optimizer = fresh()
-    assert load_checkpoint(run / "step_000003", again, its_optimizer) == {"step": 3}
-    stepped(again, its_optimizer, 5)
-    straight, its_own = fresh()
-    stepped(straight, its_own, 3)
-    stepped(straight, its_own, 5)
-    assert torch.equal(again.flat, straight.flat)
+    again = fresh()
+    assert load_checkpoint(run / "step_000003", again) == {"step": 3}
+    stepped(again, 5)
+    straight = fresh()
+    stepped(straight, 3)
+    stepped(straight, 5)
+    assert torch.equal(again.adapter.flat, straight.adapter.flat)
 
     weights = run / "step_000005" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(run / "step_000005", again, its_optimizer)
+        load_checkpoint(run / "step_000005", again)
     told: list[str] = []
     assert newest_whole(tmp_path, told) == run / "step_000003"
     assert "damaged" in told[0]
 
 
-def test_a_snapshot_does_not_change_while_training_goes_on(lanes):
-    """It is written by a thread during the next step: nothing in it may be the live weights."""
-    adapter = trained(lanes, 0)
-    optimizer = new_optimizer(adapter, 0.1, (0.9, 0.999), 1e-8, 0.0)
-    torch.nn.init.ones_(adapter.flat.grad)
-    optimizer.step()
-    saved = snapshot(adapter, "base", None, optimizer, {"step": 1})
-    before = {name: (a.clone(), b.clone()) for name, (a, b) in saved.adapter.items()}
-    moments = {name: tensor.clone() for name, tensor in saved.optimizer.items()}
-    optimizer.step()
-    assert not all(torch.equal(now[0], before[name][0]) for name, now in adapter.tensors().items())
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_snapshot_does_not_change_while_training_goes_on(base, lanes, resumable):
+    """It is written by a thread, or sampled with, during the next step: nothing in it may be the live weights."""
+    policy = local_policy(base, lanes)
+    policy.adapter.load(trained(lanes, 0).tensors())
+    stepped(policy, 1)
+    taken = policy.snapshot(resumable)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in taken.weights.tensors().items()}
+    moments = {name: tensor.clone() for name, tensor in (taken.optimizer or {}).items()}
+    assert set(moments) == ({"step", "exp_avg", "exp_avg_sq"} if resumable else set())
+    stepped(policy, 2)
+    assert not all(torch.equal(now[0], before[name][0]) for name, now in policy.adapter.tensors().items())
     assert all(torch.equal(a, before[name][0]) and torch.equal(b, before[name][1])
-               for name, (a, b) in saved.adapter.items())  # fmt: skip
-    assert all(torch.equal(tensor, moments[name]) for name, tensor in saved.optimizer.items())
+               for name, (a, b) in taken.weights.tensors().items())  # fmt: skip
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in (taken.optimizer or {}).items())
+    assert taken.weights.flat.data_ptr() != policy.adapter.flat.data_ptr()
 
 
-def test_a_base_on_this_machine_has_its_whole_path(lanes, tmp_path, monkeypatch):
+def test_a_base_on_this_machine_has_its_whole_path(base, lanes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models/mine").mkdir(parents=True)
     adapter, path = trained(lanes, 0), "base_model_name_or_path"
     for name, told in (("models/mine", str(tmp_path / "models/mine")), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
         save_adapter(tmp_path / "adapter", adapter, name)
         assert read_json(tmp_path / "adapter/adapter_config.json")[path] == told
-        optimizer = new_optimizer(adapter, 0.1, (0.9, 0.999), 1e-8, 0.0)
-        save_checkpoint(tmp_path / "saved" / told[-4:], adapter, name, None, optimizer, {"step": 1})
+        policy = local_policy(replace(base, name=name), lanes)
+        saved(tmp_path / "saved" / told[-4:], policy, 1)
         assert read_json(tmp_path / "saved" / told[-4:] / "adapter_config.json")[path] == told
     write_json(tmp_path / "adapter/adapter_config.json", read_json(tmp_path / "adapter/adapter_config.json")
                | {path: "models/mine"})  # fmt: skip

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from lane_cases import drawn, fresh_logits, update
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
@@ -16,13 +17,12 @@ from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear, rms_norm, swiglu
 from retrain.policy.head import Head
-from retrain.policy.logprobs import TrainSequence, collate, split_microbatches, token_logprobs
+from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
-from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.rng import generator
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Turn, sample_of
 
-ROOT = Path(__file__).parents[1]
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -78,16 +78,32 @@ def family(name: str, dtype: torch.dtype = torch.float64) -> BaseModel:
     return BaseModel(name, model.to(dtype), None, torch.device("cpu"), dtype, (2,), 0, name)
 
 
-def ragged(vocab: int = 60) -> list[TrainSequence]:
+def ragged(vocab: int = 60) -> list[Sample]:
     """Three groups of 3, 1 and 2 completions, all lengths different."""
-    noise, sequences = generator("ragged"), []
+    noise, samples = generator("ragged"), []
     for width, lengths in ((4, (5, 1, 8)), (1, (3,)), (6, (7, 2))):
         prompt = tuple(int(t) for t in noise.integers(3, vocab, width))
         for length in lengths:
             ids = [int(t) for t in noise.integers(3, vocab, length)]
             ones = np.ones(length)
-            sequences.append(TrainSequence(prompt, ids, -ones, ones, np.ones(length, dtype=bool)))
-    return sequences
+            samples.append(Sample.single_turn(prompt, ids, -ones, ones))
+    return samples
+
+
+def conversations(vocab: int = 60) -> list[Sample]:
+    """Two groups of rollouts of one to three turns; the first begins with the prompt of ``ragged``'s first."""
+    noise, prompts = generator("conversations"), [tuple(ragged(vocab)[0].token_ids[:4].tolist()), (7, 5)]
+    samples = []
+    for prompt, lengths in ((prompts[0], ((4, 2, 3), (2,), (1, 3, 5, 2, 1))), (prompts[1], ((2, 1, 1), (1, 4, 2)))):
+        for turns in lengths:  # actions and, between two of them, what was read
+            ids = [tuple(int(t) for t in noise.integers(3, vocab, length)) for length in turns]
+            read = [prompt, *ids[1::2]]
+            actions = [Action([*own], "", -np.ones(len(own)), None, "stop") for own in ids[::2]]
+            pairs = [Turn(observed, action) for observed, action in zip(read, actions, strict=True)]
+            rollout = Rollout(Prompt(Problem("p", "?", ""), "?", prompt), pairs, RewardResult(1.0), 1.0)
+            rollout.token_advantages_T = np.ones(len(rollout))
+            samples.append(sample_of(rollout))
+    return samples
 
 
 def adapted(lanes: Lanes):
@@ -99,47 +115,44 @@ def adapted(lanes: Lanes):
     return adapter
 
 
-def weights(sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
     """Arbitrary factors of each log-probability and entropy, so that their gradients cannot cancel."""
-    noise = generator("weights", *sequence.completion_ids)
-    one, two = noise.normal(size=(2, len(sequence.completion_ids)))
+    noise = generator("weights", *sample.token_ids.tolist())
+    one, two = noise.normal(size=(2, len(drawn(sample))))
     return torch.from_numpy(one), torch.from_numpy(two)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_every_family_equals_whole_logits_of_single_sequences(name, temperature):
-    base, sequences = family(name), ragged()
+    base, samples = family(name), [*ragged(), *conversations()]
     lanes = Lanes(base, ["in_proj"] if "mamba" in name else "all-linear")  # its code reads the other layers' weights
     adapter = adapted(lanes)
     tolerance = 1e-5 if FAMILIES[name][0] in IN_FP32 else 1e-9
     within: dict = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     expected = []
-    for s in sequences:
-        ids = torch.tensor([[*s.prompt_ids, *s.completion_ids]])
-        with lanes.single(adapter):
-            logits = base.model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1]
-            logp = torch.log_softmax(logits / temperature, -1)
-            chosen, entropy = logp.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0], -(logp.exp() * logp).sum(1)
-            one, two = weights(s)
-            ((one * chosen).sum() + (two * entropy).sum()).backward()
+    for s in samples:
+        logp = torch.log_softmax(fresh_logits(lanes, adapter, s) / temperature, -1)
+        chosen, entropy = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+        one, two = weights(s)
+        ((one * chosen).sum() + (two * entropy).sum()).backward()
         expected.append((chosen.detach(), entropy.detach()))
     gradient = adapter.flat.grad.clone()
     adapter.flat.grad.zero_()
     backbone = backbone_of(base)
     assert (backbone.packs, backbone.head is not None) == FAMILIES[name][2:]
     assert len(backbone.notes) == (not backbone.packs) + (backbone.head is None)
-    for indices in split_microbatches(sequences, 30, packed=backbone.packs):
-        batch = collate([sequences[i] for i in indices], base)
+    for indices in split_microbatches(samples, 30, packed=backbone.packs):
+        batch = collate([samples[i] for i in indices], base)
         with lanes.single(adapter):
             chosen_BT, entropy_BT = token_logprobs(base, batch, temperature, entropy=True)
             total = torch.zeros((), dtype=torch.float64)
             for row, i in enumerate(indices):
-                one, two = weights(sequences[i])
+                one, two = weights(samples[i])
                 total = total + (one * chosen_BT[row, : len(one)]).sum() + (two * entropy_BT[row, : len(one)]).sum()
             total.backward()
         for row, i in enumerate(indices):
-            length = len(sequences[i].completion_ids)
+            length = len(drawn(samples[i]))
             torch.testing.assert_close(chosen_BT[row, :length].detach(), expected[i][0], **within)
             torch.testing.assert_close(entropy_BT[row, :length].detach(), expected[i][1], **within)
             assert not chosen_BT[row, length:].any()
@@ -148,7 +161,7 @@ def test_every_family_equals_whole_logits_of_single_sequences(name, temperature)
 
 
 def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
-    base, sequences = family("qwen3"), ragged()
+    base, samples = family("qwen3"), ragged()
     plain = base.model.forward
 
     def shifted(*args, **options):
@@ -160,13 +173,13 @@ def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
     backbone = backbone_of(base)
     assert backbone.head is None
     assert "cannot be split off" in backbone.notes[0]
-    batch = collate(sequences, base)
+    batch = collate(samples, base)
     with torch.no_grad():
         chosen_BT, entropy_BT = token_logprobs(base, batch, 0.7, entropy=True)
-        for row, s in enumerate(sequences):
-            logits = base.model(input_ids=torch.tensor([[*s.prompt_ids, *s.completion_ids]])).logits
-            logp = torch.log_softmax(logits[0, len(s.prompt_ids) - 1 : -1] / 0.7, -1)
-            chosen = logp.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+        for row, s in enumerate(samples):
+            logits = base.model(input_ids=torch.from_numpy(s.token_ids)[None]).logits
+            logp = torch.log_softmax(logits[0, s.prefix - 1 : -1] / 0.7, -1)
+            chosen = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
             torch.testing.assert_close(chosen_BT[row, : len(chosen)], chosen)
             torch.testing.assert_close(entropy_BT[row, : len(chosen)], -(logp.exp() * logp).sum(1))
 
@@ -226,41 +239,65 @@ def test_in_half_precision_the_adapter_is_not_merged_into_the_weight():
 
 
 def test_packing_holds_each_prompt_once_and_no_padding():
-    sequences = ragged()
-    layout = packed_layout(sequences, torch.device("cpu"))
+    samples = ragged()
+    layout = packed_layout(samples, torch.device("cpu"))
     assert layout.ids_BL.shape == (1, (4 + 4 + 0 + 7) + (1 + 2) + (6 + 6 + 1))
     assert layout.positions_BL[0, :15].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, *range(4, 11)]
-    assert len(layout.rows_M) == sum(len(s.completion_ids) for s in sequences)
-    apart = packed_layout(sequences, torch.device("cpu"), share=False)
-    assert apart.ids_BL.shape[1] == sum(len(s) - 1 for s in sequences)
+    assert len(layout.rows_M) == sum(len(drawn(s)) for s in samples)
+    apart = packed_layout(samples, torch.device("cpu"), share=False)
+    assert apart.ids_BL.shape[1] == sum(len(s) - 1 for s in samples)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_every_action_token_of_several_turns_is_scored_in_its_whole_context(packed):
+    """What was read between two actions is context and is not scored; prompts that rollouts share are there once,
+    also where one has a single turn and another several."""
+    base, samples = family("qwen3"), [ragged()[0], *conversations()]
+    lanes = Lanes(base)
+    adapter, base.backbone = adapted(lanes), replace(backbone_of(base), packs=packed)
+    assert [np.diff(s.action_mask.astype(int)).tolist().count(1) for s in samples] == [1, 2, 1, 3, 2, 2]
+    batch = collate(samples, base)
+    with torch.no_grad(), lanes.single(adapter):
+        chosen_BT, entropy_BT = token_logprobs(base, batch, 1.0, entropy=True)
+    for row, s in enumerate(samples):
+        logprobs_TV = torch.log_softmax(fresh_logits(lanes, adapter, s).detach(), -1)
+        expected_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
+        entropy_T, count = -(logprobs_TV.exp() * logprobs_TV).sum(1), len(expected_T)
+        torch.testing.assert_close(chosen_BT[row, :count], expected_T, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(entropy_BT[row, :count], entropy_T, rtol=1e-9, atol=1e-9)
+        assert batch.action_BT[row].sum() == batch.loss_mask_BT[row].sum() == count
+        assert batch.targets_BT[row, :count].tolist() == drawn(s).tolist()
+    if packed:
+        prompts, rest = 4 + 2, sum(len(s) - 1 - s.prefix for s in samples)
+        assert batch.layout.ids_BL.shape == (1, prompts + rest)
+        assert [(group.first, group.last, group.width) for group in batch.layout.groups] == [(0, 4, 4), (4, 6, 2)]
+    else:
+        assert batch.layout.ids_BL.shape == (6, max(map(len, samples)) - 1)
 
 
 def test_packed_micro_batches_stay_within_the_budget_and_keep_groups_together():
-    sequences = ragged()
+    samples = [*ragged(), *conversations()]
     for budget in (1, 20, 30, 1000):
-        batches = split_microbatches(sequences, budget, packed=True)
-        assert sorted(i for batch in batches for i in batch) == list(range(6))
+        batches = split_microbatches(samples, budget, packed=True)
+        assert sorted(i for batch in batches for i in batch) == list(range(11))
         for batch in batches:
-            size = packed_layout([sequences[i] for i in batch], torch.device("cpu")).ids_BL.numel() + len(batch)
+            size = packed_layout([samples[i] for i in batch], torch.device("cpu")).ids_BL.numel() + len(batch)
             assert size <= budget or len(batch) == 1
-    assert [len(batch) for batch in split_microbatches(sequences, 1, packed=True)] == [1] * 6
-    assert len(split_microbatches(sequences, 1000, packed=True)) == 1
+    assert [len(batch) for batch in split_microbatches(samples, 1, packed=True)] == [1] * 11
+    assert len(split_microbatches(samples, 1000, packed=True)) == 1
 
 
 def test_a_half_precision_base_trains_with_masters_in_full_precision():
     """bf16 products, fp32 log-probabilities, loss, gradient and weights; the same direction as in fp64."""
     gradients = []
     for dtype in (torch.bfloat16, torch.float64):
-        base, sequences = family("qwen3", dtype), ragged()
+        base, samples = family("qwen3", dtype), ragged()
         lanes = Lanes(base)
         adapter = adapted(lanes)
-        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
-        totals = Denominators(sum(len(s.completion_ids) for s in sequences), len(sequences))
-        settings = LossSettings(loss="reinforce", kl_coef=0.1, entropy_coef=0.1, grad_clip_norm=0)
         before = adapter.flat.detach().clone()
-        metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals, 1e-3)
+        metrics = update(lanes, adapter, samples, loss="reinforce", kl_coef=0.1, entropy_coef=0.1)
         with torch.no_grad(), lanes.single(adapter):
-            logprobs_BT, _ = token_logprobs(base, collate(sequences, base), 1.0)
+            logprobs_BT, _ = token_logprobs(base, collate(samples, base), 1.0)
         assert logprobs_BT.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
         assert adapter.flat.dtype == adapter.flat.grad.dtype == torch.float32
         assert not torch.equal(before, adapter.flat)

@@ -1,4 +1,4 @@
-"""A base is prepared once, undone by one call, and gone from memory when nobody wants it."""
+"""A base is prepared once, kept for the next cohort, undone by one call, and gone from memory when nobody wants it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import weakref
 
 import pytest
 import torch
-from lane_cases import requests, rollout, totals, trained
-from toymodels import toy_base
+from lane_cases import publish, requests, rollout, sample, trained, update
+from toycampaign import campaign
+from toymodels import qwen3_directory, toy_base
 
+from retrain.campaign import models
+from retrain.campaign.launch import launch
+from retrain.campaign.models import Bases
+from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
+from retrain.errors import ModelError, RunFailed
+from retrain.files import read_json
+from retrain.policy.base import base_of
 from retrain.policy.lora import LaneLinear, Lanes
-from retrain.policy.update import LossSettings, new_optimizer, train_step
+from retrain.record.observer import NullObserver
 
 
 def _used(base) -> None:
     """Sample and train with the base: everything that is ever put on a model is on it afterwards."""
-    lanes = Lanes(base)
+    _worked(Lanes(base))
+
+
+def _worked(lanes: Lanes, engine: LocalEngine | None = None) -> None:
     adapter = trained(lanes, 0)
-    LocalEngine(base, lanes).sample(requests(), [adapter])
-    sequences = rollout(base, lanes, adapter)
-    optimizer = new_optimizer(adapter, 0.01, (0.9, 0.999), 1e-8, 0.0)
-    train_step(base, lanes, adapter, optimizer, sequences, LossSettings(), totals(sequences), 0.01)
+    sample(engine or LocalEngine(lanes.base, lanes), requests(), [adapter])
+    update(lanes, adapter, rollout(lanes.base, lanes, adapter), lr=0.01)
 
 
 def _logits(base) -> torch.Tensor:
@@ -65,3 +74,99 @@ def test_a_base_that_nobody_wants_is_freed(own_base):
     own_base.model = None
     gc.collect()
     assert not any(weight() is not None for weight in weights)
+
+
+# -- one base for one cohort after another ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of the models that are loaded, in order."""
+    loaded = []
+
+    def noted(config):
+        loaded.append(config.model.model)
+        return base_of(config)
+
+    monkeypatch.setattr(models, "base_of", noted)
+    return loaded
+
+
+def _config(directory, **sections):
+    rest = {"backend": {"devices": "cpu"}, "model": {"model": str(directory)}}
+    return parse_dict({key: {**rest.get(key, {}), **sections.get(key, {})} for key in {*rest, *sections}})
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [qwen3_directory(folder / name, ["12+34=? the answer is 46"], hidden=16) for name in ("a", "b")]
+
+
+def test_the_next_cohort_finds_the_base_prepared(directories, loads):
+    with Bases() as bases:
+        first = bases.take(_config(directories[0]))
+        _worked(first[1], first[2])
+        modules = [id(module) for module in first[0].model.modules()]
+        publish(first[2], [trained(first[1], 0)])
+        again = bases.take(_config(directories[0], training={"lr": 0.5}, model={"lora_rank": 2}))
+        assert all(one is other for one, other in zip(first, again, strict=True))
+        assert [id(module) for module in again[0].model.modules()] == modules
+        with pytest.raises(RunFailed, match="no weights were published"):  # those of another cohort's runs are gone
+            again[2].sample(requests())
+        _worked(again[1], again[2])
+    assert loads == [str(directories[0])]
+
+
+def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
+    with Bases() as bases:
+        base, lanes, engine = bases.take(_config(directories[0]))
+        _worked(lanes, engine)
+        same, fewer, other = bases.take(_config(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
+        assert same is base
+        assert other is not engine
+        assert sum(isinstance(module, LaneLinear) for module in base.model.modules()) == len(fewer.shapes) == 4
+        assert all(m.lanes is fewer for m in base.model.modules() if isinstance(m, LaneLinear))
+        _worked(fewer, other)
+        with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
+            bases.take(_config(directories[0], lora={"target_modules": ["nothing"]}))
+        back = bases.take(_config(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
+        _worked(back[1], back[2])
+    assert loads == [str(directories[0])]
+
+
+@pytest.mark.parametrize("change", ["another model", "another precision"])
+def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monkeypatch, change):
+    """Two in memory at once do not fit where one does."""
+    other = _config(directories[0], inference={"dtype": "float64"})
+    if change == "another model":
+        other = _config(directories[1])
+    alive = []
+    with Bases() as bases:
+        base, lanes, engine = bases.take(_config(directories[0]))
+        _worked(lanes, engine)
+        weights = [weakref.ref(weight) for weight in base.model.parameters()]
+        del base, lanes, engine
+        load_other = models.base_of
+
+        def watched(config):
+            gc.collect()
+            alive.append(sum(weight() is not None for weight in weights))
+            return load_other(config)
+
+        monkeypatch.setattr(models, "base_of", watched)
+        base, lanes, engine = bases.take(other)
+        _worked(lanes, engine)
+        assert alive == [0]
+        weights = [weakref.ref(weight) for weight in base.model.parameters()]
+        del base, lanes, engine
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+    assert len(loads) == 2
+
+
+def test_a_campaign_of_several_cohorts_loads_its_base_once(model, tmp_path, loads):
+    path = campaign(tmp_path, model, steps=1, lanes=1)
+    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    assert len(read_json(tmp_path / "out/manifest.json")["cohorts"]) == 4
+    assert loads == [str(model)]

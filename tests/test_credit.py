@@ -1,17 +1,17 @@
-"""From groups to training sequences: offsets of sampled tokens, missing rewards, skipped groups, denominators."""
+"""From groups to training samples: offsets of sampled tokens, missing rewards, skipped groups, denominators."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from credit_cases import completion, group, words_base
+from credit_cases import completion, drawn, group, words_base
 
+from retrain.algorithms.standard import assign_credit, fill_advantages, mark_planning
 from retrain.config import parse_dict
-from retrain.credit import assign_credit, completion_offsets, fill_advantages, mark_planning
 from retrain.maths.planning import RegexDetector
-from retrain.policy.base import BaseModel, byte_table
-from retrain.types import Completion
+from retrain.policy.protocol import probe_of, samples_of
+from retrain.tokenizer import Tokenizer, byte_table
+from retrain.types import Action
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def base():
     "text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"]
 )
 def test_offsets_cover_the_text_exactly(base, text):
-    decoded, offsets = completion_offsets(completion(base, text), base)
+    decoded, offsets = base.text.offsets(completion(base, text).token_ids)
     assert decoded == text
     covered = np.zeros(len(text), dtype=bool)
     for start, end in np.asarray(offsets).tolist():
@@ -33,32 +33,31 @@ def test_offsets_cover_the_text_exactly(base, text):
 
 
 def test_stream_and_byte_offsets_agree(base):
-    streamed = BaseModel("toy", None, base.tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
+    streamed = Tokenizer(base.tokenizer)
     streamed.__dict__["token_bytes"] = None
-    one = completion(base, "so x = notice that we can check")
-    fast, slow = completion_offsets(one, base), completion_offsets(one, streamed)
+    ids = completion(base, "so x = notice that we can check").token_ids
+    fast, slow = base.text.offsets(ids), streamed.offsets(ids)
     assert fast[0] == slow[0]
     assert np.asarray(fast[1]).tolist() == [list(pair) for pair in slow[1]]
 
 
 def test_other_tokenizers_have_no_byte_table():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words = Fast(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     assert byte_table(PreTrainedTokenizerFast(tokenizer_object=words)) is None
 
 
 def test_planning_tokens_are_those_of_the_phrase(base):
     one = group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 4"])
-    mark_planning([one], RegexDetector(), base)
-    assert one.planning is not None
-    marked = "".join(
-        base.tokenizer.decode([i]) for i, on in zip(one.completions[0].token_ids, one.planning[0], strict=True) if on
-    )
+    mark_planning([one], RegexDetector(), base.text)
+    first, second = one.rollouts
+    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(first.token_ids, first.planning_T, strict=True) if on)
     assert marked.strip() == "notice that"
-    assert not one.planning[1].any()
+    assert not second.planning_T.any()
 
 
 def test_missing_rewards_take_no_part(base):
@@ -80,20 +79,21 @@ def test_rloo_of_the_only_graded_completion_is_no_comparison(base):
 
 def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
     one = group(base, [1.0, 0.0, 0.0])
-    one.completions[2] = Completion([], "", np.zeros(0), np.zeros(0), "stop")
+    one.rollouts[2].turns[0].action = Action([], "", np.zeros(0), np.zeros(0), "stop")
     fill_advantages([one], "grpo")
-    mark_planning([one], RegexDetector(), base)
+    mark_planning([one], RegexDetector(), base.text)
     for mode in ("none", "gtpo_sepa", "gtpo_paper", "entropy_mask"):
         result = assign_credit([one], parse_dict({"algorithm": {"transform_mode": mode}}), 1.0, ("placebo",))
         assert result.denominators.sequences == 2
-        assert [len(s.completion_ids) for s in result.sequences] == [len(c) for c in one.completions]
-        assert all(np.isfinite(s.advantages_T).all() for s in result.sequences)
+        sequences = drawn(samples_of([one]))
+        assert [len(s.token_ids) for s in sequences] == [len(rollout) for rollout in one.rollouts]
+        assert all(np.isfinite(s.advantages_T).all() for s in sequences)
 
 
 def test_reinforce_pp_is_whitened_over_the_batch(base):
     groups = [group(base, [1.0, 0.0]), group(base, [3.0, 1.0])]
     fill_advantages(groups, "reinforce_pp")
-    counts = np.array([len(c) for g in groups for c in g.completions])
+    counts = np.array([len(rollout) for g in groups for rollout in g.rollouts])
     values = np.concatenate([g.advantages_N for g in groups])
     assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
     assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
@@ -104,7 +104,7 @@ def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
     texts = ["so x = 4 notice that we can check", "so", "so x = 4", "notice that x"]
     groups = [group(base, [1.0, None, 0.0, 0.0], texts), group(base, [3.0, 1.0], texts[2:])]
     fill_advantages(groups, "reinforce_pp")
-    pairs = [(a, len(c)) for g in groups for a, c in zip(g.advantages_N, g.completions, strict=True)]
+    pairs = [(rollout.advantage, len(rollout)) for g in groups for rollout in g.rollouts]
     values, counts = np.array([pair for pair in pairs if np.isfinite(pair[0])]).T
     assert len(set(counts)) > 2
     assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
@@ -117,11 +117,12 @@ def test_denominators_count_skipped_groups(base):
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
     fill_advantages(groups, "grpo")
     result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    assert len(result.sequences) == 2
-    rated = [c for g in groups[:2] for c in g.completions]
-    assert result.denominators.tokens == sum(len(c) for c in rated)
+    sequences = drawn(samples_of(groups))
+    assert len(sequences) == 2
+    rated = [rollout for g in groups[:2] for rollout in g.rollouts]
+    assert result.denominators.tokens == sum(map(len, rated))
     assert result.denominators.sequences == 4
-    for sequence in result.sequences:
+    for sequence in sequences:
         assert sequence.loss_mask_T.all()
         assert len(set(sequence.advantages_T.tolist())) == 1
 
@@ -133,24 +134,26 @@ def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
     assert [g.discarded for g in groups] == [None, "zero_advantage", "zero_advantage", "no_reward"]
     result = assign_credit(groups, parse_dict({"algorithm": {term: 0.1}}), 0.0, ("placebo",))
     assert [g.discarded for g in groups] == [None, None, None, "no_reward"]
-    assert len(result.sequences) == 5
+    sequences = drawn(samples_of(groups))
+    assert len(sequences) == 5
     assert result.denominators.sequences == 5
-    assert not any(s.advantages_T.any() for s in result.sequences[2:])
+    assert not any(s.advantages_T.any() for s in sequences[2:])
 
 
 def test_groups_without_signal_train_when_they_are_not_discarded(base):
     """The divisor is the same either way: it counts what was graded, not what trains."""
-    results = {}
+    sequences, denominators = {}, {}
     for discard in (True, False):
         groups = [group(base, [1.0, 0.0]), group(base, [0.5, 0.5]), group(base, [None, None])]
         fill_advantages(groups, "grpo")
         config = parse_dict({"algorithm": {"discard_group_zero_advantage": discard}})
-        results[discard] = assign_credit(groups, config, 0.0, ("placebo",))
+        denominators[discard] = assign_credit(groups, config, 0.0, ("placebo",)).denominators
+        sequences[discard] = drawn(samples_of(groups))
         assert [g.discarded for g in groups] == [None, "zero_advantage" if discard else None, "no_reward"]
-    assert [len(results[discard].sequences) for discard in (True, False)] == [2, 4]
-    assert not any(s.advantages_T.any() for s in results[False].sequences[2:])
-    assert all(s.loss_mask_T.all() for s in results[False].sequences)
-    assert results[True].denominators == results[False].denominators
+    assert [len(sequences[discard]) for discard in (True, False)] == [2, 4]
+    assert not any(s.advantages_T.any() for s in sequences[False][2:])
+    assert all(s.loss_mask_T.all() for s in sequences[False])
+    assert denominators[True] == denominators[False]
 
 
 @pytest.mark.parametrize("change", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"discard_group_zero_advantage": False}])
@@ -160,48 +163,51 @@ def test_gtpo_paper_keeps_its_uniform_groups_where_all_train(base, change):
         groups = [group(base, [1.0, 1.0]), group(base, [1.0, 0.0])]
         fill_advantages(groups, "grpo")
         config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **algorithm}})
-        result = assign_credit(groups, config, 0.0, ("placebo",))
+        assign_credit(groups, config, 0.0, ("placebo",))
         assert [g.discarded for g in groups] == [None if kept else "zero_advantage", None]
-        assert len(result.sequences) == (4 if kept else 2)
+        assert len(samples_of(groups)) == (4 if kept else 2)
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
     """The same whatever the rewards are, without advantages; empty completions cannot be scored."""
     texts = [["so x = 1", "so x = 2"], ["notice x = 3", "so x = 4"], ["so x = 5"]]
     groups = [group(base, [0.0] * len(each), each) for each in texts]
-    groups[1].completions[0] = Completion([], "", np.zeros(0), None, "stop")
+    groups[1].rollouts[0].turns[0].action = Action([], "", np.zeros(0), None, "stop")
     fill_advantages(groups, "grpo")
-    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    assert result.sequences == []
-    a, b, c = (g.completions for g in groups)
-    assert [s.completion_ids for s in result.probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
-    assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in result.probe)
-    assert result.probe[0].sampler_logprobs_T is a[0].logprobs_T
+    assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
+    assert samples_of(groups) == []
+    a, b, c = (g.rollouts for g in groups)
+    probe = drawn(probe_of(groups))
+    assert [s.token_ids for s in probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
+    assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in probe)
+    assert np.array_equal(probe[0].logprobs_T, a[0].logprobs_T)
     many = [group(base, [1.0, 0.0]) for _ in range(6)]
     fill_advantages(many, "grpo")
-    probe = assign_credit(many, parse_dict({}), 0.0, ("placebo",)).probe
-    assert [s.completion_ids for s in probe] == [g.completions[0].token_ids for g in many[:4]]
+    assign_credit(many, parse_dict({}), 0.0, ("placebo",))
+    probe = drawn(probe_of(many))
+    assert [s.token_ids for s in probe] == [g.rollouts[0].token_ids for g in many[:4]]
+    assert not any(s.advantages_T.any() for s in probe)
 
 
 def test_no_reward_at_all_trains_nothing(base):
     groups = [group(base, [None, None])]
     fill_advantages(groups, "grpo")
     result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    assert result.sequences == []
+    assert samples_of(groups) == []
     assert result.denominators.tokens == 0
-    assert len(result.probe) == 2
+    assert len(probe_of(groups)) == 2
 
 
 def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base):
     """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not."""
     equal, right = group(base, [0.5, 0.5]), group(base, [0.6, 1.0])
-    equal.rewards[0].correct, equal.rewards[1].correct = True, False
+    equal.rollouts[0].reward.correct, equal.rollouts[1].reward.correct = True, False
     fill_advantages([equal, right], "grpo")
     assert (equal.discarded, right.discarded) == ("zero_advantage", None)
     config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper"}})
     result = assign_credit([equal, right], config, 0.0, ("placebo",))
     assert (equal.discarded, right.discarded) == (None, "zero_advantage")
-    first, second = result.sequences
+    first, second = drawn(samples_of([equal, right]))
     assert (first.advantages_T > 0).all()
     assert (second.advantages_T < 0).all()
     assert result.denominators.sequences == 4
@@ -214,11 +220,12 @@ def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
     config = parse_dict({"algorithm": {"transform_mode": mode}})
     groups = [group(base, [1.0, 0.0, 1.0], ["so x = 4", "wait let me check so x", "notice that x = 4"])]
     fill_advantages(groups, "grpo")
-    mark_planning(groups, RegexDetector(), base)
+    mark_planning(groups, RegexDetector(), base.text)
     result = assign_credit(groups, config, 0.5, ("placebo",))
-    assert len(result.sequences) == 3
-    assert all(np.isfinite(s.advantages_T).all() for s in result.sequences)
-    trained = sum(int(s.loss_mask_T.sum()) for s in result.sequences)
-    total = sum(len(s.completion_ids) for s in result.sequences)
+    sequences = drawn(samples_of(groups))
+    assert len(sequences) == 3
+    assert all(np.isfinite(s.advantages_T).all() for s in sequences)
+    trained = sum(int(s.loss_mask_T.sum()) for s in sequences)
+    total = sum(len(s.token_ids) for s in sequences)
     assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
     assert result.stats["planning_fraction"] > 0

@@ -6,8 +6,8 @@ import builtins
 
 import pytest
 
+from retrain.algorithms.detectors import embedding_source, load_detector, load_embedder
 from retrain.config import parse_dict
-from retrain.detectors import embedding_source, load_detector, load_embedder
 from retrain.errors import MissingExtra, ModelError
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 

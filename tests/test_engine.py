@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, requests, trained
+from lane_cases import decoded, fresh_logprobs, lane_of, publish, ref, requests, sample, trained
 from toymodels import toy_base
 
 from retrain.engines import dense, slots
@@ -16,12 +17,13 @@ from retrain.engines.dense import DenseDecoder
 from retrain.engines.draw import cumulated, draw
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LEAST_PIECE_ROWS, LocalEngine
-from retrain.engines.protocol import SampleRequest
-from retrain.engines.rows import Row
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import burst, compiled_burst
-from retrain.errors import ModelError
+from retrain.errors import ModelError, RunFailed
 from retrain.policy.base import BaseModel
+from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
 
@@ -31,11 +33,11 @@ from retrain.policy.threads import Workers
 def test_logprobs_and_entropy_equal_a_fresh_forward(base, lanes, temperature, dense_path):
     engine, adapters = LocalEngine(base, lanes, dense=dense_path), [trained(lanes, 0), trained(lanes, 1, rank=2)]
     asked = requests(0, temperature=temperature) + requests(1, temperature=temperature, samples=3)
-    for request, group in zip(asked, engine.sample(asked, adapters), strict=True):
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
         assert len(group) == request.samples
         for completion in group:
             expected, entropy = fresh_logprobs(
-                base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids, temperature
+                base, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids, temperature
             )
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
             np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
@@ -45,27 +47,67 @@ def test_logprobs_stay_right_after_the_weights_change(base, lanes):
     """The fault of engines that keep prefix caches over updates."""
     engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
     asked = requests()
-    engine.sample(asked, [adapter])
+    sample(engine, asked, [adapter])
     with torch.no_grad():
         adapter.flat.mul_(1.7)
-    for request, group in zip(asked, engine.sample(asked, [adapter]), strict=True):
+    for request, group in zip(asked, sample(engine, asked, [adapter]), strict=True):
         for completion in group:
             expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
 
 
+def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base, lanes):
+    """Rollouts name the version that drew them: weights that train on must not be in them."""
+    engine, adapter, asked = LocalEngine(base, lanes), trained(lanes, 0), requests()
+    publish(engine, [adapter])
+    first = engine.sample(asked)
+    with torch.no_grad():
+        adapter.flat.mul_(1.7)
+    again = engine.sample(asked)
+    assert [[(c.token_ids, c.logprobs_T.tolist()) for c in group] for group in first] == [
+        [(c.token_ids, c.logprobs_T.tolist()) for c in group] for group in again
+    ]
+    newer = PolicyRef(ref(0).run_id, 1)
+    engine.publish(newer, LocalSnapshot(adapter.frozen(), {}))
+    moved = engine.sample([dataclasses.replace(request, policy=newer) for request in asked])
+    for request, group, before in zip(asked, moved, first, strict=True):
+        assert {c.policy_version for c in before} == {0}
+        assert {c.policy_version for c in group} == {1}
+        for completion in group:
+            expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+    assert [[c.token_ids for c in group] for group in moved] != [[c.token_ids for c in group] for group in first]
+
+
+def test_weights_that_were_not_published_are_named(base, lanes):
+    """An older version, one that is yet to come, another run's: none is sampled with instead of another."""
+    engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
+    engine.publish(PolicyRef("a", 3), LocalSnapshot(adapter.frozen(), {}))
+    for asked, there in ((PolicyRef("a", 2), 3), (PolicyRef("a", 4), 3), (PolicyRef("b", 3), None)):
+        with pytest.raises(
+            RunFailed, match=f"no weights were published as version {asked.version} of {asked.run_id}; there is {there}"
+        ):
+            engine.sample([dataclasses.replace(requests()[0], policy=asked)])
+    engine.publish(PolicyRef("a", 4), LocalSnapshot(adapter.frozen(), {}))
+    with pytest.raises(RunFailed, match="version 3 of a; there is 4"):  # an engine need not keep what is old
+        engine.sample([dataclasses.replace(requests()[0], policy=PolicyRef("a", 3))])
+    engine.forget()
+    with pytest.raises(RunFailed, match="there is None"):
+        engine.sample([dataclasses.replace(requests()[0], policy=PolicyRef("a", 4))])
+    with pytest.raises(TypeError, match="LoRA adapters, not with int"):
+        engine.publish(PolicyRef("a", 5), 1)  # pyright: ignore[reportArgumentType]
+
+
 def test_batching_does_not_change_what_is_sampled(base, lanes):
     adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
     asked = [request for lane in range(3) for request in requests(lane, prompts=2 + lane, samples=2 + lane)]
-    together = LocalEngine(base, lanes).sample(asked, adapters)
-    waves = LocalEngine(base, lanes, max_rows=7).sample(asked, adapters)
+    together = sample(LocalEngine(base, lanes), asked, adapters)
+    waves = sample(LocalEngine(base, lanes), asked, adapters, max_rows=7)
     alone = [
-        LocalEngine(base, lanes).sample(
-            [SampleRequest(0, r.prompt_ids, r.samples, r.max_tokens, r.temperature, r.stream)], [adapters[r.lane]]
-        )[0]
+        sample(LocalEngine(base, lanes), [dataclasses.replace(r, policy=ref(0))], [adapters[lane_of(r)]])[0]
         for r in asked
     ]
-    plain = LocalEngine(base, lanes, dense=False).sample(asked, adapters)
+    plain = sample(LocalEngine(base, lanes, dense=False), asked, adapters)
     ids = [[c.token_ids for c in group] for group in together]
     assert ids == [[c.token_ids for c in group] for group in waves]
     assert ids == [[c.token_ids for c in group] for group in plain]
@@ -77,8 +119,8 @@ def test_batching_does_not_change_what_is_sampled(base, lanes):
 
 def test_samples_of_a_group_differ_and_repeat(base, lanes):
     engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
-    first = engine.sample(requests(samples=8, prompts=1), [adapter])[0]
-    again = engine.sample(requests(samples=8, prompts=1), [adapter])[0]
+    first = sample(engine, requests(samples=8, prompts=1), [adapter])[0]
+    again = sample(engine, requests(samples=8, prompts=1), [adapter])[0]
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({tuple(c.token_ids) for c in first}) > 1
 
@@ -90,7 +132,7 @@ def test_every_end_token_stops_and_is_counted(base, lanes):
         base.eos_ids = tuple(sorted({*ends, *range(20, 120)}))
         completions = [
             c
-            for g in LocalEngine(base, lanes).sample(requests(prompts=4, samples=8, max_tokens=30), [adapter])
+            for g in sample(LocalEngine(base, lanes), requests(prompts=4, samples=8, max_tokens=30), [adapter])
             for c in g
         ]
         stopped = [c for c in completions if c.stop_reason == "stop"]
@@ -109,8 +151,8 @@ def test_frequencies_follow_the_distribution(base, lanes):
     from scipy.stats import chisquare
 
     adapter = trained(lanes, 0)
-    request = SampleRequest(0, (5, 9, 17), 3000, 1, 0.8, ("frequency",))
-    drawn = [c.token_ids[0] for c in LocalEngine(base, lanes).sample([request], [adapter])[0]]
+    request = SampleRequest(ref(0), (5, 9, 17), 3000, 1, 0.8, ("frequency",))
+    drawn = [c.token_ids[0] for c in sample(LocalEngine(base, lanes), [request], [adapter])[0]]
     with torch.no_grad(), lanes.single(adapter):
         logits = base.model(input_ids=torch.tensor([[5, 9, 17]])).logits[0, -1]
     p = torch.softmax(logits.double() / 0.8, -1).numpy()
@@ -124,7 +166,7 @@ def test_frequencies_follow_the_distribution(base, lanes):
 def test_temperature_zero_is_greedy(base, lanes):
     adapter = trained(lanes, 0)
     request = requests(prompts=1, samples=2, temperature=0.0)[0]
-    one, two = LocalEngine(base, lanes).sample([request], [adapter])[0]
+    one, two = sample(LocalEngine(base, lanes), [request], [adapter])[0]
     assert one.token_ids == two.token_ids
     ids = list(request.prompt_ids)
     with torch.no_grad(), lanes.single(adapter):
@@ -136,18 +178,18 @@ def test_temperature_zero_is_greedy(base, lanes):
 def test_lanes_may_differ_in_length_and_temperature(base, lanes):
     adapters = [trained(lanes, 0), trained(lanes, 1)]
     asked = requests(0, max_tokens=4, temperature=0.5) + requests(1, max_tokens=9, temperature=1.3)
-    for request, group in zip(asked, LocalEngine(base, lanes).sample(asked, adapters), strict=True):
+    for request, group in zip(asked, sample(LocalEngine(base, lanes), asked, adapters), strict=True):
         for completion in group:
             assert len(completion) <= request.max_tokens
             expected, _ = fresh_logprobs(
-                base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids, request.temperature
+                base, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids, request.temperature
             )
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
 
 
 def test_context_overflow_is_told(base, lanes):
     with pytest.raises(ModelError, match="max_tokens"):
-        LocalEngine(base, lanes).sample(requests(max_tokens=5000), [trained(lanes, 0)])
+        sample(LocalEngine(base, lanes), requests(max_tokens=5000), [trained(lanes, 0)])
 
 
 SIZES = {
@@ -187,12 +229,12 @@ def test_decoders_of_other_families_sample_right(family):
     base = BaseModel("toy", model, Words(), torch.device("cpu"), torch.float32, (1,), 0, "")
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, size=0.05) for seed in (3, 4)]
-    asked = [SampleRequest(lane, tuple(range(2, 2 + n)), 3, 14, 1.0, ("w", n)) for lane in (0, 1) for n in (4, 11)]
+    asked = [SampleRequest(ref(lane), tuple(range(2, 2 + n)), 3, 14, 1.0, ("w", n)) for lane in (0, 1) for n in (4, 11)]
     engine = LocalEngine(base, lanes)
     assert engine.fast == (family in DENSE)
-    for request, group in zip(asked, engine.sample(asked, adapters), strict=True):
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
         for completion in group:
-            adapter = adapters[request.lane]
+            adapter = adapters[lane_of(request)]
             expected, _ = fresh_logprobs(base, lanes, adapter, request.prompt_ids, completion.token_ids, 1.0)
             np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
 
@@ -208,7 +250,7 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
             for lane, prompts in enumerate((1, 2, 9))
             for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
         ]
-        free = LocalEngine(base, lanes).sample(asked, adapters)
+        free = sample(LocalEngine(base, lanes), asked, adapters)
         steps, reported, burst = [], [], DenseDecoder.burst
 
         def noted_burst(self, blocks, rows, *rest):
@@ -217,8 +259,12 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
             return made
 
         monkeypatch.setattr(DenseDecoder, "burst", noted_burst)
-        tight = LocalEngine(base, lanes, max_rows=8).sample(
-            asked, adapters, lambda request, completions: reported.append((request, len(steps), len(completions)))
+        tight = sample(
+            LocalEngine(base, lanes),
+            asked,
+            adapters,
+            max_rows=8,
+            finished=lambda request, actions: reported.append((request, len(steps), len(actions))),
         )
         assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
         for one, other in zip(tight, free, strict=True):
@@ -241,7 +287,7 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
     asked = [
         request for lane in range(2) for request in requests(lane, prompts=3, max_tokens=9 + 20 * lane, temperature=0.9)
     ]
-    free = LocalEngine(base, lanes).sample(asked, adapters)
+    free = sample(LocalEngine(base, lanes), asked, adapters)
     replays = []
 
     def capture(step):
@@ -262,9 +308,9 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
 
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
     for rows in (None, 5):
-        engine = LocalEngine(base, lanes, max_rows=rows)
+        engine = LocalEngine(base, lanes)
         engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
-        again = engine.sample(asked, adapters)
+        again = sample(engine, asked, adapters, max_rows=rows)
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
     assert len(replays) > 20
 
@@ -279,10 +325,10 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
 
     told, adapter, asked = [], trained(lanes, 0), requests(max_tokens=12)
     engine = LocalEngine(base, lanes, tell=told.append)
-    free = engine.sample(asked, [adapter])
+    free = sample(engine, asked, [adapter])
     engine.graphs = StepGraphs(True, told.append, lambda: capture)
     for _ in range(2):
-        again = engine.sample(asked, [adapter])
+        again = sample(engine, asked, [adapter])
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
     assert told == ["decode steps run without CUDA graphs: operation not permitted when stream is capturing"]
     assert len(tried) == 1
@@ -310,10 +356,10 @@ def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(bas
     """As on a GPU: sequences that ended a few tokens ago are still in the batch, up to the end of the cache."""
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [request for lane in range(2) for request in requests(lane, max_tokens=9 + 4 * lane)]
-    free = LocalEngine(base, lanes).sample(asked, adapters)
+    free = sample(LocalEngine(base, lanes), asked, adapters)
     monkeypatch.setattr(slots, "CHECK", {"cpu": 8})
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
-    again = LocalEngine(base, lanes).sample(asked, adapters)
+    again = sample(LocalEngine(base, lanes), asked, adapters)
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
 
 
@@ -339,7 +385,9 @@ def test_masses_in_any_order_are_those_in_order():
 def test_workers_share_every_lane_evenly(base, lanes):
     """With as many prompts in every lane no row of a piece is idle, and all sequences are there once."""
     engine = LocalEngine(base, lanes, workers=Workers(2))
-    asked = [request for lane in range(5) for request in requests(lane, prompts=4, samples=2)]
+    asked = [
+        LaneRequest(**vars(request), lane=lane) for lane in range(5) for request in requests(lane, prompts=4, samples=2)
+    ]
     work = [Row(i, sample) for i in range(len(asked)) for sample in range(2)]
     pieces = engine._pieces(asked, work, most=9)
     assert sorted((row for piece in pieces for row in piece), key=work.index) == work
@@ -353,8 +401,8 @@ def test_workers_share_every_lane_evenly(base, lanes):
 def test_more_lanes_than_rows_still_sample(base, lanes):
     adapters = [trained(lanes, i) for i in range(4)]
     asked = [request for lane in range(4) for request in requests(lane, prompts=1 + lane, samples=2, max_tokens=5)]
-    free = LocalEngine(base, lanes).sample(asked, adapters)
-    tight = LocalEngine(base, lanes, max_rows=1).sample(asked, adapters)
+    free = sample(LocalEngine(base, lanes), asked, adapters)
+    tight = sample(LocalEngine(base, lanes), asked, adapters, max_rows=1)
     assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
 
 
@@ -366,7 +414,7 @@ def test_a_model_that_the_fast_path_does_not_reproduce_takes_the_other(tmp_path)
     engine, adapter = LocalEngine(base, lanes), trained(lanes, 0)
     assert not engine.fast
     asked = requests(prompts=1)
-    for completion in engine.sample(asked, [adapter])[0]:
+    for completion in sample(engine, asked, [adapter])[0]:
         expected, _ = fresh_logprobs(base, lanes, adapter, asked[0].prompt_ids, completion.token_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
 
@@ -381,10 +429,10 @@ def test_other_precisions(tmp_path, dtype):
     assert engine.fast
     for used in (adapters[:1], adapters):
         asked = [request for lane in range(len(used)) for request in requests(lane)]
-        for request, group in zip(asked, engine.sample(asked, used), strict=True):
+        for request, group in zip(asked, sample(engine, asked, used), strict=True):
             for completion in group:
                 expected, _ = fresh_logprobs(
-                    base, lanes, used[request.lane], request.prompt_ids, completion.token_ids, 1.0
+                    base, lanes, used[lane_of(request)], request.prompt_ids, completion.token_ids, 1.0
                 )
                 np.testing.assert_allclose(
                     completion.logprobs_T, expected.astype(float), atol=1e-5 if dtype == "float64" else 0.5
@@ -395,10 +443,10 @@ def test_sampling_with_logits_that_are_not_numbers_does_not_crash(base, lanes):
     """A lane whose weights have blown up is found by its update; the sampling of the others must go on."""
     good, bad = trained(lanes, 0), trained(lanes, 1)
     asked = [request for lane in range(2) for request in requests(lane)]
-    alone = LocalEngine(base, lanes).sample(requests(0), [good])
+    alone = sample(LocalEngine(base, lanes), requests(0), [good])
     with torch.no_grad():
         bad.flat.fill_(float("nan"))
-    groups = LocalEngine(base, lanes).sample(asked, [good, bad])
+    groups = sample(LocalEngine(base, lanes), asked, [good, bad])
     assert [[c.token_ids for c in g] for g in groups[:3]] == [[c.token_ids for c in g] for g in alone]
     assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
 
@@ -407,10 +455,10 @@ def test_workers_side_by_side_sample_the_same(base, lanes):
     """Pieces of the batch in several threads, each with its own lanes: the same tokens, and no mixed-up modes."""
     adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
     asked = [request for lane in range(3) for request in requests(lane, prompts=2 + lane, samples=3)]
-    alone = LocalEngine(base, lanes).sample(asked, adapters)
+    alone = sample(LocalEngine(base, lanes), asked, adapters)
     for count in (2, 3, 20):
         workers = Workers(count)
-        together = LocalEngine(base, lanes, workers=workers).sample(asked, adapters)
+        together = sample(LocalEngine(base, lanes, workers=workers), asked, adapters)
         workers.close()
         assert [[c.token_ids for c in group] for group in together] == [[c.token_ids for c in g] for g in alone]
         for one, other in zip(together, alone, strict=True):
@@ -431,6 +479,27 @@ def test_a_failure_in_a_worker_is_raised(base, lanes):
     workers.close()
 
 
+def test_a_worker_has_no_others_to_share_its_piece_with(base, lanes):
+    """Pieces of pieces would wait for threads that wait for them, and cut a batch otherwise than it is alone."""
+    workers = Workers(2)
+
+    def piece(item: int) -> tuple[int, list[str]]:
+        inner = workers.map(lambda _: threading.current_thread().name, range(3))
+        assert set(inner) == {threading.current_thread().name}
+        return workers.count, inner
+
+    for _ in range(2):  # and so it stays
+        found = workers.map(piece, range(8))
+        assert {count for count, _ in found} == {1}
+        assert threading.current_thread().name not in {name for _, names in found for name in names}
+        assert workers.count == 2
+    other = Workers(2)  # of another pool a worker is none
+    assert other.map(lambda _: workers.count, range(4)) == [2] * 4
+    assert Workers(1).map(lambda item: item + 1, range(3)) == [1, 2, 3]
+    for each in (workers, other):
+        each.close()
+
+
 def test_a_small_batch_stays_in_one_piece(base, lanes):
     workers = Workers(2)
     engine = LocalEngine(base, lanes, workers=workers)
@@ -438,15 +507,9 @@ def test_a_small_batch_stays_in_one_piece(base, lanes):
     engine._dense = lambda requests, work, *rest: seen.append(len(work))
     adapter = lanes.new_adapter(4, 8.0).initialise("pieces")
     for prompts in (LEAST_PIECE_ROWS // 8, LEAST_PIECE_ROWS // 4):
-        engine.sample([SampleRequest(0, (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
+        sample(engine, [SampleRequest(ref(0), (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
     workers.close()
     assert sorted(seen) == [LEAST_PIECE_ROWS, LEAST_PIECE_ROWS, LEAST_PIECE_ROWS]
-
-
-def decoded(base, lanes, adapters, asked):
-    """Everything that is sampled, exactly."""
-    groups = LocalEngine(base, lanes).sample(asked, adapters)
-    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
 @pytest.mark.parametrize("runs", [1, 3])

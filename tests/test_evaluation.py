@@ -19,27 +19,27 @@ from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.record import RunRecorder, eval_row
+from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.catalogue import BY_KEY
 from retrain.record.evaluation import SHOWN, empty_evaluation, shortened
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import evaluated
-from retrain.record.base_evaluations import BaseEvaluations
 from retrain.rewards.rules import MatchReward
-from retrain.types import Completion, EvalRecord, Group, Problem, Prompt
+from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 
 
 def asked(name: str, answers: list[str], tags: tuple[str, ...] = (), reference: str = "4") -> Group:
     """A held-out problem with these completions, graded as ``match`` does."""
     problem = Problem(name, f"What is {name}?", reference, tags)
-    completions = [
-        Completion([1, 2, 3], text, np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1]), "stop") for text in answers
+    actions = [
+        Action([1, 2, 3], text, np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1]), "stop") for text in answers
     ]
     rewards = [MatchReward().grade(problem, text) for text in answers]
-    return Group(Prompt(problem, problem.prompt, (1, 2)), completions, rewards, np.full(len(answers), np.nan))
+    return single_turn(Prompt(problem, problem.prompt, (1, 2)), actions, rewards)
 
 
 def record(groups: list[Group], number: int = 0) -> EvalRecord:
-    return EvalRecord("heldout", number, groups, 0.7, len(groups[0].completions), 0.5, 64)
+    return EvalRecord("heldout", number, groups, 0.7, len(groups[0].rollouts), 0.5, 64)
 
 
 GROUPS = [
@@ -137,8 +137,9 @@ def test_the_kept_base_is_the_base(tmp_path):
     assert eval_row(again) == eval_row(made)
     assert evaluated(again) == evaluated(made)
     assert (again.temperature, again.samples, again.max_tokens, again.seconds) == (0.7, 4, 64, 0.5)
-    for mine, theirs in zip(again.groups[1].completions, GROUPS[1].completions, strict=True):
+    for mine, theirs in zip(again.groups[1].rollouts, GROUPS[1].rollouts, strict=True):
         assert mine.token_ids == theirs.token_ids
+        assert mine.stop_reason == theirs.stop_reason
         assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
         assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
     assert kept.get("otherwise", prompts) is None
@@ -148,7 +149,7 @@ def test_the_kept_base_is_the_base(tmp_path):
 
 def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
     made = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
-    made.groups[0].rewards[1].error = "the judge did not answer"
+    made.groups[0].rollouts[1].reward.error = "the judge did not answer"
     BaseEvaluations(tmp_path, "").put("how", made)
     assert not list(tmp_path.rglob("*.npz"))
 
@@ -177,7 +178,7 @@ enabled = false
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Path:
     """Home of a campaign file: a model, a reward and problems."""
-    home = tmp_path_factory.mktemp("yardstick")
+    home = tmp_path_factory.mktemp("base_evaluation")
     model = qwen3_directory(home / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
     lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
     (model / "problems.jsonl").write_text("\n".join(lines) + "\n")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from lane_cases import ref, sample
 from toycampaign import campaign
 from toymodels import toy_base
 
@@ -99,11 +100,12 @@ def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path,
     whole = trained(campaign(tmp_path, model, dtype="float64"), tmp_path / "whole")
     sample, failed = LocalEngine.sample, []
 
-    def short(self, requests, adapters, finished=None):
-        if len(adapters) > 2:
-            failed.append(len(adapters))
+    def short(self, requests, **options):
+        runs = {request.policy for request in requests}
+        if len(runs) > 2:
+            failed.append(len(runs))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return sample(self, requests, adapters, finished)
+        return sample(self, requests, **options)
 
     monkeypatch.setattr(LocalEngine, "sample", short)
     path = campaign(tmp_path, model, "again", dtype="float64")
@@ -122,8 +124,8 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
     base = toy_base(tmp_path / "toy")
     lanes = Lanes(base)
     adapters = [lanes.new_adapter(4, 8.0).initialise(seed) for seed in (1, 2)]
-    asked = [SampleRequest(lane, (5, 6, 7 + p), 4, 6, 1.0, ("m", lane, p)) for lane in (0, 1) for p in range(4)]
-    free = LocalEngine(base, lanes, dense=dense).sample(asked, adapters)
+    asked = [SampleRequest(ref(lane), (5, 6, 7 + p), 4, 6, 1.0, ("m", lane, p)) for lane in (0, 1) for p in range(4)]
+    free = sample(LocalEngine(base, lanes, dense=dense), asked, adapters)
     told: list[str] = []
     engine = LocalEngine(base, lanes, dense=dense, tell=told.append)
     forward, burst = base.model.forward, DenseDecoder.burst
@@ -143,13 +145,13 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
     monkeypatch.setattr(DenseDecoder, "burst", narrow_burst)
     monkeypatch.setattr(base.model, "forward", narrow_forward)
     reported = []
-    tight = engine.sample(asked, adapters, lambda request, completions: reported.append(request))
+    tight = sample(engine, asked, adapters, finished=lambda request, actions: reported.append(request))
     assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
     assert sorted(reported) == list(range(8))
     assert engine.fitting == 8
     assert told[-1] == "out of memory while decoding: goes on with 8 sequences at once"
     before = len(told)
-    engine.sample(asked, adapters)
+    sample(engine, asked, adapters)
     assert len(told) == before  # remembered
 
 
@@ -158,9 +160,9 @@ def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, mon
     free = trained(campaign(tmp_path, model, "free", steps=2), tmp_path / "free")
     given, update = [], Run.update
 
-    def noted(self, credit, workers):
-        given.append((self.step, workers.count))
-        return update(self, credit, workers)
+    def noted(self, groups, credit):
+        given.append((self.step, self.policy.workers.count))
+        return update(self, groups, credit)
 
     monkeypatch.setattr(Run, "update", noted)
     monkeypatch.setattr("retrain.campaign.assemble.workers_for", lambda base: Workers(3))

@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from credit_cases import group, words_base
+from credit_cases import drawn, group, words_base
 from toymodels import qwen3_directory, train_quietly
 
+from retrain.algorithms.detectors import load_detector
+from retrain.algorithms.standard import assign_credit, fill_advantages, load_modes, mark_planning
 from retrain.campaign.plan import plan
 from retrain.config import parse_dict
-from retrain.credit import assign_credit, fill_advantages, load_modes, mark_planning
-from retrain.detectors import load_detector
 from retrain.errors import PluginError
 from retrain.files import read_jsonl
 from retrain.maths.losses import policy_loss
 from retrain.maths.planning import RegexDetector
 from retrain.plugins import described, load_function, load_module
+from retrain.policy.protocol import samples_of
 
 CODE = '''
 """GRPO and GTPO written again by a user."""
@@ -186,10 +187,10 @@ def test_a_module_that_is_not_there_has_no_line_of_ours(folder):
 
 
 def test_the_users_formulas_give_what_ours_give(base, folder):
-    """GRPO and GTPO written as plug-ins: the same sequences as by name."""
+    """GRPO and GTPO written as plug-ins: the same samples as by name."""
     texts = ["so x = 4", "wait let me check so x", "notice that x = 4"]
     own = {"advantage_mode": "toy_credit:grpo", "transform_mode": "toy_credit:gtpo"}
-    results = []
+    results, trained = [], []
     for config in (
         algorithm(**own, uncertainty_kind="toy_credit:surprisal"),
         parse_dict({"algorithm": {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}}),
@@ -197,12 +198,13 @@ def test_the_users_formulas_give_what_ours_give(base, folder):
         modes = load_modes(config.algorithm, folder)
         groups = [group(base, [1.0, None, 0.0], texts), group(base, [0.0, 0.0, 0.0], texts)]
         fill_advantages(groups, modes.advantage)
-        mark_planning(groups, RegexDetector(), base)
+        mark_planning(groups, RegexDetector(), base.text)
         results.append(assign_credit(groups, config, 0.0, ("placebo",), modes))
+        trained.append(drawn(samples_of(groups)))
         assert [g.discarded for g in groups] == [None, "zero_advantage"]
     mine, ours = results
-    assert len(mine.sequences) == len(ours.sequences) == 2
-    for a, b in zip(mine.sequences, ours.sequences, strict=True):
+    assert len(trained[0]) == len(trained[1]) == 2
+    for a, b in zip(*trained, strict=True):
         assert a.advantages_T == pytest.approx(b.advantages_T, rel=1e-5)
     assert mine.stats == {key: ours.stats[key] for key in mine.stats}
     assert all("weight" in key for key in set(ours.stats) - set(mine.stats))  # a plug-in tells of no weights
@@ -213,7 +215,7 @@ def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):
     modes = load_modes(algorithm(advantage_mode="toy_credit:longer_is_better").algorithm, folder)
     one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
     fill_advantages([one], modes.advantage)
-    lengths = [len(completion) for completion in one.completions]
+    lengths = [len(rollout) for rollout in one.rollouts]
     assert one.advantages_N[[0, 2]].tolist() == [lengths[0], lengths[2]]
     assert np.isnan(one.advantages_N[1])
     assert modes.advantage.__globals__["seen"].ids == ["p"]
@@ -224,10 +226,11 @@ def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
     groups = [group(base, [0.0, 0.0])]
     fill_advantages(groups, "grpo")
     assert groups[0].discarded == "zero_advantage"
-    result = assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+    assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
     assert groups[0].discarded is None
-    assert all((s.advantages_T == 1).all() for s in result.sequences)
-    assert len(result.sequences) == 2
+    sequences = drawn(samples_of(groups))
+    assert all((s.advantages_T == 1).all() for s in sequences)
+    assert len(sequences) == 2
 
 
 def test_wrong_results_name_the_plug_in(base, folder):
@@ -285,12 +288,12 @@ def detector(name: str, folder: Path):
 
 def test_a_detector_of_the_users_marks_tokens(base, folder):
     one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
-    mark_planning([one], detector("checking", folder), base)
-    ids = one.completions[0].token_ids
-    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(ids, one.planning[0], strict=True) if on)
+    mark_planning([one], detector("checking", folder), base.text)
+    first, second = one.rollouts
+    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(first.token_ids, first.planning_T, strict=True) if on)
     assert marked.strip() == "check"
-    assert one.planning[0].dtype == bool
-    assert not one.planning[1].any()
+    assert first.planning_T.dtype == bool
+    assert not second.planning_T.any()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +308,7 @@ def test_a_detector_of_the_users_marks_tokens(base, folder):
 def test_wrong_masks_name_the_detector(base, folder, name, reason):
     one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
     with pytest.raises(PluginError, match=f"planning detector toy_credit:{name} {reason}"):
-        mark_planning([one], detector(name, folder), base)
+        mark_planning([one], detector(name, folder), base.text)
 
 
 def train_toy(folder: Path, toml: str) -> list[dict]:

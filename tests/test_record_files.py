@@ -143,8 +143,9 @@ def test_a_damaged_line_is_told_with_its_number(tmp_path):
 def test_every_completion_is_there_and_text_is_safe(tmp_path):
     nasty = "a\x1b[31m\ud800\u2028" + "x" * 600
     groups = [group([1.0, None], [3, 4])]
-    groups[0].completions[0] = completion(3, text=nasty)
-    groups[0].completions[1] = completion(4, text="cut", stop=False)
+    first, second = groups[0].rollouts
+    first.turns[0].action = completion(3, text=nasty)
+    second.turns[0].action = completion(4, text="cut", stop=False)
     with RunRecorder(tmp_path, context()) as recorder:
         recorder.record_step(step(groups))
     first, second = strict(tmp_path / "emergence" / "generations.jsonl")

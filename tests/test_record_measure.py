@@ -7,14 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from record_cases import config, context, evaluation, group, step
+from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
 from retrain.record.context import chart_ranges
 from retrain.record.evaluation import eval_row
-from retrain.record.measure import Totals, step_row
-from retrain.record.samples import gini, group_shares
-from retrain.types import RewardResult
+from retrain.record.measure import Totals, env_metrics, step_row
+from retrain.record.samples import collect, gini, group_shares
+from retrain.types import RewardResult, Turn
 
 
 def test_correct_rate_counts_groups_that_did_not_train():
@@ -199,17 +199,29 @@ def test_tags_of_single_completions():
     assert row["env/short/ac_tokens_per_turn"] == 2.0
 
 
+def test_rollouts_of_several_turns_are_counted_turn_by_turn():
+    """Two turns of 3 read and 4 drawn, then 2 read and 6 drawn; beside it one turn of 3 and 2."""
+    several = group([1.0, 0.0], [4, 2])
+    several.rollouts[0].turns.append(Turn((7, 8), completion(6, entropy=2.0)))
+    row = step_row(step([several]), context())
+    assert (row["env/all/total_turns"], row["env/all/turns_per_episode"]) == (3, 1.5)
+    assert (row["env/all/total_ob_tokens"], row["env/all/ob_tokens_per_turn"]) == (8, 8 / 3)
+    assert row["env/all/total_ac_tokens"] == 12
+    assert env_metrics(collect([several]))["ac_tokens_per_turn"] == 4.0
+    assert row["entropy"] == (6 * 0.5 + 6 * 2.0) / 12
+
+
 def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
     """104 tokens of 0.5 nats, of which 50 have 9.0: trained or not, with a reward or without."""
     groups = [group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
-    groups[1].completions[0].entropy_T = np.full(50, 9.0)
-    groups[1].completions[1].logprobs_T = np.full(50, -3.0)
+    groups[1].rollouts[0].turns[0].action.entropy_T = np.full(50, 9.0)
+    groups[1].rollouts[1].turns[0].action.logprobs_T = np.full(50, -3.0)
     row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
     assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == (54 * 0.5 + 50 * 9.0) / 104
     assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
-    groups[0].completions[1].entropy_T = None
+    groups[0].rollouts[1].turns[0].action.entropy_T = None
     assert step_row(step(groups), context())["entropy"] is None
 
 
@@ -256,7 +268,8 @@ def test_the_score_and_its_penalty_stand_in_every_row():
 
 def test_planning_fraction():
     marked = group([1.0, 0.0], [4, 6])
-    marked.planning = [np.array([True, False, False, False]), np.zeros(6, dtype=bool)]
+    for rollout, planning_T in zip(marked.rollouts, (np.arange(4) == 0, np.zeros(6, dtype=bool)), strict=True):
+        rollout.planning_T = planning_T
     assert step_row(step([marked]), context())["planning_fraction"] == 0.1
 
 
@@ -469,7 +482,8 @@ def test_a_step_that_trained_nothing_has_no_loss():
 
 def test_planning_fraction_counts_what_was_sampled_not_what_was_graded():
     marked = group([1.0, None], [4, 6])
-    marked.planning = [np.array([True, False, False, False]), np.zeros(6, dtype=bool)]
+    for rollout, planning_T in zip(marked.rollouts, (np.arange(4) == 0, np.zeros(6, dtype=bool)), strict=True):
+        rollout.planning_T = planning_T
     assert step_row(step([marked], planning_fraction=0.25), context())["planning_fraction"] == 0.1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from retrain.record.html import visible
 from retrain.record.rollout_files import remove_files, write_pages
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
-from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, single_turn
 
 ACT = f"window.{MARKER}=1"
 SHOW = "document.documentElement.dataset.hit=1"
@@ -30,10 +31,17 @@ def batch(groups: list[Group], split: str = "train", iteration: int = 3, **chang
     return Batch(split, iteration, groups, iteration, "grpo+none_s1", "grpo+none", 1000.0, **changes)
 
 
-def characters(one: Completion) -> tuple[str, np.ndarray]:
-    """Tokens of one character each, the rest of the tokens empty."""
-    ends = np.minimum(np.arange(1, len(one) + 1), len(one.text))
-    return one.text, np.stack([np.minimum(np.arange(len(one)), len(one.text)), ends], axis=1)
+def characters(groups: Sequence[Group]) -> Callable[[Sequence[int]], tuple[str, np.ndarray]]:
+    """Tokens of one character each, the rest of the tokens empty; the same ids stand for the same text."""
+    texts = {tuple(rollout.token_ids): rollout.text for group in groups for rollout in group.rollouts}
+    assert all(texts[tuple(rollout.token_ids)] == rollout.text for group in groups for rollout in group.rollouts)
+
+    def place(token_ids: Sequence[int]) -> tuple[str, np.ndarray]:
+        text, places = texts[tuple(token_ids)], np.arange(len(token_ids) + 1)
+        ends = np.minimum(places, len(text))
+        return text, np.stack([ends[:-1], ends[1:]], axis=1)
+
+    return place
 
 
 def test_one_summary_line_for_every_trajectory():
@@ -141,24 +149,24 @@ def hostile_groups() -> list[Group]:
     made = []
     for name, raw in HOSTILE.items():
         text = raw.replace(ACT, SHOW)
-        one = Completion(list(range(len(text))), text, np.full(len(text), -1.0), None, "stop")
-        made.append(
-            Group(
-                Prompt(
-                    Problem(text, text, text, (text,) if text else ()), text, (1, 2), ({"role": text, "content": text},)
-                ),
-                [one, completion(3)],
-                [RewardResult(None, {text: 1.0}, (text,), error=text), RewardResult(1.0, {name: 1.0})],
-                np.array([np.nan, 0.0]),
-                planning=[np.zeros(len(text), bool), np.ones(3, bool)],
-            )
+        one = Action([ord(c) for c in text], text, np.full(len(text), -1.0), None, "stop")
+        hostile = single_turn(
+            Prompt(
+                Problem(text, text, text, (text,) if text else ()), text, (1, 2), ({"role": text, "content": text},)
+            ),
+            [one, completion(3)],
+            [RewardResult(None, {text: 1.0}, (text,), error=text), RewardResult(1.0, {name: 1.0})],
         )
+        first, second = hostile.rollouts
+        second.advantage = 0.0
+        first.planning_T, second.planning_T = np.zeros(len(text), bool), np.ones(3, bool)
+        made.append(hostile)
     return made
 
 
 def test_hostile_texts_are_inert(tmp_path):
     groups = hostile_groups()
-    whole = batch(groups, token_text=characters, split="eval/" + HOSTILE["path"])
+    whole = batch(groups, token_text=characters(groups), split="eval/" + HOSTILE["path"])
     assert re.fullmatch(r"eval_[\w.+~=-]+_iteration_000003", whole.name)
     write_pages(tmp_path, whole, len(groups))
     text = (tmp_path / f"{whole.name}.html").read_text(encoding="utf-8")
@@ -179,7 +187,7 @@ def test_hostile_texts_are_inert(tmp_path):
 @needs_chromium
 def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
     groups = hostile_groups()
-    write_pages(tmp_path, batch(groups, token_text=characters), len(groups))
+    write_pages(tmp_path, batch(groups, token_text=characters(groups)), len(groups))
     with Browser() as browser:
         browser.open(tmp_path / "train_iteration_000003.html", "#color=s")
         assert browser.run("document.querySelectorAll('.t.su.h2').length") > 0  # one nat: our script ran, and coloured
@@ -189,10 +197,11 @@ def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
 
 def test_pages_are_bounded_and_say_what_is_left_out():
     groups = [group([1.0, 0.0], [4, 5]) for _ in range(700)]
-    for one in groups[0].completions:
-        one.text = MEGABYTE
-    groups[0].rewards[0] = RewardResult(None, error=MEGABYTE)
-    text = rollout_page(batch(groups, token_text=characters), 4)
+    for one in groups[0].rollouts:
+        action = one.turns[0].action
+        action.text, action.token_ids = MEGABYTE, [1000 + token for token in action.token_ids]
+    groups[0].rollouts[0].reward = RewardResult(None, error=MEGABYTE)
+    text = rollout_page(batch(groups, token_text=characters(groups)), 4)
     assert len(text) < 1_500_000
     assert f"{len(MEGABYTE) - SAMPLE_CHARACTERS:,} more characters not shown" in text
     assert "696 more groups are not shown with their texts" in text
@@ -202,8 +211,8 @@ def test_pages_are_bounded_and_say_what_is_left_out():
     message = find_conversations(tree["root"])[0]["messages"][1]["content"]
     assert message.endswith(f"{len(MEGABYTE) - MESSAGE_CHARACTERS:,} more characters not shown")
     many = [group([0.0] * 64, [4] * 64)]
-    for one in many[0].completions:
-        one.text = MEGABYTE
+    for one in many[0].rollouts:
+        one.turns[0].action.text = MEGABYTE
     text = rollout_page(batch(many), 1)
     assert "32 more samples not shown" in text
     assert len(text) < 3_000_000
@@ -211,12 +220,12 @@ def test_pages_are_bounded_and_say_what_is_left_out():
 
 
 def test_tokens_carry_surprisal_advantage_and_planning():
-    one = Completion([1, 2, 3, 4], "ab🙂d", np.array([-0.5, -4.0, -0.004, -np.inf]), None, "stop")
-    made = Group(
-        Prompt(Problem("p", "q", "a"), "q", (1,)), [one], [RewardResult(1.0)], np.array([1.0]),
-        planning=[np.array([False, True, True, False])], token_advantages=[np.array([0.5, -1.25, 0.0, np.nan])],
-    )  # fmt: skip
-    text = rollout_page(batch([made], token_text=characters), 1)
+    one = Action([1, 2, 3, 4], "ab🙂d", np.array([-0.5, -4.0, -0.004, -np.inf]), None, "stop")
+    made = single_turn(Prompt(Problem("p", "q", "a"), "q", (1,)), [one], [RewardResult(1.0)])
+    (rollout,) = made.rollouts
+    rollout.advantage, rollout.planning_T = 1.0, np.array([False, True, True, False])
+    rollout.token_advantages_T = np.array([0.5, -1.25, 0.0, np.nan])
+    text = rollout_page(batch([made], token_text=characters([made])), 1)
     assert ' data-l="1 1 1 1" data-s="50 400 0 0" data-a="500 -1250 0 0" data-p="1 2 1">ab🙂d</div>' in text
     other = rollout_page(batch([made], token_text=lambda c: ("something else", [])), 1)
     assert "data-l" not in other.split("</style>")[1].split("<script>")[0]
@@ -238,7 +247,7 @@ def test_tokens_carry_surprisal_advantage_and_planning():
 )
 def test_thinking_is_folded(text, folded, rest):
     made = group([1.0], [3])
-    made.completions[0].text = text
+    made.rollouts[0].turns[0].action.text = text
     body = rollout_page(batch([made]), 1)
     part = body.split('class="text sample">')[1].split("</article>")[0].split("\n")[0]
     inside = re.search(r'<details class="think"><summary>.*?</summary><div>(.*?)</div></details>', part)

@@ -10,8 +10,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import totals, trained
-from test_engine import decoded
+from lane_cases import decoded, drawn, fresh_logits, lane_of, ref, sample, totals, trained, update
+from lane_cases import rollout as rolled_out
 from toycampaign import campaign
 
 from retrain.campaign.launch import launch
@@ -27,13 +27,12 @@ from retrain.engines.truncation import Keeper, cuts_of, remember
 from retrain.files import read_jsonl
 from retrain.maths.losses import kl_terms
 from retrain.policy import logprobs as policy_logprobs
+from retrain.policy.backbone import backbone_of
 from retrain.policy.head import Head, Supports
-from retrain.policy.logprobs import TrainSequence, collate, token_logprobs
-from retrain.policy.trunk import trunk_of
-from retrain.policy.update import LossSettings, new_optimizer, train_step
+from retrain.policy.logprobs import collate, token_logprobs
 from retrain.record.observer import NullObserver
 from retrain.rng import generator
-from retrain.types import Support
+from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, sample_of
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -72,7 +71,7 @@ def support_of(completion, t: int) -> list[int]:
 def asked_for(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 10, temperature=0.7, **cut):
     return [
         SampleRequest(
-            lane,
+            ref(lane),
             tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, 3 + 2 * p)),
             samples,
             max_tokens,
@@ -84,16 +83,9 @@ def asked_for(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: 
     ]
 
 
-def rollout(base, lanes, adapter, temperature=0.7, **cut) -> list[TrainSequence]:
-    """Sampled sequences with made-up, token-varying advantages."""
-    asked, noise = asked_for(temperature=temperature, **cut), generator("advantages")
-    return [
-        TrainSequence(
-            r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), np.ones(len(c), bool), c.support
-        )
-        for r, group in zip(asked, LocalEngine(base, lanes).sample(asked, [adapter]), strict=True)
-        for c in group
-    ]  # fmt: skip
+def rollout(base, lanes, adapter, **cut) -> list[Sample]:
+    """Samples of a truncated sampler, with made-up, token-varying advantages."""
+    return rolled_out(base, lanes, adapter, asked=asked_for(**cut))
 
 
 # -- what is drawn ------------------------------------------------------------------------------------------------
@@ -109,7 +101,7 @@ def test_a_truncated_draw_by_enumeration(cut, in_any_order):
     p_V = torch.softmax(logits_V / temperature, -1).numpy()
     kept = kept_by_hand(p_V, **cut)
     assert 1 < len(kept) < 12
-    rows = torch.tensor(cuts_of([SampleRequest(0, (1,), 1, 1, temperature, (), **cut)], 12)).expand(steps, -1)
+    rows = torch.tensor(cuts_of([SampleRequest(ref(0), (1,), 1, 1, temperature, (), **cut)], 12)).expand(steps, -1)
     token_R, logprob_R, entropy_R, kept_RK = draw(
         logits_V.expand(steps, -1),
         torch.arange(steps, dtype=torch.float64) / steps,
@@ -134,9 +126,9 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
     adapters = [trained(lanes, 0), trained(lanes, 1, rank=2)]
     asked = asked_for(0, **cut) + asked_for(1, temperature=1.0, **cut)
     sizes = []
-    for request, group in zip(asked, LocalEngine(base, lanes, dense=dense_path).sample(asked, adapters), strict=True):
+    for request, group in zip(asked, sample(LocalEngine(base, lanes, dense=dense_path), asked, adapters), strict=True):
         for completion in group:
-            logits_TV = logits_of(base, lanes, adapters[request.lane], request.prompt_ids, completion.token_ids)
+            logits_TV = logits_of(base, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids)
             p_TV = torch.softmax(logits_TV / request.temperature, -1).numpy()
             assert len(completion.support.offsets) == len(completion) + 1
             for t, token in enumerate(completion.token_ids):
@@ -161,7 +153,7 @@ def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, 
     each.append(asked_for(3, temperature=0.0, top_p=0.5))
     engine = LocalEngine(base, lanes, dense=dense_path)
     whole = [*asked_for(0), *asked_for(1), *asked_for(2), *asked_for(3, temperature=0.0)]  # same batch, nothing cut
-    before, together = engine.sample(whole, adapters), engine.sample([r for own in each for r in own], adapters)
+    before, together = sample(engine, whole, adapters), sample(engine, [r for own in each for r in own], adapters)
     for place in (0, 3):
         for one, other in zip(before[3 * place :][:3], together[3 * place :][:3], strict=True):
             for a, b in zip(one, other, strict=True):
@@ -169,7 +161,7 @@ def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, 
                 assert a.logprobs_T.tolist() == b.logprobs_T.tolist()
                 assert a.support is b.support is None
     for place in (1, 2):
-        alone = engine.sample([dataclasses.replace(r, lane=0) for r in each[place]], [adapters[place]])
+        alone = sample(engine, [dataclasses.replace(r, policy=ref(0)) for r in each[place]], [adapters[place]])
         for one, other in zip(alone, together[3 * place :][:3], strict=True):
             for a, b in zip(one, other, strict=True):
                 assert a.token_ids == b.token_ids
@@ -180,7 +172,7 @@ def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, 
 def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path):
     adapter = trained(lanes, 0)
     asked = [*asked_for(0, prompts=1, max_tokens=2), *asked_for(0, prompts=2, top_k=2)[1:]]
-    short, long = LocalEngine(base, lanes, dense=dense_path).sample(asked, [adapter])
+    short, long = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
     assert all(c.support is None for c in short)
     assert all(np.diff(c.support.offsets).tolist() == [2] * len(c) for c in long)
 
@@ -198,7 +190,7 @@ def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monk
     where it was; when the record has grown, steps are captured anew."""
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [r for lane in range(2) for r in asked_for(lane, max_tokens=40, top_p=0.99)]
-    free = LocalEngine(base, lanes).sample(asked, adapters)
+    free = sample(LocalEngine(base, lanes), asked, adapters)
     replays, captures = [], []
 
     def capture(step):
@@ -221,7 +213,7 @@ def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monk
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
     engine = LocalEngine(base, lanes)
     engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
-    again = engine.sample(asked, adapters)
+    again = sample(engine, asked, adapters)
     for one, other in zip(free, again, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.token_ids == b.token_ids
@@ -234,10 +226,10 @@ def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monk
 def test_a_lane_that_is_not_a_number_leaves_the_others_alone(base, lanes):
     good, bad = trained(lanes, 0), trained(lanes, 1)
     asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_p=0.8)]
-    alone = LocalEngine(base, lanes).sample(asked[:3], [good])
+    alone = sample(LocalEngine(base, lanes), asked[:3], [good])
     with torch.no_grad():
         bad.flat.fill_(float("nan"))
-    groups = LocalEngine(base, lanes).sample(asked, [good, bad])
+    groups = sample(LocalEngine(base, lanes), asked, [good, bad])
     assert [[c.token_ids for c in g] for g in groups[:3]] == [[c.token_ids for c in g] for g in alone]
     assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
 
@@ -263,30 +255,23 @@ def test_the_record_grows_and_keeps_what_it_holds():
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
 def test_the_on_policy_ratio_is_one(base, lanes, loss, cut):
     adapter = trained(lanes, 0)
-    sequences = rollout(base, lanes, adapter, **cut)
+    samples = rollout(base, lanes, adapter, **cut)
     for budget in (1, 16384):
-        settings = LossSettings(loss=loss, temperature=0.7, grad_clip_norm=0, micro_batch_tokens=budget)
-        adapter = trained(lanes, 0)
-        optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
-        metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3)
+        settings = {"loss": loss, "temperature": 0.7, "micro_batch_tokens": budget}
+        metrics = update(lanes, trained(lanes, 0), samples, **settings)
         assert abs(metrics["val/ratio"] - 1) < 1e-5
         assert metrics["val/ratio_var"] < 1e-9
         assert metrics["kl_sample_train_v2"] < 1e-6
         assert metrics["clip_ratio/region_mean"] == 0
-    for s in sequences:  # without the record it would not be
-        s.support = None
-    assert train_step(
-        base, lanes, trained(lanes, 0), optimizer, sequences, settings, totals(sequences), 1e-3
-    )["val/ratio"] < 0.99  # fmt: skip
+    forgotten = [dataclasses.replace(s, support=None) for s in samples]  # without the record it would not be
+    assert update(lanes, trained(lanes, 0), forgotten, **settings)["val/ratio"] < 0.99
 
 
-def masked_logprobs(base, lanes, adapter, s: TrainSequence, temperature=0.7):
+def masked_logprobs(base, lanes, adapter, s: Sample, temperature=0.7):
     """log π(·|S) [T, V] by one unpadded forward pass and a mask made token by token."""
-    ids = torch.tensor([list(s.prompt_ids) + list(s.completion_ids)])
-    with lanes.single(adapter):
-        logits_TV = base.model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1]
+    logits_TV = fresh_logits(lanes, adapter, s)
     mask_TV = torch.full_like(logits_TV, -1e30)
-    for t in range(len(s.completion_ids)):
+    for t in range(len(drawn(s))):
         mask_TV[t, s.support.ids[s.support.offsets[t] : s.support.offsets[t + 1]].tolist()] = 0
     return torch.log_softmax(logits_TV / temperature + mask_TV, -1)
 
@@ -295,28 +280,25 @@ def masked_logprobs(base, lanes, adapter, s: TrainSequence, temperature=0.7):
 def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, monkeypatch, apart):
     """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
     if not apart:
-        whole = dataclasses.replace(trunk_of(base), head=None)
-        monkeypatch.setattr(policy_logprobs, "trunk_of", lambda base: whole)
+        whole = dataclasses.replace(backbone_of(base), head=None)
+        monkeypatch.setattr(policy_logprobs, "backbone_of", lambda base: whole)
     adapter = trained(lanes, 0)
-    sequences = rollout(base, lanes, adapter, top_p=0.8, min_p=0.02)
-    settings = LossSettings(
-        loss="reinforce", temperature=0.7, grad_clip_norm=0, kl_coef=0.4, entropy_coef=0.3, micro_batch_tokens=60
-    )
-    optimizer, tokens = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0), totals(sequences).tokens
-    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3)
+    samples = rollout(base, lanes, adapter, top_p=0.8, min_p=0.02)
+    terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}
+    metrics, tokens = update(lanes, adapter, samples, micro_batch_tokens=60, **terms), totals(samples).tokens
     grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
     fresh = lanes.new_adapter(4, 8.0).initialise(1)
     with torch.no_grad():
         fresh.flat.zero_()
-    for s in sequences:
+    for s in samples:
         logprobs_TV = masked_logprobs(base, lanes, adapter, s)
-        chosen_T = logprobs_TV.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+        chosen_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
         with torch.no_grad():
             reference_TV = masked_logprobs(base, lanes, fresh, s)
-            reference_T = reference_TV.gather(1, torch.tensor(s.completion_ids)[:, None])[:, 0]
+            reference_T = reference_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
         entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e9)).sum(-1)
         difference_T = chosen_T - reference_T
-        terms_T = -torch.from_numpy(s.advantages_T).to(chosen_T) * chosen_T
+        terms_T = -torch.from_numpy(s.advantages[s.action_mask]).to(chosen_T) * chosen_T
         part = (terms_T + 0.4 * difference_T.square() / 2 - 0.3 * entropy_T).sum() / tokens
         part.backward()
         loss += part.item()
@@ -355,13 +337,13 @@ def test_slopes_of_the_head_by_hand():
 def one_token(base, lanes, adapter, **cut):
     """Every token that one draw could have given, each as a sequence with the recorded set and its probability."""
     request = dataclasses.replace(asked_for(samples=1, max_tokens=1, prompts=1, **cut)[0])
-    completion = LocalEngine(base, lanes).sample([request], [adapter])[0][0]
+    completion = sample(LocalEngine(base, lanes), [request], [adapter])[0][0]
     kept, one = support_of(completion, 0), np.ones(1)
     logits = logits_of(base, lanes, adapter, request.prompt_ids, completion.token_ids)[0, kept] / 0.7
     chances = torch.softmax(logits, -1)
     support = Support(completion.support.ids, completion.support.offsets)
     made = [
-        TrainSequence(request.prompt_ids, [token], np.log(one * float(q)), one, one.astype(bool), support)
+        Sample.single_turn(request.prompt_ids, [token], np.log(one * float(q)), one, support=support)
         for token, q in zip(kept, chances, strict=True)
     ]
     return made, chances
@@ -371,40 +353,66 @@ def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_f
     """Σ over S of π_old(y|S)·ρ(y) = 1 whatever the new weights: no token loses its ratio, as it would over the set of
     the new weights; and k3 against the base is the KL divergence of the truncated distributions."""
     adapter = trained(lanes, 0)
-    sequences, chances = one_token(base, lanes, adapter, top_p=0.8)
+    samples, chances = one_token(base, lanes, adapter, top_p=0.8)
     with torch.no_grad():
         for b in adapter.B.values():
             b.mul_(-1.0)
     with torch.no_grad(), lanes.single(adapter):
-        moved_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
-        logits = base.model(input_ids=torch.tensor([list(sequences[0].prompt_ids)])).logits[0, -1].double()
+        moved_S1 = token_logprobs(base, collate(samples, base), 0.7)[0].double()
+        logits = base.model(input_ids=torch.from_numpy(samples[0].token_ids[None, :-1])).logits[0, -1].double()
     now = kept_by_hand(torch.softmax(logits / 0.7, -1).numpy(), top_p=0.8)
-    assert not {s.completion_ids[0] for s in sequences} <= now  # the set of the new weights lacks some of them
-    ratio_T = torch.exp(moved_T - chances.log())
-    assert float((chances * ratio_T).sum()) == pytest.approx(1, abs=1e-5)
+    assert not {drawn(s)[0] for s in samples} <= now  # the set of the new weights lacks some of them
+    ratio_S = torch.exp(moved_S1[:, 0] - chances.log())
+    assert float((chances * ratio_S).sum()) == pytest.approx(1, abs=1e-5)
     with torch.no_grad():
-        reference_T = token_logprobs(base, collate(sequences, base), 0.7)[0][:, 0].double()
-    k3_T = kl_terms("k3", moved_T, reference_T, torch.ones(len(moved_T), dtype=torch.bool))
-    exact = float((moved_T.exp() * (moved_T - reference_T)).sum())
-    assert float((moved_T.exp() * k3_T).sum()) == pytest.approx(exact, abs=1e-5)
+        reference_S1 = token_logprobs(base, collate(samples, base), 0.7)[0].double()
+    k3_S1 = kl_terms("k3", moved_S1, reference_S1, torch.ones(len(samples), 1, dtype=torch.bool))
+    exact = float((moved_S1.exp() * (moved_S1 - reference_S1)).sum())
+    assert float((moved_S1.exp() * k3_S1).sum()) == pytest.approx(exact, abs=1e-5)
 
 
 def test_dropout_takes_no_token_out_of_its_set(base, lanes):
     """Logits under dropout are others than the sampler's; the ratio of every token stays finite."""
     adapter = trained(lanes, 0)
-    sequences = rollout(base, lanes, adapter, top_p=0.8)
-    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
-    settings = LossSettings(temperature=0.7, dropout=0.5)
-    metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, totals(sequences), 1e-3, ("d",))
+    samples = rollout(base, lanes, adapter, top_p=0.8)
+    metrics = update(lanes, adapter, samples, temperature=0.7, dropout=0.5, stream=("d",))
     assert 0.3 < metrics["val/ratio"] < 3
     assert math.isfinite(metrics["loss"])
 
 
+def test_every_action_of_several_turns_keeps_its_own_sets(base, lanes):
+    """Three turns, the sets of the second after those of the first: what the update computes over them is what one
+    sampler gave and another."""
+    adapter, engine = trained(lanes, 0), LocalEngine(base, lanes)
+    first, second, third = (
+        sample(engine, [dataclasses.replace(asked_for(samples=1, max_tokens=n, **cut)[0], stream=(n,))], [adapter])[0][
+            0
+        ]
+        for n, cut in ((4, {"top_p": 0.8}), (3, {"top_k": 3}), (5, {"min_p": 0.1}))
+    )
+    prompt = Prompt(Problem("p", "?", ""), "?", (5, 9, 17))
+    turns = [Turn((5, 9, 17), first), Turn((8, 30), second), Turn((61,), third)]
+    conversation = Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12))
+    whole = sample_of(conversation)
+    places = [(action, t) for action in (first, second, third) for t in range(len(action))]
+    assert len(whole.support.offsets) == len(places) + 1 == len(drawn(whole)) + 1
+    for t, (action, own) in enumerate(places):
+        assert support_of(whole, t) == support_of(action, own)
+    expected_TV = masked_logprobs(base, lanes, adapter, whole).detach()
+    expected_T = expected_TV.gather(1, torch.from_numpy(drawn(whole))[:, None])[:, 0]
+    single = Sample.single_turn(
+        (5, 9, 17), first.token_ids, first.logprobs_T, np.ones(len(first)), support=first.support
+    )
+    with torch.no_grad(), lanes.single(adapter):
+        chosen_BT, _ = token_logprobs(base, collate([single, whole], base), 0.7)
+    torch.testing.assert_close(chosen_BT[1, : len(places)], expected_T, atol=1e-5, rtol=0)
+
+
 def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
-    sequences = rollout(base, lanes, trained(lanes, 0), top_p=0.8)
-    sequences[0].support = None
-    with pytest.raises(ValueError, match="some sequences"):
-        collate(sequences, base)
+    samples = rollout(base, lanes, trained(lanes, 0), top_p=0.8)
+    samples[0] = dataclasses.replace(samples[0], support=None)
+    with pytest.raises(ValueError, match="some samples"):
+        collate(samples, base)
 
 
 # -- from the file to the records -----------------------------------------------------------------------------------
@@ -433,7 +441,7 @@ def test_what_engines_are_asked_for(tmp_path):
     def asked(text):
         (tmp_path / "f.toml").write_text(text)
         config = load(tmp_path / "f.toml").config
-        return config.training_truncation, config.evaluation_truncation
+        return config.training_truncation, config.held_out[0].truncation
 
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert asked("") == (off, off)

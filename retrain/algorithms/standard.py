@@ -214,7 +214,8 @@ def assign_credit(
     modes: Modes | None = None,
 ) -> CreditResult:
     """Set the token advantages and loss masks of every rollout that has a reward. Groups without signal stay marked
-    as discarded, unless the loss has a KL or entropy term: all of them train then.
+    as discarded, unless the loss has a KL or entropy term or ``discard_group_zero_advantage`` is off: all of them
+    train then. The denominators count all of them either way.
 
     ``placebo_stream`` names the random stream of the HICRA placebo; ``modes`` are loaded from ``config`` by default.
     Where the token credit makes its own advantages (``gtpo_paper``, one of the user's), what it returns decides which
@@ -224,7 +225,7 @@ def assign_credit(
     for group in groups:
         for rollout in group.rollouts:
             rollout.token_advantages_T = rollout.loss_mask_T = None
-        if config.algorithm.regularised and group.discarded == "zero_advantage":
+        if config.algorithm.keeps_uniform_groups and group.discarded == "zero_advantage":
             group.discarded = None
     rows = [(group, rollout) for group in groups for rollout in group.rollouts if math.isfinite(rollout.advantage)]
     if not rows:
@@ -235,7 +236,7 @@ def assign_credit(
         rollout.token_advantages_T = advantages_T[: len(rollout)]
         rollout.loss_mask_T = mask_T[: len(rollout)]
     own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
-    if own and not config.algorithm.regularised:
+    if own and not config.algorithm.keeps_uniform_groups:
         signal = {group for (group, _), row in zip(rows, advantages_BT, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if group in signal else "zero_advantage"

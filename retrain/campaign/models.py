@@ -76,10 +76,10 @@ class LocalModel:
             "model": type(self.base.model).__name__,
             "tokenizer": type(self.base.tokenizer).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": "AdamW",
             "dtype": str(self.base.dtype).removeprefix("torch."),
             "device": str(self.base.device),
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": "AdamW",
         }
 
     def decode_work(self) -> DecodeWork | None:
@@ -113,10 +113,10 @@ class PluginModel:
             "model": self.plugin,
             "tokenizer": type(self.tokenizer.source).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": None,
             "dtype": "float32",
             "device": "cpu",
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": None,
         }
 
     def decode_work(self) -> None:
@@ -151,6 +151,7 @@ class Bases:
             self.release()
             self._base, self._key = base_of(config), key
         if self._prepared is None or targets != self._targets:
+            self._prepared = None
             self._base.release()
             lanes = Lanes(self._base, config.lora.target_modules)
             self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets

@@ -46,6 +46,7 @@ class Renderer:
     def answer(self, before: Sequence[Message], action: Action, messages: Sequence[Message]) -> tuple[int, ...]:
         """What the model reads after ``action``: what the template writes behind the text of an assistant's turn for
         these messages, up to where the next one begins. An end token that the action drew itself is not repeated.
+        Nothing of it depends on what the action says, which the model keeps reading as it was drawn.
 
         Raises ModelError when the template rewrites what stood there before.
         """
@@ -53,16 +54,21 @@ class Renderer:
             return self._ids("\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n")
         conversation = [*before, {"role": "assistant", "content": MARK}, *messages]
         head, found, text = self._templated(conversation).rpartition(MARK)
-        if not found or MARK in head:
-            raise ModelError("the tokenizer's chat template rewrites earlier turns, which several turns cannot have")
+        if not found or MARK in head or not head.startswith(self._templated(before, begin_answer=False)):
+            raise ModelError(
+                "the tokenizer's chat template rewrites earlier turns: the model would go on from another conversation "
+                "than the one that it has read"
+            )
         token_ids = self._ids(text)
         if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
             token_ids = token_ids[1:]
         return token_ids
 
-    def _templated(self, messages: Sequence[Message]) -> str:
+    def _templated(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
         extra = getattr(self.data, "chat_template_kwargs", None) or {}
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=begin_answer, **extra
+        )
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])

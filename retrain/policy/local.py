@@ -86,7 +86,7 @@ class LocalPolicy:
         for part in (
             split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ()
         ):
-            batch = collate([samples[i] for i in part], self.base)
+            batch = collate([samples[i] for i in part], self.base).to(self.base.device)
             tables: dict[Want, torch.Tensor | None] = {}
             with torch.no_grad():
                 if Want.REFERENCE in want:

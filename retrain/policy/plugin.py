@@ -8,7 +8,6 @@ the user's brings the weights itself: it samples, takes optimizer steps, saves a
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from retrain.config import Config
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import CheckpointError, PluginError, RunFailed, UsageError
+from retrain.files import aside_of
 from retrain.maths.losses import RATIO_METRICS
 from retrain.plugins import check_backend_class, load_function
 from retrain.policy import protocol
@@ -78,9 +78,9 @@ class TrainBatch:
 class Backend(Protocol):
     """One run's policy. It is made with the run's resolved configuration: ``Class(config)``.
 
-    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows have
-    no loss and say so. ``preserves_token_advantages``: every token trains with its own advantage; where it is false,
-    token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
+    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows mark
+    theirs as a placeholder. ``preserves_token_advantages``: every token trains with its own advantage; where it is
+    false, token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
 
     May also have ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts
     become their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies; by default not).
@@ -174,7 +174,7 @@ class PluginPolicy:
         """Raises CheckpointError when the backend saves nothing."""
         if not resumable:
             return PluginSnapshot(self.backend)
-        files = self.aside / f".backend_{self.version:06d}.{os.getpid()}.tmp"
+        files = aside_of(self.aside / f"{FILES}_{self.version:06d}")
         shutil.rmtree(files, ignore_errors=True)
         files.mkdir(parents=True)
         self.backend.save(files)
@@ -212,13 +212,13 @@ class PluginPolicy:
 def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
     """One step of a backend of the user's, its numbers checked, under the catalogue's keys.
 
-    ``loss`` is None where the backend does not report the step's own; what it returned as one is then
-    ``reported_loss``. Raises PluginError for something else than numbers by name or a name that is measured here,
-    RunFailed for a loss that is not finite.
+    What it returned as its loss is ``loss`` and ``reported_loss``, also where the backend does not report the step's
+    own (rows then mark it as a placeholder). Raises PluginError for something else than numbers by name or a name that
+    is measured here, RunFailed for a loss that is not finite.
     """
     known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
     if not batch.sequences:  # no group had signal: nothing to train on
-        return known | {"loss": 0.0 if backend.reports_sync_loss else None, "reported_loss": None}
+        return known | {"loss": None, "reported_loss": None}
     returned = backend.train_step(batch)
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
@@ -234,4 +234,4 @@ def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
     loss = told.pop("loss", None)
     if isinstance(loss, float) and not math.isfinite(loss):
         raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
-    return known | {"reported_loss": loss} | told | {"loss": loss if backend.reports_sync_loss else None}
+    return known | {"reported_loss": loss} | told | {"loss": loss}

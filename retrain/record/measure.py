@@ -124,7 +124,7 @@ def env_metrics(samples: Samples) -> Row:
         "reward/total": mean(samples.reward_N),
         "correct": float(samples.correct_N.mean()) if len(samples) else None,
         "format": mean(samples.format_N),
-        "ac_tokens_per_turn": mean(samples.length_N),
+        "ac_tokens_per_turn": samples.per_turn(samples.length_N),
         "total_episodes": len(samples),
         **{f"by_group/{name}": share for name, share in shares.items()},
     }
@@ -163,9 +163,9 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
         "env/all/format": everyone["format"],
         **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
         "env/all/total_episodes": len(samples),
-        "env/all/ob_tokens_per_turn": mean(samples.prompt_length_N),
-        "env/all/total_turns": len(samples),
-        "env/all/turns_per_episode": 1.0 if len(samples) else None,
+        "env/all/ob_tokens_per_turn": samples.per_turn(samples.prompt_length_N),
+        "env/all/total_turns": int(samples.turns_N.sum()),
+        "env/all/turns_per_episode": mean(samples.turns_N),
         "env/all/total_ac_tokens": int(samples.length_N.sum()),
         "env/all/total_ob_tokens": int(samples.prompt_length_N.sum()),
     }

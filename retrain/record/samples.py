@@ -30,6 +30,7 @@ class Samples:
     trained_N: np.ndarray
     length_N: np.ndarray
     prompt_length_N: np.ndarray
+    turns_N: np.ndarray
     stopped_N: np.ndarray
     tags: list[tuple[str, ...]]
     parts: dict[str, np.ndarray]
@@ -49,10 +50,15 @@ class Samples:
             self.trained_N[chosen_N],
             self.length_N[chosen_N],
             self.prompt_length_N[chosen_N],
+            self.turns_N[chosen_N],
             self.stopped_N[chosen_N],
             [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen],
             {name: values_N[chosen_N] for name, values_N in self.parts.items()},
         )
+
+    def per_turn(self, values_N: np.ndarray) -> float | None:
+        """Sum over the completions by the number of their turns; None without any."""
+        return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
         """``values_N`` split by group, NaN dropped, empty groups left out."""
@@ -79,6 +85,7 @@ def collect(groups: Sequence[Group]) -> Samples:
         trained_N=kept_N & np.isfinite(advantage_N),
         length_N=_floats(map(len, rollouts)),
         prompt_length_N=_floats(rollout.observation_tokens for rollout in rollouts),
+        turns_N=_floats(len(rollout.turns) for rollout in rollouts),
         stopped_N=np.array([rollout.stop_reason == "stop" for rollout in rollouts], dtype=bool),
         tags=[tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts],
         parts=_parts(rewards),

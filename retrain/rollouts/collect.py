@@ -101,16 +101,19 @@ class _Open:
 
 @dataclass
 class Collected:
-    """Every request's graded group, or what its environment, its template or its grader raised; and when what was done:
-    ("rollout" | "score", start, end) in seconds since the epoch."""
+    """Every request's graded group, or what its environment, its template or its grader raised; when what was done:
+    ("rollout" | "score", start, end) in seconds since the epoch; and in how many seconds of it the engine made the
+    weights its own, None where it cannot tell."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]
+    sync_seconds: float | None = None
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> Collected:
     """Draw, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
     spans: list[tuple[str, float, float]] = []
+    syncs: list[float] = []
     begun: list[_Open | Exception] = [_begin(request) for request in requests]
     groups = [each for each in begun if isinstance(each, _Open)]
     asked: list[tuple[_Open, int | None]] = [(group, None) for group in groups]
@@ -123,12 +126,13 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
                 finished=lambda i, actions, asked=asked: stepping.add(*asked[i], actions),
             )
             drawn = time.time()
+            syncs += [engine.sync_seconds] if engine.sync_seconds is not None else []
             asked = stepping.living(groups)
             spans += [("rollout", start, drawn), ("score", drawn, time.time())]
             if not asked:
                 break
     ended = [each if isinstance(each, Exception) else each.error or each.group() for each in begun]
-    return Collected(ended, spans)
+    return Collected(ended, spans, sum(syncs) if syncs else None)
 
 
 def _begin(request: RolloutRequest) -> _Open | Exception:

@@ -20,10 +20,12 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True)
 class Taken(Generic[Owner]):
-    """The groups of every owner, in the order of its requests, or what went wrong with one; and when what was done."""
+    """The groups of every owner, in the order of its requests, or what went wrong with one; when what was done, and in
+    how many seconds of it the engine made the weights its own."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[tuple[str, float, float]]
+    sync_seconds: float | None = None
 
 
 class RolloutQueue(Generic[Owner]):
@@ -41,7 +43,8 @@ class RolloutQueue(Generic[Owner]):
         if self.pressure is not None:
             self._observe(self.pressure, collected.groups, collected.spans)
         found = iter(collected.groups)
-        return Taken({owner: list(islice(found, len(own))) for owner, own in wanted.items()}, collected.spans)
+        groups = {owner: list(islice(found, len(own))) for owner, own in wanted.items()}
+        return Taken(groups, collected.spans, collected.sync_seconds)
 
     def _observe(
         self, pressure: Pressure, groups: Sequence[Group | Exception], spans: Sequence[tuple[str, float, float]]

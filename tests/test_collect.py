@@ -1,0 +1,347 @@
+"""Grading beside decoding: what is asked for comes back in order, together where it gathered, faults with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from toymodels import word_tokenizer
+
+from retrain.config.tasks import Data
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.environments.prompts import Renderer
+from retrain.environments.protocol import Observation, Step
+from retrain.environments.single_turn import SingleTurn
+from retrain.rewards import Grader, RewardResult
+from retrain.rollouts.collect import RolloutRequest, Sampling, collect
+from retrain.rollouts.queue import RolloutQueue
+from retrain.types import Action, Group, Problem
+
+RENDERER = Renderer(word_tokenizer(["a b c d"]), SimpleNamespace())
+
+
+class Lengths(Grader):
+    """Scores a completion by the length of its text; notes how many came at once."""
+
+    names = ("length",)
+
+    def __init__(self, gate: threading.Event | None = None):
+        self.calls: list[int] = []
+        self.gate = gate
+        self.ranges = {}
+
+    def grade(self, items):
+        self.calls.append(len(items))
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        if any(text == "raise" for _, text in items):
+            raise RuntimeError("a grader that breaks its promise")
+        return [RewardResult(float(len(text))) for _, text in items]
+
+
+def actions(*texts: str) -> list[Action]:
+    return [Action([5], text, np.zeros(1), np.zeros(1), "stop") for text in texts]
+
+
+def asked(grader_or_environment, name: str, samples: int = 1, owner: str = "run") -> RolloutRequest:
+    """A request for rollouts of the problem ``name``."""
+    environment = grader_or_environment
+    if isinstance(environment, Grader):
+        environment = graded(environment)
+    ref = PolicyRef(owner, 0)
+    return RolloutRequest(environment, RENDERER, Problem(name, name, "1"), ref, samples, Sampling(4, 1.0), (name,))
+
+
+def graded(grader: Grader) -> SingleTurn:
+    return SingleTurn({}, Data(), grader)
+
+
+class Scripted:
+    """Draws what the script says: texts by problem, in the order in which the engine is done with them.
+
+    ``between`` is called after each of them. Later turns draw "more".
+    """
+
+    gives_entropy, exact = True, False
+
+    def __init__(self, script: dict[str, Sequence[str]], between: Callable[[], object] = lambda: None):
+        self.script, self.between = script, between
+        self.requests: list[list[SampleRequest]] = []
+        self.rows: list[int | None] = []
+        self.sync_seconds: float | None = 0.25
+
+    def publish(self, ref, weights):
+        raise AssertionError("nothing is published while rollouts are drawn")
+
+    def sample(self, requests, *, max_rows=None, finished=None):
+        self.requests.append(list(requests))
+        self.rows.append(max_rows)
+        names = {request.stream[0]: place for place, request in enumerate(requests) if len(request.stream) == 1}
+        found = [actions(*["more"] * request.samples) for request in requests]
+        for name, texts in self.script.items():
+            if name in names:
+                found[names[name]] = actions(*texts)
+                finished(names[name], found[names[name]])
+                self.between()
+        for place, request in enumerate(requests):
+            if len(request.stream) > 1:
+                finished(place, found[place])
+        return found
+
+
+def rewards(group: Group | Exception) -> list[float | None]:
+    assert isinstance(group, Group), group
+    return [rollout.reward.total_reward for rollout in group.rollouts]
+
+
+def test_groups_come_back_in_the_order_of_the_requests():
+    one, other = Lengths(), Lengths()
+    first, second = graded(one), graded(other)
+    engine = Scripted({"c": ["x", "xx"], "a": ["xxx"], "b": ["", "xxxx"]})
+    groups = collect(engine, [asked(first, "a"), asked(second, "b", 2), asked(first, "c", 2)]).groups
+    assert [rewards(group) for group in groups] == [[3.0], [0.0, 4.0], [1.0, 2.0]]
+    assert [group.prompt.problem.id for group in groups] == ["a", "b", "c"]
+    assert sum(one.calls) == 3
+    assert sum(other.calls) == 2
+
+
+def test_what_is_asked_of_the_engine():
+    engine = Scripted({"a": ["x", "y"]})
+    sampling = Sampling(9, 0.5, top_p=0.9, top_k=7, min_p=0.1)
+    ref = PolicyRef("run", 3)
+    request = RolloutRequest(graded(Lengths()), RENDERER, Problem("a", "a", "1"), ref, 2, sampling, ("a",))
+    collected = collect(engine, [request], max_rows=5)
+    prompt_ids = collected.groups[0].prompt.token_ids
+    assert engine.requests == [[SampleRequest(ref, prompt_ids, 2, 9, 0.5, ("a",), top_p=0.9, top_k=7, min_p=0.1)]]
+    assert engine.rows == [5]
+    assert collected.sync_seconds == 0.25
+    engine.sync_seconds = None
+    assert collect(engine, [request]).sync_seconds is None
+
+
+def test_grading_runs_while_others_are_still_drawn_and_takes_what_gathered_together():
+    gate, grader = threading.Event(), None
+    grader = Lengths(gate)
+    environment = graded(grader)
+    seen = []
+
+    def between():
+        """After the first, wait for its grading to begin; after the last, let it end."""
+        if not seen:
+            deadline = time.monotonic() + 10
+            while not grader.calls and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert grader.calls == [1]  # the first is being graded though four are still to come
+        seen.append(len(seen))
+        if len(seen) == 5:
+            gate.set()
+
+    engine = Scripted({"0": ["a"], **{str(i): ["b" * i] for i in range(1, 5)}}, between)
+    groups = collect(engine, [asked(environment, str(i)) for i in range(5)]).groups
+    assert grader.calls == [1, 4]
+    assert [rewards(group) for group in groups] == [[1.0], [1.0], [2.0], [3.0], [4.0]]
+
+
+def test_what_a_grader_raises_is_found_at_its_requests_only():
+    good, bad = Lengths(), Lengths()
+    engine = Scripted({"b": ["raise"], "a": ["xy"]})
+    groups = collect(engine, [asked(good, "a"), asked(bad, "b")]).groups
+    assert rewards(groups[0]) == [2.0]
+    assert isinstance(groups[1], RuntimeError)
+
+
+def test_what_a_grading_says_went_wrong_holds_no_key(monkeypatch):
+    monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
+
+    class Telling(Lengths):
+        def grade(self, items):
+            return [RewardResult(None, error="refused: sk-0123456789abcdef0123") for _ in items]
+
+    (group,) = collect(Scripted({"a": ["x"]}), [asked(Telling(), "a")]).groups
+    (rollout,) = group.rollouts
+    assert rollout.reward.error.startswith("refused: ")
+    assert "0123456789" not in rollout.reward.error
+
+
+def test_a_failing_engine_leaves_no_thread_behind():
+    class Failing(Scripted):
+        def sample(self, requests, *, max_rows=None, finished=None):
+            raise ValueError("engine")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="engine"):
+        collect(Failing({}), [asked(Lengths(), "a")])
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("where", ["while decoding", "while grading"])
+def test_ctrl_c_waits_for_no_slow_grader(where, monkeypatch):
+    gate = threading.Event()
+    grader = Lengths(gate)
+    begun = time.monotonic()
+
+    def interrupt(*_):
+        while not grader.calls:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    engine = Scripted({"a": ["x"]}, interrupt if where == "while decoding" else lambda: None)
+    if where == "while grading":
+        monkeypatch.setattr("retrain.rollouts.collect._Stepping.living", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collect(engine, [asked(grader, "a")])
+        assert time.monotonic() - begun < 5
+        (worker,) = [thread for thread in threading.enumerate() if thread.name == "episodes"]
+        assert worker.daemon  # nor does the end of the process
+    finally:
+        gate.set()
+    worker.join(10)
+    assert not worker.is_alive()
+
+
+class TwoTurns:
+    """Asks for more once. What an answer of "fail" does is not foreseen, nor is a problem without a name."""
+
+    reward_range = None
+
+    def __init__(self):
+        self.metrics_ranges, self.graded = {}, []
+
+    def problems(self, split):
+        return []
+
+    def start(self, problem, seed):
+        if problem.id == "unknown":
+            raise LookupError("no such problem")
+        return TwoTurnsEpisode(problem)
+
+    def results(self, episodes):
+        self.graded.append([(episode.problem.id, tuple(episode.said)) for episode in episodes])
+        return [RewardResult(float(len(episode.said))) for episode in episodes]
+
+
+class TwoTurnsEpisode:
+    def __init__(self, problem):
+        self.problem, self.said = problem, []
+
+    def observe(self):
+        return Observation(({"role": "user", "content": self.problem.id},))
+
+    def step(self, action):
+        if action.text == "fail":
+            raise RuntimeError("an environment with a mistake")
+        self.said.append(action.text)
+        done = action.text == "last" or len(self.said) == 2
+        return Step(() if done else ({"role": "user", "content": "more?"},), done)
+
+    def result(self):
+        raise AssertionError("this environment grades many at once")
+
+
+def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over():
+    environment = TwoTurns()
+    engine = Scripted({"a": ["last", "go on"], "b": ["go on", "go on"], "c": ["last"]})
+    collected = collect(engine, [asked(environment, "a", 2), asked(environment, "b", 2), asked(environment, "c")])
+    assert [rewards(group) for group in collected.groups] == [[1.0, 2.0], [2.0, 2.0], [1.0]]
+    first, second = engine.requests
+    assert [(request.stream, request.samples) for request in first] == [(("a",), 2), (("b",), 2), (("c",), 1)]
+    assert [(request.stream, request.samples) for request in second] == [
+        (("a", "turn", 1, 1), 1), (("b", "turn", 1, 0), 1), (("b", "turn", 1, 1), 1),
+    ]  # fmt: skip
+    going = collected.groups[0].rollouts[1]
+    assert [turn.action.text for turn in going.turns] == ["go on", "more"]
+    read = (*going.turns[0].observation_ids, *going.turns[0].action.token_ids, *going.turns[1].observation_ids)
+    assert second[0].prompt_ids == read
+    assert [turn.messages for turn in going.turns] == [
+        ({"role": "user", "content": "a"},), ({"role": "user", "content": "more?"},),
+    ]  # fmt: skip
+    order = [name for batch in environment.graded for name, _ in batch]
+    assert sorted(order) == ["a", "a", "b", "b", "c"]
+    assert order[0] == "c"  # over after its first turn
+    assert [name for name, _, _ in collected.spans] == ["rollout", "score"] * 2
+    assert collected.sync_seconds == 0.5
+    times = [moment for _, begin, end in collected.spans for moment in (begin, end)]
+    assert times == sorted(times)
+
+
+def test_what_an_environment_raises_is_found_at_its_requests_only():
+    environment, good = TwoTurns(), Lengths()
+    engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"]})
+    requests = [asked(environment, "a", 2), asked(environment, "unknown"), asked(environment, "b"), asked(good, "c")]
+    groups = collect(engine, requests).groups
+    assert str(groups[0]) == "an environment with a mistake"
+    assert isinstance(groups[1], LookupError)
+    assert [rewards(group) for group in groups[2:]] == [[2.0], [3.0]]
+    assert [request.stream for request in engine.requests[1]] == [("b", "turn", 1, 0)]  # the failed group is over
+
+
+def test_where_every_request_fails_or_none_is_there_nothing_is_drawn(base, lanes):
+    engine = LocalEngine(base, lanes)
+    assert collect(engine, []).groups == []
+    (error,) = collect(engine, [asked(TwoTurns(), "unknown")]).groups
+    assert isinstance(error, LookupError)
+
+
+# -- the queue --------------------------------------------------------------------------------------------------
+
+
+class Watching:
+    """A pressure controller that notes what it is told."""
+
+    max_rows = 6
+
+    def __init__(self):
+        self.observed = []
+
+    def observe(self, tokens, seconds, context):
+        self.observed.append((tokens, seconds, context))
+
+
+def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
+    grader = Lengths()
+    environment, engine = graded(grader), Scripted({"d": ["x"], "c": ["raise"], "b": ["xx"], "a": ["xxx"]})
+    wanted = {
+        "second": [asked(environment, "b", owner="second"), asked(environment, "a", owner="second")],
+        "idle": [],
+        "first": [asked(Lengths(), "c", owner="first"), asked(environment, "d", owner="first")],
+    }
+    taken = RolloutQueue(engine).take(wanted)
+    assert list(taken.groups) == ["second", "idle", "first"]
+    assert [rewards(group) for group in taken.groups["second"]] == [[2.0], [3.0]]
+    assert taken.groups["idle"] == []
+    assert isinstance(taken.groups["first"][0], RuntimeError)
+    assert rewards(taken.groups["first"][1]) == [1.0]
+    assert len(engine.requests) == 1  # one decode batch for all of them
+    assert engine.rows == [None]
+    assert taken.sync_seconds == 0.25
+    assert [name for name, _, _ in taken.spans] == ["rollout", "score"]
+
+
+def test_pressure_bounds_the_rows_and_hears_how_it_went():
+    """A group of two actions of one token behind three read, and one of two turns: 1 + 1 drawn behind what it read."""
+    pressure, engine = Watching(), Scripted({"a": ["x", "y"], "b": ["go on"], "c": ["fail"]})
+    environment = TwoTurns()
+    requests = [asked(Lengths(), "a", 2), asked(environment, "b"), asked(environment, "c")]
+    taken = RolloutQueue(engine, pressure).take({"run": requests})
+    assert engine.rows == [6, 6]
+    ((tokens, seconds, context),) = pressure.observed
+    rollouts = [rollout for group in taken.groups["run"] if isinstance(group, Group) for rollout in group.rollouts]
+    assert len(rollouts) == 3
+    assert tokens == sum(len(rollout) for rollout in rollouts) == 4
+    read = sum(len(turn.observation_ids) for rollout in rollouts for turn in rollout.turns)
+    assert context == pytest.approx(read / 3 + 4 / 6)
+    assert seconds == pytest.approx(sum(end - begin for name, begin, end in taken.spans if name == "rollout"))
+    RolloutQueue(engine, pressure).take({"run": [asked(environment, "unknown")]})
+    assert len(pressure.observed) == 1  # nothing was drawn, nothing is learnt
+
+
+def test_drawing_ahead_is_refused():
+    with pytest.raises(ValueError, match="ahead"):
+        RolloutQueue(Scripted({}), max_staleness=1)

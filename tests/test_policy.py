@@ -1,0 +1,209 @@
+# pyright: reportOptionalSubscript=false, reportOptionalIterable=false
+"""The built-in policy behind its protocol: what it says of samples, what changes its version, what it goes on from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import drawn, fresh_logits, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
+
+from retrain.errors import CheckpointError, ModelError, NonFinite, RunFailed, UsageError
+from retrain.policy.local import LocalPolicy
+from retrain.policy.logprobs import MicroBatch
+from retrain.policy.protocol import Scores, TrainBatch, Want
+
+EVERYTHING = frozenset({Want.LOGPROBS, Want.ENTROPY, Want.REFERENCE})
+SCALED = {"lora": {"alpha": 8.0}}
+
+
+@pytest.fixture
+def policy(base, lanes) -> LocalPolicy:
+    """A policy that has learnt something, at temperature 0.7."""
+    made = local_policy(base, lanes, training={"temperature": 0.7, "lr": 1e-2}, **SCALED)
+    made.adapter.load(trained(lanes, 0).tensors())
+    return made
+
+
+def taught(policy: LocalPolicy, samples, step: int = 0, **keys):
+    """One update on these samples."""
+    batch = TrainBatch(samples, totals(samples), step, (0, 1))
+    return policy.update(batch, objective(temperature=0.7, **keys), 1e-2)
+
+
+def samples_of(policy: LocalPolicy):
+    """Samples of one turn and of several, drawn by the policy."""
+    found = rollout(policy.base, policy.lanes, policy.adapter, 0.7)
+    return [in_turns(s) if i % 3 == 1 else s for i, s in enumerate(found)]
+
+
+# -- scores ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 10_000])
+def test_scores_equal_a_fresh_forward_pass(policy, tokens):
+    """Sample by sample in their own order, however they are cut into micro-batches; the reference is the base."""
+    policy.budget.tokens, samples = tokens, samples_of(policy)
+    scores, untrained = policy.score(samples, EVERYTHING), policy.lanes.new_adapter(4, 8.0)
+    assert scores.values is None
+    assert len(scores.logprobs) == len(scores.entropy) == len(scores.reference) == len(samples)
+    for i, s in enumerate(samples):
+        with torch.no_grad():
+            own, reference = (
+                torch.log_softmax(fresh_logits(policy.lanes, adapter, s) / 0.7, -1)
+                for adapter in (policy.adapter, untrained)
+            )
+        places = torch.from_numpy(drawn(s))[:, None]
+        np.testing.assert_allclose(scores.logprobs[i], own.gather(1, places)[:, 0], atol=1e-4)
+        np.testing.assert_allclose(scores.entropy[i], -(own.exp() * own).sum(1), atol=1e-4)
+        np.testing.assert_allclose(scores.reference[i], reference.gather(1, places)[:, 0], atol=1e-4)
+        assert np.abs(scores.logprobs[i] - scores.reference[i]).max() > 1e-2
+    first = samples_of(policy)[0]  # of one turn: the very distribution that it was drawn from
+    np.testing.assert_allclose(scores.logprobs[0], first.logprobs[first.action_mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("want", [{Want.LOGPROBS}, {Want.ENTROPY}, {Want.REFERENCE}, {Want.ENTROPY, Want.REFERENCE}])
+def test_only_what_is_asked_for_is_scored(policy, want):
+    samples = samples_of(policy)[:5]
+    found, every = policy.score(samples, frozenset(want)), policy.score(samples, EVERYTHING)
+    for kind in EVERYTHING:
+        arrays = getattr(found, kind)
+        if kind not in want:
+            assert arrays is None
+            continue
+        for one, other in zip(arrays, getattr(every, kind), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_nothing_is_computed_where_nothing_is_wanted_and_values_need_a_critic(policy, monkeypatch):
+    samples = samples_of(policy)[:2]
+    assert policy.score([], EVERYTHING) == Scores([], [], None, [])
+    with pytest.raises(ModelError, match="no critic"):
+        policy.score(samples, frozenset({Want.VALUES}))
+    monkeypatch.setattr(policy.base.model, "forward", None)
+    monkeypatch.setattr(policy.base, "backbone", None)
+    assert policy.score(samples, frozenset()) == Scores()
+
+
+def test_what_is_scored_lies_where_the_base_is(policy, monkeypatch):
+    """Micro-batches are made on the host; a base on a GPU cannot read them there."""
+    moved, to = [], MicroBatch.to
+
+    def noted(self, device):
+        moved.append((len(self.targets_BT), device))
+        return to(self, device)
+
+    monkeypatch.setattr(MicroBatch, "to", noted)
+    samples = samples_of(policy)[:3]
+    policy.score(samples, EVERYTHING)
+    assert sum(rows for rows, _ in moved) == 3
+    assert {device for _, device in moved} == {policy.base.device}
+
+
+def test_scoring_leaves_weights_and_gradients_alone(policy):
+    before, policy.adapter.flat.grad[:] = policy.adapter.flat.detach().clone(), 3.0
+    policy.score(samples_of(policy), EVERYTHING)
+    assert torch.equal(policy.adapter.flat, before)
+    assert bool((policy.adapter.flat.grad == 3.0).all())
+    assert policy.version == 0
+
+
+# -- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_the_version_counts_changes_of_the_weights(base, lanes, policy, monkeypatch):
+    """Rollouts are named by it: two sets of weights must not have one name, nor one set two for nothing."""
+    samples = samples_of(policy)
+    taught(policy, samples)
+    assert policy.version == 1
+    weights = policy.adapter.flat.detach().clone()
+    taught(policy, [])  # no group had signal
+    with pytest.raises(NonFinite):
+        taught(policy, [with_tokens(s, advantages=np.inf) for s in samples])
+    assert policy.version == 1
+    assert torch.equal(weights, policy.adapter.flat)
+    step = policy.optimizer.step
+
+    def half():
+        step()
+        raise RunFailed("the machine went away")
+
+    monkeypatch.setattr(policy.optimizer, "step", half)
+    with pytest.raises(RunFailed, match="went away"):
+        taught(policy, samples)
+    assert not torch.equal(weights, policy.adapter.flat)
+    assert policy.version == 2  # what a failed step has done cannot be taken back, and must not go unseen
+    monkeypatch.undo()
+    taught(policy, samples)
+    assert policy.version == 3
+    again = local_policy(base, lanes)
+    again.restore(policy.state())
+    assert again.version == 3
+
+
+def test_a_lower_rank_is_another_version(base, lanes):
+    policy = local_policy(base, lanes, lora={"anneal": [[2, 3], [4, 1]]}, training={"max_steps": 6})
+    policy.adapter.load(trained(lanes, 0).tensors())
+    told = [policy.begin_step(step) for step in range(6)]
+    assert [len(lines) for lines in told] == [0, 0, 1, 0, 1, 0]
+    assert (policy.version, policy.adapter.live_rank) == (2, 1)
+    assert policy.begin_step(4) == []  # a step that is begun twice lowers once
+    assert policy.version == 2
+
+
+# -- what a run goes on from ----------------------------------------------------------------------------------------
+
+
+def test_a_resumable_snapshot_gives_the_very_next_update(base, lanes, policy, tmp_path):
+    """Weights, moments, version, and what memory has taught: bit by bit; the weights alone go another way."""
+    samples = samples_of(policy)
+    for step in range(2):
+        taught(policy, samples, step)
+    policy.budget.shrink([5, 2], [40, 40], "out of memory")
+    policy.notes()
+    policy.snapshot(resumable=True).write(tmp_path)
+    state, numbers = policy.state(), taught(policy, samples, 2)
+    again, cold = (local_policy(base, lanes, seed, **SCALED) for seed in (7, 8))
+    again.load(tmp_path)
+    again.restore(state)
+    cold.begin_with(tmp_path)
+    assert (again.version, again.budget.tokens) == (2, 40)
+    assert {k: v for k, v in taught(again, samples, 2).items() if not k.startswith("timing_")} == {
+        k: v for k, v in numbers.items() if not k.startswith("timing_")
+    }
+    assert torch.equal(again.adapter.flat, policy.adapter.flat)
+    assert again.version == policy.version == 3
+    taught(cold, samples, 2)
+    assert not torch.allclose(cold.adapter.flat, policy.adapter.flat, atol=1e-4)
+    for one, other in zip(again.optimizer.state.values(), policy.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_an_untrained_policy_is_the_base_and_saved_as_such(base, lanes, tmp_path):
+    policy = local_policy(base, lanes, **SCALED)
+    policy.snapshot(resumable=True).write(tmp_path)
+    samples = rollout(base, lanes, policy.adapter)
+    scores = policy.score(samples, frozenset({Want.LOGPROBS, Want.REFERENCE}))
+    assert all(np.array_equal(a, b) for a, b in zip(scores.logprobs, scores.reference, strict=True))
+    again = local_policy(base, lanes, 5, **SCALED)
+    again.load(tmp_path)
+    assert torch.equal(again.adapter.flat, policy.adapter.flat)
+    assert not again.optimizer.state
+    for each in (policy, again):
+        taught(each, samples)
+    assert torch.equal(again.adapter.flat, policy.adapter.flat)
+
+
+def test_only_a_resumable_snapshot_is_a_checkpoint(policy, tmp_path):
+    with pytest.raises(AssertionError, match="resumable"):
+        policy.snapshot().write(tmp_path)
+    policy.snapshot().export(tmp_path, tmp_path / "nowhere")
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_weights_that_do_not_fit_are_refused(base, lanes, policy, tmp_path):
+    policy.snapshot(resumable=True).write(tmp_path)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        local_policy(base, lanes, model={"lora_rank": 3}).load(tmp_path)
+    with pytest.raises(UsageError, match="LoRA scale 2, this run 8"):
+        local_policy(base, lanes, lora={"alpha": 32.0}).begin_with(tmp_path)

@@ -1,0 +1,285 @@
+"""Rollouts of several turns: what the model reads after an action, and that it trains on the very tokens it drew."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import fresh_logprobs, trained
+from toymodels import word_tokenizer
+
+from retrain.config import parse_dict
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef
+from retrain.environments.prompts import Renderer
+from retrain.environments.protocol import Observation, Step
+from retrain.errors import ModelError
+from retrain.policy.local import LocalPolicy
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Denominators, TrainBatch, Want, samples_of
+from retrain.policy.threads import Workers
+from retrain.rollouts.collect import RolloutRequest, Sampling, collect
+from retrain.types import Action, Group, Problem, RewardResult, sample_of
+
+ASKED = [{"role": "user", "content": "12+34=?"}]
+AGAIN = [{"role": "user", "content": "let me check"}]
+QUIET = SimpleNamespace()
+"""A [data] section without a system prompt and arguments for the template."""
+
+
+def action(ids: list[int], stop: str = "stop", text: str = "46") -> Action:
+    return Action(ids, text, np.zeros(len(ids)), None, stop)
+
+
+# -- what is read after an action -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Its template ends what an assistant says with <end>, as most do."""
+    made = word_tokenizer(["12+34=46 let me check"])
+    made.chat_template = (
+        "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+    )
+    return made
+
+
+def test_an_end_that_was_drawn_is_not_read_again(tokenizer):
+    renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
+    rest = "<turn>user\nlet me check<turn>assistant\n"
+    assert tokenizer.decode(renderer.answer(ASKED, action([9, end]), AGAIN)) == rest
+    assert tokenizer.decode(renderer.answer(ASKED, action([9, 9], "length"), AGAIN)) == "<end>" + rest
+    assert tokenizer.decode(renderer.answer(ASKED, action([9, 7]), AGAIN)) == "<end>" + rest  # ended by another token
+
+
+def test_what_is_read_is_what_the_template_writes_of_the_whole_conversation(tokenizer):
+    """Prompt, action and answer, each made once, one after the other, and two answers in a row."""
+    renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
+    conversation, ids = [*ASKED], list(renderer.prompt(Problem("p", "12+34=?", "46"), ASKED).token_ids)
+    for text, messages in (("46", AGAIN), ("let me check 46", [*AGAIN, {"role": "tool", "content": "46"}])):
+        drawn = action([*tokenizer(text)["input_ids"], end], text=text)
+        ids += [*drawn.token_ids, *renderer.answer(conversation, drawn, messages)]
+        conversation += [{"role": "assistant", "content": text}, *messages]
+    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == whole
+    assert ids == tokenizer(whole)["input_ids"]
+
+
+def test_what_an_action_says_changes_nothing_of_what_is_read(tokenizer):
+    """Not even where the template leaves the thinking out of turns that are over: it was read as it was drawn."""
+    thinking = tokenizer.chat_template.replace("m['content'] }}{% if", "m['content'].split('</think>')[-1] }}{% if")
+    renderer = Renderer(tokenizer, QUIET)
+    plain = renderer.answer(ASKED, action([9]), AGAIN)
+    try:
+        ours, tokenizer.chat_template = tokenizer.chat_template, thinking
+        assert renderer.answer(ASKED, action([9], text="<think>a</think>b"), AGAIN) == plain
+        assert renderer.answer(ASKED, action([9], text="<turn>user\n<end>"), AGAIN) == plain
+    finally:
+        tokenizer.chat_template = ours
+
+
+def test_the_bundled_model_s_template():
+    from retrain.policy.base import load_base
+
+    base = load_base("tiny-reasoner", devices="cpu")
+    renderer = Renderer(base.tokenizer, QUIET)
+    rest = "<|user|>let me check<|assistant|>"
+    assert base.tokenizer.decode(renderer.answer(ASKED, action([9, *base.eos_ids]), AGAIN)) == rest
+    assert base.tokenizer.decode(renderer.answer(ASKED, action([9], "length"), AGAIN)) == "<|end|>" + rest
+
+
+def test_without_a_template_messages_are_set_apart_by_blank_lines():
+    made = word_tokenizer(["12+34=46 let me check"])
+    made.chat_template = None
+    read = Renderer(made, QUIET).answer(ASKED, action([9]), [*AGAIN, *AGAIN])
+    assert made.decode(read) == "\n\nlet me check\n\nlet me check\n\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # The last message alone; the last answer twice; the system prompt before the last question, wherever that is.
+        "<turn>{{ messages[-1]['content'] }}<turn>",
+        "{% for m in messages %}<turn>{{ m['content'] }}{{ m['content'] }}{% endfor %}<turn>",
+        "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}<turn>",
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused(template):
+    made = word_tokenizer(["12+34=46 let me check"])
+    made.chat_template = template
+    with pytest.raises(ModelError, match="chat template rewrites earlier turns") as caught:
+        Renderer(made, QUIET).answer([{"role": "system", "content": "you add"}, *ASKED], action([9]), AGAIN)
+    assert "\n" not in str(caught.value)
+
+
+# -- an environment of two turns --------------------------------------------------------------------------------
+
+
+class Asking:
+    """Asks back once, with the length of the answer; rewards the length of both. A first answer of an even number of
+    characters ends the episode where ``may_end``."""
+
+    reward_range = None
+
+    def __init__(self, may_end: bool = False):
+        self.may_end, self.seeds, self.metrics_ranges = may_end, [], {}
+
+    def problems(self, split):
+        return [Problem(f"p{i}", f"{i}2+34=?", "46") for i in range(3)]
+
+    def start(self, problem, seed):
+        self.seeds.append(seed)
+        return AskingEpisode(self, problem)
+
+    def results(self, episodes):
+        return [episode.result() for episode in episodes]
+
+
+class AskingEpisode:
+    def __init__(self, environment: Asking, problem: Problem):
+        self.environment, self.problem, self.said = environment, problem, []
+
+    def observe(self):
+        return Observation(({"role": "user", "content": str(self.problem.prompt)},))
+
+    def step(self, action):
+        self.said.append(action.text)
+        done = len(self.said) == 2 or (self.environment.may_end and len(action.text) % 2 == 0)
+        return Step(() if done else ({"role": "user", "content": f"check {len(action.text)}"},), done)
+
+    def result(self):
+        return RewardResult(float(sum(map(len, self.said))))
+
+
+REF = PolicyRef("run", 5)
+
+
+def asking(environment: Asking, base, samples: int = 4, temperature: float = 1.0) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            environment, Renderer(base.tokenizer, QUIET), problem, REF, samples, Sampling(7, temperature), ("turns", i)
+        )
+        for i, problem in enumerate(environment.problems("train"))
+    ]
+
+
+@pytest.fixture
+def policy(base, lanes) -> LocalPolicy:
+    """A policy that has moved away from its base."""
+    config = parse_dict({"model": {"lora_rank": 4}, "training": {"seed": 1}})
+    made = LocalPolicy(base, lanes, config, ("turns",), Workers())
+    with torch.no_grad():
+        made.adapter.flat.copy_(trained(lanes, 3, rank=4).flat)
+    return made
+
+
+@pytest.fixture
+def engine(base, lanes, policy) -> LocalEngine:
+    made = LocalEngine(base, lanes)
+    made.publish(REF, policy.snapshot())
+    return made
+
+
+def two_turns(engine: LocalEngine, base, **settings) -> list[Group]:
+    collected = collect(engine, asking(Asking(), base, **settings))
+    assert [name for name, _, _ in collected.spans] == ["rollout", "score"] * 2
+    return collected.groups
+
+
+def test_a_rollout_is_what_the_model_read_and_drew(base, engine):
+    end = base.tokenizer.eos_token_id
+    for group in two_turns(engine, base):
+        assert len(group.rollouts) == 4
+        for rollout in group.rollouts:
+            first, second = rollout.turns
+            assert first.observation_ids == group.prompt.token_ids
+            assert first.messages == group.prompt.messages
+            (asked_back,) = second.messages
+            assert asked_back["content"] == f"check {len(first.action.text)}"
+            # The toy's template ends no turn, so what is read begins where the action stopped, drawn end or not.
+            assert base.tokenizer.decode(second.observation_ids) == f"<turn>{asked_back['content']}<turn>"
+            assert {turn.action.policy_version for turn in rollout.turns} == {5}
+            assert all(1 <= len(turn.action) <= 7 for turn in rollout.turns)
+            assert all(
+                (turn.action.token_ids[-1] == end) == (turn.action.stop_reason == "stop") for turn in rollout.turns
+            )
+            assert rollout.reward.total_reward == sum(len(turn.action.text) for turn in rollout.turns)
+
+
+def test_every_token_trains_as_it_was_drawn(base, lanes, policy, engine):
+    groups = two_turns(engine, base)
+    for group in groups:
+        for rollout in group.rollouts:
+            sample, (first, second) = sample_of(rollout), rollout.turns
+            parts = [first.observation_ids, first.action.token_ids, second.observation_ids, second.action.token_ids]
+            assert sample.token_ids.tolist() == [token for part in parts for token in part]
+            assert sample.action_mask.tolist() == [k % 2 == 1 for k, part in enumerate(parts) for _ in part]
+            assert sample.logprobs[sample.action_mask].tolist() == rollout.logprobs_T.tolist()
+            assert set(sample.versions[sample.action_mask]) == {5}
+            assert set(sample.versions[~sample.action_mask]) == {-1}
+            assert not sample.logprobs[~sample.action_mask].any()
+            # One pass over the very tokens says what the sampler said, of the second action after all that came before.
+            before = [token for part in parts[:3] for token in part]
+            expected, entropy = fresh_logprobs(base, lanes, policy.adapter, before, second.action.token_ids, 1.0)
+            assert second.action.logprobs_T == pytest.approx(expected, abs=2e-5)
+            assert second.action.entropy_T == pytest.approx(entropy, abs=2e-4)
+    samples = samples_of(groups, every=True)
+    scores = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
+    assert scores is not None
+    assert len(scores) == 12
+    for rollout, own_T in zip((one for group in groups for one in group.rollouts), scores, strict=True):
+        assert own_T == pytest.approx(rollout.logprobs_T, abs=2e-5)
+
+
+def test_an_update_takes_the_tokens_of_all_actions_and_no_others(base, policy, engine):
+    """Ratios of 1 between sampler and trainer, and a change of what was read that moves nothing."""
+    groups = two_turns(engine, base)
+    for group in groups:
+        for k, rollout in enumerate(group.rollouts):
+            rollout.advantage = float(k - 1.5)
+            rollout.token_advantages_T = np.full(len(rollout), rollout.advantage)
+    samples = samples_of(groups)
+    tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == tokens
+    batch = TrainBatch(samples, Denominators(tokens, len(samples)), 0, ("turns",))
+    numbers = policy.update(batch, Objective(), 1e-3)
+    assert numbers["num_datums"] == 12
+    assert numbers["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert abs(numbers["kl_sample_train_v1"]) < 1e-5
+    assert numbers["optim/grad_norm"] > 0
+    expected = -sum(float(s.advantages[s.action_mask].sum()) for s in samples) / tokens
+    assert numbers["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_turns_are_drawn_by_streams_of_their_own(base, engine):
+    """The same rollouts whatever else is asked for beside them, and whether or not others go on."""
+    together = two_turns(engine, base)
+    for index, request in enumerate(asking(Asking(), base)):
+        (alone,) = collect(engine, [request], max_rows=2).groups
+        assert isinstance(alone, Group)
+        for mine, theirs in zip(alone.rollouts, together[index].rollouts, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert [turn.observation_ids for turn in mine.turns] == [turn.observation_ids for turn in theirs.turns]
+    texts = {rollout.turns[1].action.text for group in together for rollout in group.rollouts}
+    assert len(texts) > 6  # no two episodes share a stream
+    ending = collect(engine, asking(Asking(may_end=True), base)).groups
+    lengths = set()
+    for group, other in zip(ending, together, strict=True):
+        assert isinstance(group, Group)
+        for mine, theirs in zip(group.rollouts, other.rollouts, strict=True):
+            lengths.add(len(mine.turns))
+            assert len(mine.turns) == 1 + len(mine.turns[0].action.text) % 2
+            for turn, same in zip(mine.turns, theirs.turns, strict=False):
+                assert turn.action.token_ids == same.action.token_ids
+    assert lengths == {1, 2}
+
+
+def test_the_episodes_of_a_group_begin_with_the_same_seed(base, engine):
+    environment = Asking()
+    collect(engine, asking(environment, base))
+    assert [environment.seeds.count(seed) for seed in dict.fromkeys(environment.seeds)] == [4, 4, 4]
