@@ -33,7 +33,7 @@ from retrain.errors import Interrupted, LeaseLost, RetrainError, StorageError
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
-from retrain.record.observer import Observer
+from retrain.record.observer import Observer, SpecLike
 
 if TYPE_CHECKING:
     from retrain.campaign.models import Bases
@@ -308,26 +308,31 @@ def _with_advice(error: StorageError, directory: Path) -> RetrainError:
     )
 
 
-class ManifestFollower:
+class ManifestFollower(Observer):
     """Passes everything on to the user's observer and keeps the manifest's states up to date."""
 
     def __init__(self, manifest: Manifest, observer: Observer):
         self.manifest, self.observer = manifest, observer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.observer, name)
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        """See ``Observer.plan``."""
+        self.observer.plan(specs)
 
-    def run_started(self, spec: RunSpec, step: int, max_steps: int) -> None:
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """The run is running."""
         self.manifest.update(spec.run_id, state="running", reason=None, step=step)
         self.observer.run_started(spec, step, max_steps)
 
-    def step(self, spec: RunSpec, row: Mapping[str, Any]) -> None:
+    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
         """Count the finished step; the next event writes it."""
         self.manifest.run(spec.run_id)["step"] = int(row["step"]) + 1
         self.observer.step(spec, row)
 
-    def run_finished(self, spec: RunSpec, status: str, message: str = "") -> None:
+    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
+        """See ``Observer.evaluated``."""
+        self.observer.evaluated(spec, name, row)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """The run is done or has failed, with the reason."""
         entry = self.manifest.run(spec.run_id)
         changes: dict[str, Any] = {"state": status, "reason": message or None}
@@ -335,6 +340,14 @@ class ManifestFollower:
             changes["log"] = str(Path(entry["path"]) / "run.log")
         self.manifest.update(spec.run_id, **changes)
         self.observer.run_finished(spec, status, message)
+
+    def message(self, text: str, level: str = "info") -> None:
+        """See ``Observer.message``."""
+        self.observer.message(text, level)
+
+    def close(self) -> None:
+        """See ``Observer.close``."""
+        self.observer.close()
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

@@ -36,8 +36,12 @@ class CohortModel(Protocol):
     name: str
     identity: str
     tokenizer: Tokenizer
-    engine: Engine
     workers: Workers
+
+    @property
+    def engine(self) -> Engine:
+        """What samples for all of them."""
+        ...
 
     def policy(self, spec: RunSpec, directory: Path) -> Policy:
         """The policy of one run, untrained; ``directory`` is the run's."""
