@@ -33,7 +33,7 @@ from retrain.ownership import owner_of
 from retrain.record import charts
 from retrain.record.charts import Row
 from retrain.record.html import asset, escape, generator, page
-from retrain.record.numbers import duration, plural, short
+from retrain.record.numbers import duration, short
 
 REPORT = "report.html"
 
@@ -101,7 +101,7 @@ def _header(campaign: Campaign) -> str:
     config = next(iter(campaign.configs.values()), {})
     made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = [
-        plural(len(campaign.labels), "condition") + " × " + plural(len(seeds), "seed"),
+        _plural(len(campaign.labels), "condition") + " × " + _plural(len(seeds), "seed"),
         ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
     if config:
@@ -120,6 +120,10 @@ def _header(campaign: Campaign) -> str:
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _verdicts(campaign: Campaign) -> str:

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, require_directory
-from retrain.commands.output import print_record, print_text, tell, visible
+from retrain.commands.output import plural, print_record, print_text, tell, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.record.numbers import plural
 
 AdapterDirectory = Annotated[
     Path,

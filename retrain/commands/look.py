@@ -10,8 +10,7 @@ import typer
 
 from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
 from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words, reward_words
-from retrain.commands.output import count, duration, print_table, size
-from retrain.record.numbers import plural
+from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
     from retrain.commands.estimate import Architecture, Device, Estimate

@@ -74,6 +74,11 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
 
 
+def plural(number: int, word: str) -> str:
+    """The number with its noun: 1 run, 2 runs."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def count(number: float) -> str:
     """1234567 as "1.2 M"."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from retrain.commands.output import visible
+from retrain.commands.output import plural, visible
 from retrain.errors import RetrainError
-from retrain.record.numbers import plural
 
 MEASURED = 500
 """Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
-from retrain.commands.output import print_record, print_text, tell, visible
+from retrain.commands.output import plural, print_record, print_text, tell, visible
 from retrain.errors import RunFailed
 from retrain.files import dumps
-from retrain.record.numbers import plural
 
 
 def try_(

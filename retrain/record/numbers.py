@@ -26,11 +26,6 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def plural(number: int, word: str) -> str:
-    """The number with its noun: 1 run, 2 runs."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def change(before: float | None, now: float | None) -> str:
     """``before → now`` in per cent; ``before`` alone as long as nothing was measured since."""
     return percent(before) if before is None or now is None else f"{100 * before:.0f} → {percent(now)}"
