@@ -61,3 +61,35 @@ def lanes(base):
     lanes = Lanes(base)
     yield lanes
     lanes.detach()
+
+
+@pytest.fixture(scope="session")
+def toy_home(tmp_path_factory):
+    """A model, rewards, and problems that are sorted by subject: what the campaigns of ``mixed_cases`` train on."""
+    from mixed_cases import toy_world_of_subjects
+
+    return toy_world_of_subjects(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def fresh_base(toy_home):
+    """Its model, loaded for this test alone."""
+    from retrain.policy.base import load_base
+
+    return load_base(str(toy_home / "model"), devices="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def mixed_campaign(toy_home, tmp_path_factory):
+    """The directory of ``mixed.toml`` and its finished campaign ``out``: two conditions that differ in every key."""
+    from mixed_cases import train_mixed
+
+    return train_mixed(toy_home, tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="session")
+def silent_campaign(toy_home, tmp_path_factory):
+    """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same."""
+    from mixed_cases import train_silent
+
+    return train_silent(toy_home, tmp_path_factory.mktemp("silent"))

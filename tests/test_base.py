@@ -17,8 +17,8 @@ from retrain.campaign.running.models import Bases
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
-from retrain.files import read_json
-from retrain.policy.base import base_of
+from retrain.files import read_json, write_json
+from retrain.policy.base import base_of, load_base
 from retrain.policy.lora import LaneLinear, Lanes
 from retrain.record.observer import NullObserver
 
@@ -170,3 +170,20 @@ def test_a_campaign_of_several_cohorts_loads_its_base_once(model, tmp_path, load
     assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
     assert len(read_json(tmp_path / "out/manifest.json")["cohorts"]) == 4
     assert loads == [str(model)]
+
+
+def test_all_end_tokens_of_a_model_are_known(tmp_path):
+    """Only one end-of-sequence id known: 97 % "clipped" on a model with several."""
+    qwen3_directory(tmp_path, ["12+34=? the answer is \\boxed{46}"])
+    config, generation = read_json(tmp_path / "config.json"), read_json(tmp_path / "generation_config.json")
+    several = list(range(20, 120))
+    write_json(tmp_path / "generation_config.json", generation | {"eos_token_id": several})
+    write_json(tmp_path / "config.json", config | {"eos_token_id": 120})
+    base = load_base(str(tmp_path), devices="cpu", dtype="float32")
+    assert {*several, 120, base.tokenizer.eos_token_id} == set(base.eos_ids)
+    lanes = Lanes(base)
+    asked = requests(prompts=4, samples=8, max_tokens=30)
+    sampled = [c for group in sample(LocalEngine(base, lanes), asked, [trained(lanes, 0)]) for c in group]
+    stopped = [c for c in sampled if c.stop_reason == "stop"]
+    assert len(stopped) > len(sampled) / 2
+    assert len({c.token_ids[-1] for c in stopped}) > 1

@@ -12,15 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from mixed_cases import BASE, CHANGED, adapter_bytes, completions_of, launch_file, rows_of, runs_of, toy_file
 from toycampaign import campaign
+from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
+from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim
+from retrain.policy.adapter_io import read_adapter
 from retrain.record.observer import NullObserver
 
 
@@ -316,3 +321,68 @@ def test_a_single_run_writes_its_directory_alone(model, tmp_path):
     assert not (tmp_path / "single" / "runs").exists()
     config = json.loads((tmp_path / "single" / "config.json").read_text())
     assert config["training"]["seed"] == 5
+
+
+def test_ratio_is_one_in_a_campaign_at_temperature_07(mixed_campaign):
+    """Sampler and trainer logprobs at different temperatures."""
+    for (condition, _), run in runs_of(mixed_campaign / "out").items():
+        config = read_json(run / "config.json")
+        assert config["training"]["temperature"] == (0.7 if condition == CHANGED else 1.0)
+        ratios = [row["val/ratio"] for row in rows_of(run) if row["val/ratio"] is not None]
+        assert ratios
+        assert max(abs(ratio - 1) for ratio in ratios) < 1e-5
+
+
+def test_the_seed_and_nothing_else_decides_the_initial_adapter(silent_campaign, tmp_path):
+    """Same seed, different LoRA initialisation: the model built before seeding."""
+    torch.manual_seed(999)
+    launch_file(silent_campaign / "silent.toml", tmp_path / "again", "campaign.max_steps=1", "campaign.lanes=1")
+    runs, again = runs_of(silent_campaign / "out"), runs_of(tmp_path / "again")
+    for seed in (1, 2):
+        assert adapter_bytes(runs[0, seed] / "final") == adapter_bytes(runs[1, seed] / "final")
+        assert (
+            adapter_bytes(runs[0, seed] / "final")
+            == adapter_bytes(again[0, seed] / "final")
+            == adapter_bytes(again[1, seed] / "final")
+        )
+    assert adapter_bytes(runs[0, 1] / "final") != adapter_bytes(runs[0, 2] / "final")
+    assert all(bool(a.any()) and not bool(b.any()) for a, b in read_adapter(runs[0, 1] / "final").tensors.values())
+
+
+def test_seeds_reach_the_sampler(silent_campaign):
+    """Seeds that do not reach the sampler; one seed for all samples of a group."""
+    first, second = (completions_of(runs_of(silent_campaign / "out")[0, seed])[:12] for seed in (1, 2))
+    assert [row["prompt"] for row in first] == [row["prompt"] for row in second]  # unshuffled: only sampling differs
+    for group in range(3):
+        one, other = ([row["completion"] for row in rows if row["group"] == group] for rows in (first, second))
+        assert len(set(one)) == len(set(other)) == 4
+        assert not set(one) & set(other)
+
+
+def test_status_is_1_when_every_run_failed(toy_home, tmp_path):
+    """Exit status 0 when every run failed."""
+    path = toy_file(toy_home, tmp_path / "broken.toml", pair="", reward="broken")
+    result = CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"failed"}
+    assert "this grader is broken" in result.output
+
+
+def test_parameters_of_a_condition_reach_its_runs_in_a_cohort(mixed_campaign, tmp_path):
+    """Per-condition parameters silently dropped when a campaign runs in parallel."""
+    launch_file(mixed_campaign / "mixed.toml", tmp_path / "alone", "campaign.lanes=1")
+    together, alone = runs_of(mixed_campaign / "out"), runs_of(tmp_path / "alone")
+    assert {row["cohort_size"] for row in rows_of(together[BASE, 1])} == {4}
+    assert {row["cohort_size"] for row in rows_of(alone[BASE, 1])} == {1}
+    for key, run in together.items():
+        changed = key[0] == CHANGED
+        rows, completions = rows_of(run), completions_of(run)
+        assert {row["optim/lr"] for row in rows} == {0.002 if changed else 0.01}
+        assert len(completions) == 3 * (2 * 6 if changed else 3 * 4)
+        assert max(one["num_tokens"] for one in completions) == (5 if changed else 10)
+        assert read_json(run / "final/adapter_config.json")["r"] == (2 if changed else 4)
+        assert [one["completion"] for one in completions] == [one["completion"] for one in completions_of(alone[key])]
+        assert any(row["loss"] for row in rows)
+        for name in ("loss", "optim/grad_norm"):
+            values = ([row[name] or 0.0 for row in one] for one in (rows, rows_of(alone[key])))
+            np.testing.assert_allclose(*values, rtol=1e-6, atol=1e-9)

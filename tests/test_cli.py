@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from retrain import __version__
 from retrain.cli import app
 from retrain.commands import setup
-from retrain.errors import Interrupted, RunFailed
+from retrain.config import load
+from retrain.errors import ConfigError, Interrupted, RunFailed
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
@@ -421,7 +422,7 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
     ('report_to = "wandb"\nwandb_project = "mine"', ["logging.report_to"]),
 ])  # fmt: skip
 def test_only_trackers_that_runs_report_to_are_missed(tmp_path, monkeypatch, logging, told):
-    from retrain.campaign import references
+    from retrain.campaign.planning import references
     from retrain.config import upkeep
 
     (tmp_path / "f.toml").write_text(f"[logging]\n{logging}\n")
@@ -481,3 +482,33 @@ def test_what_is_installed_is_not_missed_and_nothing_is_imported_to_know():
     names = [module for extra in EXTRAS.values() for module in extra.packages]
     assert json.loads(first.lower()) == [is_installed(name) for name in names]
     assert not set(names) & set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[training]\nleraning_rate = 0.1\n", "lr"),
+        ('[squeeze]\nenabled = "false"\n', "enabled = false"),
+        ("[gtpo]\nbeta = -1\n", "beta"),
+    ],
+)
+def test_a_mistake_is_one_line_and_trains_nothing(tmp_path, text, said):
+    """Unknown keys ignored, "false" read as true, beta = -1 trained to the end, a typo told in 116 lines."""
+    path = tmp_path / "typo.toml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert "typo.toml:2" in line
+    assert said in line
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError):
+        load(path)
+
+
+@pytest.mark.parametrize("arguments", [["train", "a.toml", "--sed", "training.lr=1"], ["trian", "a.toml"]])
+def test_a_mistyped_option_is_told_in_a_few_lines(arguments):
+    """A typo prints 116 lines of usage."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) <= 8

@@ -19,7 +19,7 @@ from retrain.campaign.judging.results import METRIC, Measure, RunResult, area_un
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import read_json, read_jsonl
+from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.maths.statistics import holm, pairs_for_verdict, sign_flip_p
 
 STATES = ("pending", "running", "interrupted", "done", "failed")
@@ -270,3 +270,40 @@ def test_what_cannot_be_measured_cannot_be_declared(campaign_keys, other, messag
             '[campaign]\nprimary_metric = "auc:pass@4"\n[training]\neval_every = 5\n[evaluation]\nsamples = 4'
         )
     )
+
+
+def finished_files(folder: Path, results: dict[str, list[float]], problems: int) -> list[dict]:
+    """Finished runs on disk: held-out accuracies by condition and seed; training rewards that say the opposite."""
+    runs = []
+    for label, values in results.items():
+        for seed, value in enumerate(values, 1):
+            path = f"runs/{label}_s{seed}"
+            row = {"step": 0, "mean_reward": 1 - value, "correct_rate": 1 - value, "num_tokens": 1}
+            append_jsonl(folder / path / "metrics.jsonl", [row])
+            points = [(0, 0.5), (1, value)]
+            evals = [{"name": "heldout", "step": s, METRIC: v, "eval/heldout/problems": problems} for s, v in points]
+            append_jsonl(folder / path / "evals.jsonl", evals)
+            runs.append({"run_id": f"{label}_s{seed}", "label": label, "seed": seed, "state": "done", "path": path})
+    return runs
+
+
+def test_conditions_are_compared_by_seed(tmp_path):
+    """Conditions compared on training reward, without spread, completions pooled over seeds as if independent."""
+    base = [0.30, 0.50, 0.40, 0.60, 0.35, 0.55, 0.45, 0.65]
+    results = {"base": base, "better": [v + 0.02 + 0.01 * (i % 2) for i, v in enumerate(base)]}
+    small, large = (
+        compare(tmp_path / str(n), finished_files(tmp_path / str(n), results, n), list(results)) for n in (100, 10_000)
+    )
+    assert small["conditions"] == large["conditions"]  # more completions per seed are not more seeds
+    first, second = small["conditions"]
+    assert first["after_values"] == base
+    low, high = first["interval"]
+    assert high - low > 0.1  # eight seeds of this spread; 80,000 pooled completions would give 0.007
+    assert second["difference"] == pytest.approx(0.025)
+    assert second["difference_interval"][0] > 0
+    assert second["p_value"] == pytest.approx(2 / 2**8)  # exact over the signs of eight pairs
+    assert second["verdict"] == "better"  # though its training reward is lower
+    one = {label: values[:1] for label, values in results.items()}
+    single = compare(tmp_path / "one", finished_files(tmp_path / "one", one, 10_000), list(one))
+    assert single["conditions"][1]["difference_interval"] is None
+    assert "cannot tell" in single["conditions"][1]["verdict"]

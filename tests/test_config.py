@@ -22,7 +22,8 @@ from retrain.config import Config, configuration_markdown, json_schema, load, pa
 from retrain.config.algorithm import sepa_rules
 from retrain.config.conditions import FIXED, FREE
 from retrain.config.describe import toml
-from retrain.config.legacy import REPLACED, SYNONYMS
+from retrain.config.legacy import REPLACED
+from retrain.config.problems import SYNONYMS
 from retrain.config.root import keys, sections, value_at
 from retrain.errors import ConfigError, UsageError
 from retrain.maths.schedules import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
@@ -422,7 +423,7 @@ def test_one_mistake_is_one_line(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("dotted", REPLACED)
-def test_keys_of_other_tools_are_told_what_to_use(dotted, tmp_path):
+def test_keys_of_retrain_03_are_told_what_to_use(dotted, tmp_path):
     section, _, key = dotted.partition(".")
     (line,) = lines(f"[{section}]\n\n{key} = 1", tmp_path)
     assert line.startswith(f"f.toml:3  {dotted}  is not a key: ")
@@ -430,8 +431,9 @@ def test_keys_of_other_tools_are_told_what_to_use(dotted, tmp_path):
     assert dotted not in keys()
 
 
-def test_tables_for_other_tools_name_real_keys():
+def test_tables_of_names_name_real_keys():
     assert set(SYNONYMS.values()) <= set(keys())
+    assert not set(SYNONYMS) & {dotted.partition(".")[2] for dotted in keys()}
     assert all(name in sections() or name in keys() for name in FIXED)
     assert set(FREE) <= set(keys())
 

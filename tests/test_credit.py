@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from credit_cases import completion, drawn, group, words_base
@@ -11,7 +13,7 @@ from retrain.config import parse_dict
 from retrain.maths.planning import RegexDetector
 from retrain.policy.protocol import probe_of, samples_of
 from retrain.tokenizer import Tokenizer, byte_table
-from retrain.types import Action
+from retrain.types import Action, Problem, Prompt, RewardResult, single_turn
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +231,30 @@ def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
     total = sum(len(s.token_ids) for s in sequences)
     assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
     assert result.stats["planning_fraction"] > 0
+
+
+def test_credit_and_planning_of_a_large_step_are_quick(fresh_base):
+    """Python loops per token: 0.7 s of credit and 0.35 s of planning per 128 × 2,048 tokens."""
+    config = parse_dict({"algorithm": {"transform_mode": "gtpo_hicra"}})
+    words = fresh_base.tokenizer("let me check 12+34=? the answer is 46 ")["input_ids"]
+    ids = (words * 2048)[:2048]
+    logprobs = -np.random.default_rng(0).random((16, 8, 2048))
+    text, prompt = fresh_base.text.decode(ids), Prompt(Problem("p", "?", "2"), "?", (5, 6, 7))
+    groups = [
+        single_turn(
+            prompt,
+            [Action(ids, text, logprobs[g, n], -logprobs[g, n], "length") for n in range(8)],
+            [RewardResult(float(n % 2)) for n in range(8)],
+        )
+        for g in range(16)
+    ]
+    taken = []
+    for _ in range(3):
+        start = time.process_time()
+        fill_advantages(groups, "grpo")
+        mark_planning(groups, RegexDetector(), fresh_base.text)
+        credit = assign_credit(groups, config, 0.0, ("placebo",))
+        taken.append(time.process_time() - start)
+    assert sum(one.token_advantages_T is not None for group in groups for one in group.rollouts) == 128
+    assert credit.stats["planning_fraction"] > 0.05
+    assert min(taken) < 0.5

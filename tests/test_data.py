@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 
 from retrain.environments import Dataset, content_hash, load_data
 from retrain.environments.prompts import conversation, render
 from retrain.errors import DataError, MissingExtra, ModelError, PluginError
+from retrain.files import append_jsonl, read_json
+from retrain.policy.adapter_io import read_adapter
 from retrain.types import Problem
 
 
@@ -500,3 +503,30 @@ def test_reading_sources_imports_no_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
+def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_campaign):
+    """Data never shuffled: the first batches are all of one subject."""
+    assert read_json(mixed_campaign / "out/config.json")["data"]["shuffle"]
+    orders = {}
+    for seed in (1, 2):
+        rows = completions_of(runs_of(mixed_campaign / "out")[BASE, seed])
+        orders[seed] = [row["prompt"] for row in rows if row["sample"] == 0]
+        assert len(orders[seed]) == len(set(orders[seed])) == 9  # no problem twice within an epoch
+        assert {prompt.split()[0] for prompt in orders[seed]} == {"algebra", "counting"}
+    assert orders[1] != orders[2]
+    in_order = completions_of(runs_of(silent_campaign / "out")[0, 1])
+    assert [row["prompt"].split(":")[0] for row in in_order if row["sample"] == 0] == [f"algebra {i}" for i in range(9)]
+
+
+def test_two_problems_fill_a_batch_of_five(toy_home, tmp_path):
+    """Prompts that are fewer than a batch train zero steps and report success."""
+    append_jsonl(tmp_path / "two.jsonl", [{"prompt": f"{i} + 2 = ?", "answer": "x"} for i in range(2)])
+    path = toy_file(toy_home, tmp_path / "two.toml", reward="even")
+    outcome = launch_file(path, tmp_path / "out", f'data.source="{tmp_path}/two.jsonl"', "training.batch_size=5")
+    assert outcome.exit_status == 0
+    rows = rows_of(tmp_path / "out")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["optim/grad_norm"] > 0 and row["num_datums"] > 0 for row in rows)
+    assert len(completions_of(tmp_path / "out")) == 3 * 5 * 4
+    assert any(bool(b.any()) for _, b in read_adapter(tmp_path / "out/final").tensors.values())

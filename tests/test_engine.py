@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from lane_cases import decoded, fresh_logprobs, lane_of, publish, ref, requests, sample, trained
-from toymodels import toy_base
+from lane_cases import adamw, decoded, fresh_logprobs, lane_of, publish, ref, requests, rollout, sample, trained, update
+from torch.utils._python_dispatch import TorchDispatchMode
+from toymodels import qwen3_directory, toy_base
 
+from retrain.config import load
 from retrain.engines import dense, slots
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.draw import cumulated, draw
@@ -22,10 +25,12 @@ from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import burst, compiled_burst
 from retrain.errors import ModelError, RunFailed
-from retrain.policy.base import BaseModel
+from retrain.files import read_json, write_json
+from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.threads import Workers
+from retrain.record.observer import NullObserver
 
 
 @pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
@@ -531,3 +536,127 @@ def test_a_torch_without_torchscript_decodes_as_python(base, lanes, monkeypatch,
 
     monkeypatch.setattr(torch.jit, "script", script)
     assert compiled_burst.__wrapped__() is burst
+
+
+def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):
+    """Prefix caches that outlive an update; rollouts sampled with dropout active, the base's or LoRA's."""
+    directory = tmp_path / "dropping"
+    qwen3_directory(directory, ["12+34=? the answer is \\boxed{46}"])
+    config = read_json(directory / "config.json")
+    write_json(directory / "config.json", config | {"attention_dropout": 0.5})
+    dropping = load_base(str(directory), devices="cpu", dtype="float32")
+    assert dropping.model.config.attention_dropout == 0.5
+    write_json(directory / "config.json", config | {"attention_dropout": 0.0})
+    plain = load_base(str(directory), devices="cpu", dtype="float32")
+    lanes, reference_lanes = Lanes(dropping), Lanes(plain)
+    adapter, engine = trained(lanes, 0), LocalEngine(dropping, lanes)
+    optimizer, asked = adamw(adapter, 0.05), requests(samples=4)
+    reference = reference_lanes.new_adapter(4, 8.0)
+    for step in range(4):
+        reference.load(adapter.tensors())
+        for request, group in zip(asked, sample(engine, asked, [adapter]), strict=True):
+            for completion in group:
+                expected, _ = fresh_logprobs(
+                    plain, reference_lanes, reference, request.prompt_ids, completion.token_ids, 1.0
+                )
+                np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+        samples, before, dropout = rollout(dropping, lanes, adapter), adapter.flat.detach().clone(), 0.5 * (step % 2)
+        metrics = update(
+            lanes, adapter, samples, optimizer=optimizer, lr=0.05, step=step, dropout=dropout, grad_clip_norm=1.0
+        )
+        assert float((adapter.flat.detach() - before).abs().max()) > 0.01
+        if not dropout:
+            assert abs(metrics["val/ratio"] - 1) < 1e-5
+
+
+@contextmanager
+def decodes():
+    """(rows, tokens) of every pass that the dense decoder makes while inside."""
+    seen, prefill, burst = [], DenseDecoder.prefill, DenseDecoder.burst
+
+    def noted_prefill(self, ids_RT, *rest):
+        seen.append(tuple(ids_RT.shape))
+        return prefill(self, ids_RT, *rest)
+
+    def noted_burst(self, blocks, rows, *rest):
+        steps = burst(self, blocks, rows, *rest)
+        seen.extend([(len(rows.token_R), 1)] * steps)
+        return steps
+
+    DenseDecoder.prefill, DenseDecoder.burst = noted_prefill, noted_burst
+    try:
+        yield seen
+    finally:
+        DenseDecoder.prefill, DenseDecoder.burst = prefill, burst
+
+
+def test_all_prompts_decode_together_and_finished_rows_leave(fresh_base):
+    """One prompt at a time; prompts prefilled once per sample; finished rows still decoded."""
+    lanes = Lanes(fresh_base)
+    fresh_base.eos_ids = tuple(range(20, 120))
+    asked = requests(prompts=4, samples=8, max_tokens=40)
+    engine = LocalEngine(fresh_base, lanes)
+    with decodes() as seen:
+        sampled = [c for group in sample(engine, asked, [trained(lanes, 0)]) for c in group]
+    lengths = [len(c) for c in sampled]
+    (rows, width), decoded = seen[0], seen[1:]
+    assert (rows, width) == (4, max(len(request.prompt_ids) for request in asked))
+    assert len(decoded) == max(lengths) - 1
+    assert all(tokens == 1 for _, tokens in decoded)
+    computed = sum(rows for rows, _ in decoded)
+    assert computed <= sum(lengths) / 0.75
+    assert computed < 0.6 * len(sampled) * len(decoded)
+
+
+class VocabularySorts(TorchDispatchMode):
+    """Notes sorts and top-k selections over the whole vocabulary."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary, self.found, self.operations = vocabulary, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        name = func.name().split("::")[1].split(".")[0]
+        if name in ("sort", "argsort", "topk", "msort", "kthvalue") and args[0].shape[-1] == self.vocabulary:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_token_costs_a_sort_of_the_vocabulary(fresh_base):
+    """A full sort of the vocabulary per token."""
+    lanes = Lanes(fresh_base)
+    adapter = trained(lanes, 0)
+    with VocabularySorts(fresh_base.vocab_size) as watch:
+        torch.randn(2, fresh_base.vocab_size).sort(-1)
+        assert watch.found == ["sort"]  # the watch sees one
+        sample(LocalEngine(fresh_base, lanes), requests(temperature=0.7), [adapter])
+    assert watch.operations > 100
+    assert watch.found == ["sort"]
+
+
+def test_runs_share_one_base_and_decode_together(fresh_base, mixed_campaign, tmp_path):
+    """Every run loads its own copy of the frozen base and decodes alone."""
+    from contextlib import ExitStack
+
+    from retrain.campaign.planning.plan import plan
+    from retrain.campaign.running.assemble import assemble
+
+    specs = plan(load(mixed_campaign / "mixed.toml"))
+    with ExitStack() as stack:
+        cohort = assemble(tmp_path / "out", specs, tmp_path, NullObserver(), lambda: False, stack)
+        assert len(cohort.runs) == 4
+        shared, their_lanes = cohort.engine.base, cohort.engine.lanes
+        assert all(run.policy.base is shared and run.policy.lanes is their_lanes for run in cohort.runs)
+        assert len({id(run.policy.adapter) for run in cohort.runs}) == 4
+        assert not any(parameter.requires_grad for parameter in shared.model.parameters())
+        for run in cohort.runs:
+            run.recorder.close()
+    lanes = Lanes(fresh_base)
+    adapters = [trained(lanes, seed) for seed in range(3)]
+    asked = [request for lane in range(3) for request in requests(lane)]
+    engine = LocalEngine(fresh_base, lanes)
+    with decodes() as together:
+        sample(engine, asked, adapters)
+    assert len(together) <= 12  # a prefill and a pass per further token, for three runs as for one
+    assert together[0][0] == 9

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hostile import BAD_UTF8, HOSTILE, MEGABYTE
+from lane_cases import local_policy, trained
 from record_cases import completion, context, evaluation, group, step
 
 from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
@@ -33,7 +34,7 @@ from retrain.errors import CheckpointError, RetrainError, StorageError, UsageErr
 from retrain.files import append_jsonl, aside_of, read_jsonl, sha256, truncate_jsonl, write_json, writing
 from retrain.ownership import claim, refuse_links
 from retrain.policy.local import LocalSnapshot
-from retrain.policy.lora import LayerShape, LoraWeights
+from retrain.policy.lora import Lanes, LayerShape, LoraWeights
 from retrain.policy.plugin import PluginSnapshot
 from retrain.record.console import PlainConsole, message_text
 from retrain.record.recorder import RunRecorder
@@ -330,3 +331,28 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (directory / "state.json").symlink_to(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="no file of this checkpoint"):
         verify_checkpoint(directory)
+
+
+def test_a_full_disk_leaves_the_old_files_whole(fresh_base, tmp_path):
+    """Manifests, adapters, state written in place, not atomically."""
+    write_json(tmp_path / "manifest.json", {"runs": ["old"] * 10})
+    with largest_file(64), pytest.raises(StorageError, match="too large"):
+        write_json(tmp_path / "manifest.json", {"runs": ["new"] * 100})
+    assert read_json(tmp_path / "manifest.json") == {"runs": ["old"] * 10}
+    policy = local_policy(fresh_base, Lanes(fresh_base))
+    policy.adapter.load(trained(policy.lanes, 0).tensors())
+
+    def save(directory: Path, number: int) -> None:
+        write_checkpoint(directory, Snapshot(number, policy.snapshot(resumable=True), f'{{"step": {number}}}'))
+
+    for number in (1, 1, 2):  # the checkpoint of step 1 is also written anew over the old one
+        directory = tmp_path / "checkpoints" / f"step_{number:06d}"
+        if not directory.exists():
+            save(directory, number)
+            whole = {path.name: path.read_bytes() for path in directory.iterdir()}
+            first = directory if number == 1 else None
+        if first is not None:
+            with largest_file(4096), pytest.raises(Exception, match=r"(?i)too large"):
+                save(first, 99)
+            assert {path.name: path.read_bytes() for path in first.iterdir()} == whole
+            assert newest_whole(tmp_path, []) == first

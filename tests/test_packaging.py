@@ -205,4 +205,7 @@ def test_wheel(tmp_path):
         "retrain/templates/quickstart.toml",
         "retrain/models/tiny_reasoner/config.json",
     } <= names
+    assets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "retrain" / "record" / "assets").iterdir()}
+    assert assets
+    assert assets <= names
     assert not [name for name in names if name.startswith(("tests/", "campaigns/", "logs/"))]

@@ -184,6 +184,8 @@ MISTAKES = [
     (conditions("alpha = 0.3"), 'is a key of 2 sections: "lora.alpha" or "hicra.alpha"'),
     (conditions("lr = 1e-4\ntraining.lr = 1e-3"), "overrides training.lr a second time"),
     (conditions("learning_rate = 1e-4"), '"training.lr"'),
+    (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
+    (conditions("throttle_dir = '/tmp/x'"), "nothing is called over a network: remove the line"),
     (conditions("lrr = 1e-4"), "did you mean lr"),
     (conditions("sepia.steps = 3"), "did you mean sepa"),
     (conditions("sepa.stepps = 3"), "did you mean steps"),

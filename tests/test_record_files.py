@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from mixed_cases import CHANGED, completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.errors import CheckpointError, RetrainError
@@ -286,3 +287,16 @@ def test_timing_keys():
     assert not is_timing_key("entropy")
     assert not is_timing_key("env/all/total_episodes")
     assert config().logging.aliases
+
+
+def test_every_completion_is_logged_once_under_its_own_step(mixed_campaign):
+    """Logs that keep the last 8 of 32, or only the best, and repeat them under new steps."""
+    for (condition, _), run in runs_of(mixed_campaign / "out").items():
+        prompts, samples = (2, 6) if condition == CHANGED else (3, 4)
+        rows = completions_of(run)
+        places = [(row["step"], row["group"], row["sample"]) for row in rows]
+        assert places == [(s, g, n) for s in range(3) for g in range(prompts) for n in range(samples)]
+        for row in rows_of(run):
+            own = [one for one in rows if one["step"] == row["step"]]
+            assert row["completions/mean_length"] == pytest.approx(np.mean([one["num_tokens"] for one in own]))
+            assert row["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in own]))

@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 import unicodedata
+from pathlib import Path
 
 import pytest
+from browser import Browser, needs_chromium
 from pages import Reader
 
-from retrain.record.html import data_block, escape, page, visible
+from retrain.record.html import asset, data_block, escape, page, visible
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -70,6 +72,42 @@ def test_a_script_or_style_cannot_end_itself():
         page("t", "", script="x = '</SCRIPT>'")
     with pytest.raises(ValueError, match="end tag"):
         page("t", "", styles="</style>")
+
+
+ASSETS = Path(__file__).parents[1] / "retrain" / "record" / "assets"
+
+
+def test_every_style_and_script_of_ours_has_a_page_that_takes_it():
+    code = "".join(path.read_text(encoding="utf-8") for path in ASSETS.parents[1].rglob("*.py"))
+    assert set(re.findall(r'asset\("([^"]+)"\)', code)) == {path.name for path in ASSETS.iterdir()}
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.iterdir()), ids=lambda path: path.name)
+def test_our_styles_and_scripts_load_nothing_and_stay_inside_their_element(path):
+    text = asset(path.name)
+    assert not re.search(r"</s(tyle|cript)|<!--|\burl\(|@import|\bfetch\(|\bimport\b", text)
+    assert not re.findall(r"https?:(?!//www\.w3\.org/)", text)
+
+
+LIGHT, DARK, PAPER = "rgb(251, 251, 249)", "rgb(21, 23, 27)", "rgb(255, 255, 255)"
+
+
+@needs_chromium
+def test_the_button_turns_light_into_dark_and_back_and_paper_is_white(tmp_path):
+    (tmp_path / "page.html").write_text(page("t", "<p>text</p>"), encoding="utf-8")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    with Browser() as browser:
+        for dark in (False, True):
+            browser.open(tmp_path / "page.html", dark=dark)
+            seen = [browser.run(ground)]
+            for _ in range(2):
+                browser.click(*browser.centre("#theme"))
+                seen.append(browser.run(ground))
+            assert seen == ([DARK, LIGHT, DARK] if dark else [LIGHT, DARK, LIGHT])
+            browser.open(tmp_path / "page.html", dark=dark)
+            browser.call("Emulation.setEmulatedMedia", media="print")
+            assert browser.run(ground) == PAPER
+            browser.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_data_for_scripts_cannot_end_its_element():

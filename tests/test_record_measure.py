@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from mixed_cases import completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
@@ -522,3 +523,21 @@ def test_of_several_ranges_the_last_one_counts():
     }
     assert declared["reward"] == {"min": 0.0, "max": 1.0}
     assert chart_ranges() == {}
+
+
+def test_metrics_count_what_was_sampled(mixed_campaign, silent_campaign):
+    """Metrics computed after filtering: correct 0.25 reported where it was 0.0."""
+    skipped = 0
+    for run in [*runs_of(mixed_campaign / "out").values(), *runs_of(silent_campaign / "out").values()]:
+        for row in rows_of(run):
+            own = [one for one in completions_of(run) if one["step"] == row["step"]]
+            assert len(own) == 12
+            assert row["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in own]))
+            assert row["correct_rate"] == pytest.approx(np.mean([one["correct"] for one in own]))
+            by_group: dict[int, set[float]] = {}
+            for one in own:
+                by_group.setdefault(one["group"], set()).add(one["reward"])
+            skipped += (
+                sum(len(rewards) == 1 for rewards in by_group.values()) if run.is_relative_to(mixed_campaign) else 0
+            )
+    assert skipped  # some groups of the mixed campaign were without signal, or this shows nothing

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from mixed_cases import runs_of
 from record_cases import config, context, group, step
 from snippets import blocks
 
@@ -415,3 +416,15 @@ def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):
         again.record_step(step([group([1.0, 1.0], [3, 4])], 1))
     assert sum(call[0] == "run" for call in calls) == 1
     assert ("metric", "r1", "train/rewards/mean_reward", 1.0, 1) in calls
+
+
+def test_a_tracker_has_our_steps(mixed_campaign):
+    """A tracker's step counter running to 53 for 3 optimizer steps."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    for run in runs_of(mixed_campaign / "out").values():
+        (file,) = (run / "tensorboard").iterdir()
+        events = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
+        assert [event.step for event in events] == [0, 1, 2]
+        tracked = [{v.tag: v for v in event.summary.value} for event in events]
+        assert all(tracked)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import adamw, update
+from mixed_cases import adapter_bytes, launch_file, rows_of, toy_file
 from safetensors.torch import load_file, save
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
@@ -511,3 +512,20 @@ def test_a_short_soak(tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["wrong"] == []
     assert report["kills"] >= 1
+
+
+def test_resume_from_continues_and_refuses_what_is_not_there(toy_home, tmp_path):
+    """A resume flag that is accepted and ignored; a cold optimizer after it."""
+    path = toy_file(toy_home, tmp_path / "run.toml", reward="even")
+    launch_file(path, tmp_path / "first", "training.max_steps=2")
+    launch_file(path, tmp_path / "whole", "training.max_steps=4")
+    launch_file(path, tmp_path / "second", "training.max_steps=4", f'resume.from="{tmp_path}/first"')
+    assert [row["step"] for row in rows_of(tmp_path / "second")] == [2, 3]
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)][-2:] for name in ("whole", "second")]
+    assert losses[0] == losses[1]
+    assert adapter_bytes(tmp_path / "second/final") == adapter_bytes(tmp_path / "whole/final")
+    missing = ["train", str(path), "--out", str(tmp_path / "third"), "--set", f'resume.from="{tmp_path}/nothing"']
+    result = CliRunner().invoke(app, missing)
+    assert result.exit_code == 2
+    assert "nothing" in result.stderr
+    assert not (tmp_path / "third/metrics.jsonl").exists()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from mixed_cases import adapter_bytes, rows_of, runs_of
 from record_cases import find_conversations
 from toymodels import campaign_head, qwen3_directory
 
@@ -27,6 +28,7 @@ from retrain.campaign.planning.changes import settings_changes
 from retrain.campaign.planning.manifest import fingerprint, planned_configs
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch
+from retrain.checkpoints import newest_whole
 from retrain.config import load
 from retrain.config.root import sections
 from retrain.files import jsonable, read_json, read_jsonl
@@ -474,3 +476,33 @@ if __name__ == "__main__":
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(described(make_campaign(Path(temporary))), encoding="utf-8")
     print(f"wrote {GOLDEN}")
+
+
+def test_runs_do_not_share_an_adapter_path(mixed_campaign):
+    """All runs share one adapter path and overwrite each other."""
+    runs = runs_of(mixed_campaign / "out").values()
+    exported = {run.name: adapter_bytes(mixed_campaign / "export" / run.name) for run in runs}
+    assert exported == {run.name: adapter_bytes(run / "final") for run in runs}
+    assert len(set(exported.values())) == 4
+
+
+def test_steps_without_signal_leave_rows_and_checkpoints(silent_campaign):
+    """Steps without signal write no metrics row and skip the checkpoint."""
+    for run in runs_of(silent_campaign / "out").values():
+        rows = rows_of(run)
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert {row["num_datums"] for row in rows} == {0}
+        assert {row["mean_reward"] for row in rows} == {0.25}
+        assert [row["name"] for row in read_jsonl(run / "checkpoints.jsonl")] == ["000001", "000002", "000003", "final"]
+        assert [step["step"] for step in read_jsonl(run / "emergence/steps.jsonl")] == [0, 1, 2]
+
+
+def test_final_is_recorded_last_and_stays(mixed_campaign):
+    """A rolling checkpoint recorded after ``final``, then deleted."""
+    for run in runs_of(mixed_campaign / "out").values():
+        lines = read_jsonl(run / "checkpoints.jsonl")
+        assert [line["name"] for line in lines] == ["000002", "000003", "final"]
+        assert not (run / lines[0]["state_path"]).exists()  # keep_last = 1: pruning did happen
+        for key in ("state_path", "sampler_path"):
+            assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
+        assert newest_whole(run, []) == run / lines[-1]["state_path"]

@@ -23,18 +23,20 @@ from lane_cases import (
 )
 from toymodels import toy_base
 
+from retrain.algorithms.standard import assign_credit, fill_advantages
 from retrain.config import parse_dict
 from retrain.errors import NonFinite, RunFailed
 from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.backbone import backbone_of
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.lora import Lanes
 from retrain.policy.objective import objective_of
-from retrain.policy.protocol import Denominators, Want
+from retrain.policy.protocol import Denominators, Want, samples_of
 from retrain.policy.threads import Workers
 from retrain.record.catalogue import TIMED_PARTS
 from retrain.rng import generator
-from retrain.types import Sample
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Sample, single_turn
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -640,3 +642,35 @@ def test_another_error_is_no_reason_to_try_again(base, lanes, small_memory):
     with pytest.raises(RuntimeError, match="shapes cannot"):
         update(lanes, adapter, samples)
     assert len(small.asked) == 1
+
+
+def graded_group(rewards: list[float], length: int = 6) -> Group:
+    """A group with these rewards, its completions made up."""
+    logprobs = -np.linspace(0.1, 2, length)
+    made = [Action(list(range(10, 10 + length)), "so x", logprobs, -logprobs, "stop") for _ in rewards]
+    prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
+    group = single_turn(prompt, made, [RewardResult(reward) for reward in rewards])
+    for one in group.rollouts:
+        one.planning_T = np.zeros(length, dtype=bool)
+    return group
+
+
+@pytest.mark.parametrize("mode", ["none", "gtpo"])
+def test_an_advantage_of_zero_is_trained_on(fresh_base, mode):
+    """Zero advantage used as the mask for "not trained"."""
+    groups = [graded_group([0.0, 0.5, 1.0])]
+    fill_advantages(groups, "dr_grpo")
+    assert groups[0].advantages_N[1] == 0
+    credit = assign_credit(groups, parse_dict({"algorithm": {"transform_mode": mode}}), 0.0, ("placebo",))
+    samples = samples_of(groups)
+    assert [int(s.loss_mask.sum()) for s in samples] == [6, 6, 6]
+    assert (credit.denominators.tokens, credit.denominators.sequences) == (18, 3)
+    lanes = Lanes(fresh_base)
+    adapter = trained(lanes, 0)
+    job = {"optimizer": adamw(adapter), "denominators": credit.denominators}
+    metrics = update(lanes, adapter, samples, log_kl=True, **job)
+    assert metrics["num_datums"] == 3
+    only_zero = [s for s in samples if not s.advantages.any()]
+    assert len(only_zero) == 1
+    alone = update(lanes, adapter, only_zero, **job)
+    assert alone["val/ratio"] is not None  # its tokens are measured though they pull nowhere

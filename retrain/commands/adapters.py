@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, require_directory
-from retrain.commands.output import plural, print_record, print_text, visible
+from retrain.commands.output import plural, print_record, print_text, tell, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
 
@@ -139,8 +139,3 @@ def export(
         return
     for name, text in {"adapter": found["adapter"], "base": found["base"], **lines, "written": found["out"]}.items():
         print(f"{name:<12}{visible(text)}")
-
-
-def tell(text: str) -> None:
-    """Say something beside the result."""
-    print(f"note: {visible(text)}", file=sys.stderr)

@@ -118,6 +118,11 @@ def visible(text: str) -> str:
     return text.translate(_SHOWN)
 
 
+def tell(text: str) -> None:
+    """Say something beside the result."""
+    print(f"note: {visible(text)}", file=sys.stderr)
+
+
 def print_text(text: str, indent: int, limit: int = 1500) -> None:
     """A model's or data set's text behind a rule, so that no line of it passes for one of ours; a long one without
     its middle."""

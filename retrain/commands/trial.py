@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
-from retrain.commands.output import plural, print_record, print_text, visible
+from retrain.commands.output import plural, print_record, print_text, tell, visible
 from retrain.errors import RunFailed
 from retrain.files import dumps
 
@@ -48,11 +48,6 @@ def try_(
     if found["verdict"]["all_failed"]:
         reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in found["verdict"]["reasons"].items())
         raise RunFailed(f"the reward graded none of {found['verdict']['answers']} answers: {reasons}")
-
-
-def tell(text: str) -> None:
-    """Say something beside the result."""
-    print(f"note: {visible(text)}", file=sys.stderr)
 
 
 def print_trial(found: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrain.config.campaign import Condition
-from retrain.config.legacy import FLAT_PREFIXES, REPLACED, SYNONYMS
-from retrain.config.problems import Mistake, Path, nearest
+from retrain.config.legacy import FLAT_PREFIXES, REPLACED
+from retrain.config.problems import SYNONYMS, Mistake, Path, nearest
 from retrain.config.root import keys, sections
 
 MODES = ("advantage_mode", "transform_mode")
@@ -77,7 +77,7 @@ def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict
                 wrong.append(Mistake(place, "has no effect: the table is empty", "remove it"))
             for key, item in value.items():
                 override(f"{name}.{key}", (*place, key), item)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and _replaced(name) is None:
             wrong.append(_no_section(name)._replace(path=place))
         else:
             override(name, place, value)
@@ -87,6 +87,11 @@ def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict
 def _no_section(name: str) -> Mistake:
     hint = nearest(name, sections()).replace("its keys are", "the sections are")
     return Mistake((), f"names no section [{name}]", hint)
+
+
+def _replaced(name: str) -> tuple[str, str] | None:
+    """What is said of a key of another version that a condition names without its section."""
+    return next((told for dotted, told in REPLACED.items() if dotted.partition(".")[2] == name), None)
 
 
 def _dotted(name: str) -> str | Mistake:
@@ -116,10 +121,9 @@ def _dotted(name: str) -> str | Mistake:
     flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
     if flat in keys():
         return flat
-    for section in ("training", "algorithm"):
-        if f"{section}.{name}" in REPLACED:
-            message, fix = REPLACED[f"{section}.{name}"]
-            return Mistake((), f"is not a key: {message}", fix)
+    replaced = _replaced(name)
+    if replaced:
+        return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
     if name in SYNONYMS:
         return Mistake((), "is not a key", f'"{SYNONYMS[name]}"')
     bare = [dotted.partition(".")[2] for dotted in keys() if not why_fixed(dotted)]

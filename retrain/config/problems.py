@@ -28,7 +28,7 @@ from retrain.config.describe import (
     wrong_entry,
 )
 from retrain.config.evaluation import EvaluationSet
-from retrain.config.legacy import REPLACED, REPLACED_SECTIONS, SYNONYMS
+from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
 from retrain.config.root import keys, sections
 from retrain.config.tasks import RewardComponent
 
@@ -39,6 +39,35 @@ LISTED: dict[str, type[Section]] = {
     "evaluation.sets": EvaluationSet,
 }
 """Keys that are lists of tables, and what their tables are."""
+OTHERS: dict[str, str] = {
+    "training.lr": "learning_rate",
+    "training.group_size": "num_generations num_samples rollouts_per_prompt",
+    "training.batch_size": "per_device_train_batch_size groups_per_batch",
+    "training.max_tokens": "max_completion_length max_new_tokens",
+    "training.clip_eps": "epsilon",
+    "training.clip_eps_high": "epsilon_high",
+    "training.save_every": "save_steps",
+    "training.eval_every": "eval_steps",
+    "training.max_steps": "num_steps total_steps",
+    "model.lora_rank": "rank r",
+    "model.model": "model_name model_name_or_path",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "optimizer.grad_clip_norm": "max_grad_norm",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.schedule": "lr_scheduler_type lr_schedule",
+    "algorithm.loss": "loss_fn loss_type",
+    "algorithm.kl_coef": "kl_loss_coef",
+    "algorithm.entropy_coef": "entropy_coeff",
+    "algorithm.tis_cap": "vllm_importance_sampling_cap",
+    "data.source": "dataset dataset_name",
+    "reward.type": "reward_type",
+    "logging.log_dir": "log_path output_dir",
+}
+"""Our key → what TRL, verl, prime-rl and other tools call it. By its spelling, many a name is nearer to a wrong key."""
+SYNONYMS = {name: dotted for dotted, names in OTHERS.items() for name in names.split()}
 
 
 class Mistake(NamedTuple):

@@ -44,11 +44,6 @@ class UslFit:
         return max(self.n_star - reach, 1.0), self.n_star + reach
 
     @property
-    def peak_throughput(self) -> float | None:
-        """X(n*), None without a peak."""
-        return None if self.n_star is None else float(usl(self.n_star, self.lam, self.sigma, self.kappa))
-
-    @property
     def kappa_is_positive(self) -> bool:
         """Whether κ̂ − 2·SE > 0: the data show a peak."""
         return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0

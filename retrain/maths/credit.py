@@ -56,11 +56,6 @@ class TokenCredit:
     weights_B_T: Floats_BT | None = None
     exec_variance: float | None = None
 
-    @property
-    def planning_fraction(self) -> float | None:
-        """Share of trained tokens marked as planning."""
-        return self.stats["planning_fraction"]
-
 
 def _plugin_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

@@ -33,13 +33,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def avg_at_k(correct_N: Sequence[bool], k: int) -> float:
-    """Share of correct ones among the first k samples of one problem."""
-    if not 1 <= k <= len(correct_N):
-        raise ValueError(f"avg@k needs 1 <= k <= {len(correct_N)} samples: got k={k}")
-    return sum(map(bool, correct_N[:k])) / k
-
-
 def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
     """Whether the most frequent answer among the first k samples is correct: 1, 0, or the share of tied leaders.
 

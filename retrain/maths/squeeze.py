@@ -23,16 +23,6 @@ ENERGY_TOLERANCE = 1e-9
 """Slack when an energy is compared with a required one, so that 1.0 can be reached in floating point."""
 
 
-def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:
-    """The s of ΔW = s·B·A: alpha/rank, or alpha/√rank with rank-stabilised LoRA."""
-    return alpha / math.sqrt(rank) if rslora else alpha / rank
-
-
-def lora_alpha(scale: float, rank: int, rslora: bool = False) -> float:
-    """The alpha that gives ``scale`` at ``rank``; inverse of ``lora_scale``."""
-    return scale * math.sqrt(rank) if rslora else scale * rank
-
-
 def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
     """Both factors detached in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
     if A_r_in.dim() != 2 or B_out_r.dim() != 2 or A_r_in.shape[0] != B_out_r.shape[1]:

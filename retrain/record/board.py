@@ -70,10 +70,10 @@ class RunView:
 class Board:
     """An observer that remembers: one ``RunView`` per run, the last steps, the last messages."""
 
-    def __init__(self, last_steps: int = 200, last_messages: int = 50):
+    def __init__(self) -> None:
         self.runs: dict[str, RunView] = {}
-        self.steps: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=last_steps)
-        self.messages: deque[tuple[str, str]] = deque(maxlen=last_messages)
+        self.steps: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=200)
+        self.messages: deque[tuple[str, str]] = deque(maxlen=50)
         self.clock = time.monotonic
 
     def view(self, spec: SpecLike) -> RunView:

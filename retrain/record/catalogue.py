@@ -60,17 +60,11 @@ def _metric(
     return Metric(key, definition, unit, healthy, named, requires, wandb)
 
 
-def _spread(pattern: str, what: str, unit: str = "", requires: str = "", alias: str = "") -> list[Metric]:
+def _spread(pattern: str, what: str, unit: str = "", alias: str = "") -> list[Metric]:
     """Mean, standard deviation, minimum and maximum of one quantity; ``{}`` in ``pattern`` takes the statistic."""
     words = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
     return [
-        _metric(
-            pattern.format(short),
-            f"{word} {what}",
-            unit,
-            requires=requires,
-            **({"telescope": alias.format(short)} if alias else {}),
-        )
+        _metric(pattern.format(short), f"{word} {what}", unit, **({"telescope": alias.format(short)} if alias else {}))
         for short, word in words.items()
     ]
 

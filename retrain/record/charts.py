@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines with bands, dots with intervals, histograms. Made for a page of ``record.html``.
+"""Charts as SVG text: lines with bands, dots with intervals, histograms; a page of ``record.html`` adds ``charts.css``.
 
 Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is told
 by colour alone: each has its marker and dash, and its name stands at the end of its line. Labels are plain text and
@@ -19,17 +19,10 @@ WIDTH = 560
 LETTER = 6.7
 """Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %."""
 COLOURS = 8
+LINES_HEIGHT = 260.0
+BINS = 24
+"""Bars of a histogram."""
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
-STYLES = """
-.chart { display: block; width: 100%; height: auto; font: 12px/1.2 system-ui, -apple-system, "Segoe UI", sans-serif;
-  font-variant-numeric: tabular-nums; overflow: visible; }
-.chart text { fill: var(--muted); } .chart .name { fill: var(--ink); font-weight: 600; }
-.chart .value { fill: var(--ink); } .chart .grid { stroke: var(--line); stroke-width: 1; }
-.chart .zero { stroke: var(--muted); stroke-width: 1.2; } .chart .line { fill: none; stroke-width: 2;
-  stroke-linejoin: round; } .chart .thin { fill: none; stroke-width: 1; opacity: .32; }
-.chart .band { opacity: .15; stroke: none; } .chart .dot { stroke: var(--raised); stroke-width: .8; }
-.chart .margin { fill: var(--line); opacity: .55; } .chart .pair { stroke: var(--line); stroke-width: 1; fill: none; }
-"""
 MARKS: tuple[Callable[[float, float, float], str], ...] = (
     lambda x, y, r: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"',
     lambda x, y, r: f'<rect x="{x - r * 0.9:.1f}" y="{y - r * 0.9:.1f}" width="{r * 1.8:.1f}" height="{r * 1.8:.1f}"',
@@ -129,12 +122,11 @@ def colour(index: int) -> str:
     return f"var(--c{index % COLOURS + 1})"
 
 
-def mark(index: int, x: float, y: float, radius: float, said: str = "", css: str = "dot") -> str:
+def mark(index: int, x: float, y: float, radius: float, said: str = "") -> str:
     """One marker in the shape and colour of its series, with what a pointer over it is told."""
     shape = MARKS[index % len(MARKS)](x, y, radius)
-    return (
-        f'{shape} class="{css}" fill="{colour(index)}">{f"<title>{escape(said)}</title>" if said else ""}{_end(shape)}'
-    )
+    title = f"<title>{escape(said)}</title>" if said else ""
+    return f'{shape} class="dot" fill="{colour(index)}">{title}{_end(shape)}'
 
 
 def _end(shape: str) -> str:
@@ -156,13 +148,12 @@ def line_chart(
     label: str,
     x_title: str,
     unit: str = "",
-    height: float = 260,
     limits: tuple[float | None, float | None] | None = None,
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
     names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
     lows = [value for each in series for value in _heights(each)]
-    y = Axis.around(lows, height - 36, 12, limits=limits)
+    y = Axis.around(lows, LINES_HEIGHT - 36, 12, limits=limits)
     xs = [x for each in series for x, _ in each.points] + [x for each in series for t in each.thin for x, _ in t]
     left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
     x = Axis.around(xs, left, WIDTH - 14 - names, wanted=6)
@@ -170,7 +161,7 @@ def line_chart(
         x = Axis(
             min(xs), max(max(xs), min(xs) + 1e-9), x.start, x.end, tuple(t for t in x.ticks if min(xs) <= t <= max(xs))
         )
-    parts = _frame(x, y, unit, x_title, height)
+    parts = _frame(x, y, unit, x_title, LINES_HEIGHT)
     for each in series:
         stroke, dash = f'stroke="{colour(each.index)}"', DASHES[each.index % len(DASHES)]
         if each.band:
@@ -192,12 +183,12 @@ def line_chart(
             ]
     if len(series) > 1:
         ends = [(y(each.points[-1][1]), each) for each in series if each.points]
-        for at, each in spread_labels(ends, 14, height - 34):
+        for at, each in spread_labels(ends, 14, LINES_HEIGHT - 34):
             parts.append(
                 f'<text class="name" x="{WIDTH - 8 - names:.0f}" y="{at + 4:.1f}" style="fill:{colour(each.index)}">'
                 f"{escape(shortened(each.name))}</text>"
             )
-    return chart(height, label, parts)
+    return chart(LINES_HEIGHT, label, parts)
 
 
 def shortened(name: str, most: int = 26) -> str:
@@ -225,7 +216,6 @@ def dot_chart(
     unit: str = "",
     zero: bool = False,
     margin: float | None = None,
-    limits: tuple[float | None, float | None] | None = None,
 ) -> str:
     """One row for each condition: every seed a dot, the mean a large one, its interval a bar.
 
@@ -237,7 +227,7 @@ def dot_chart(
     numbers += [end for row in rows for end in (*(row.interval or ()), row.centre) if end is not None]
     numbers += [0.0] if zero else []
     numbers += [margin, -margin] if margin else []
-    x = Axis.around(numbers, 16, WIDTH - 16, wanted=6, limits=limits)
+    x = Axis.around(numbers, 16, WIDTH - 16, wanted=6)
     bottom = height - 30
     parts = []
     if margin:
@@ -310,22 +300,21 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
     return chart(bottom + 20 + 16 * turns, label, parts)
 
 
-def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str, x_title: str, bins: int = 24,
-              unit: str = "") -> str:  # fmt: skip
+def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str, x_title: str) -> str:
     """The distribution of each condition, one under the other on the same axis: shares of its completions."""
     everything = [value for _, _, values in groups for value in values]
     pitch, top = 62.0, 4.0
     height = top + pitch * len(groups) + 34
     x = Axis.around(everything, 16, WIDTH - 16, wanted=6)
-    width = (x.high - x.low) / bins
+    width = (x.high - x.low) / BINS
     shares = []
     for _, _, values in groups:
-        counts = [0] * bins
+        counts = [0] * BINS
         for value in values:
-            counts[min(bins - 1, int((value - x.low) / width))] += 1
+            counts[min(BINS - 1, int((value - x.low) / width))] += 1
         shares.append([count / max(1, len(values)) for count in counts])
     tallest = max((max(row) for row in shares), default=1.0) or 1.0
-    parts = _ticks(x, unit, height - 16, (top, height - 30))
+    parts = _ticks(x, "", height - 16, (top, height - 30))
     for place, ((name, index, values), row) in enumerate(zip(groups, shares, strict=True)):
         floor = top + pitch * (place + 1)
         for i, share in enumerate(row):
@@ -335,7 +324,7 @@ def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str,
                 parts.append(
                     f'<rect x="{left + 0.5:.1f}" y="{floor - tall:.1f}" width="{max(1.0, right - left - 1):.1f}" '
                     f'height="{tall:.1f}" fill="{colour(index)}" opacity=".8"><title>{escape(name)}: '
-                    f"{percent(share, 1)} from {tick_text(x.low + i * width, width, unit)}</title></rect>"
+                    f"{percent(share, 1)} from {tick_text(x.low + i * width, width)}</title></rect>"
                 )
         parts.append(f'<line class="grid" x1="16" x2="{WIDTH - 16}" y1="{floor}" y2="{floor}"/>')
         mean = f", mean {sum(values) / len(values):.3g}" if values else ""

@@ -103,10 +103,10 @@ def value_types(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 @functools.cache
-def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Installed versions of the named distributions; those that are absent are left out."""
+def package_versions() -> dict[str, str]:
+    """Installed versions of ``PACKAGES``; those that are absent are left out."""
     found = {}
-    for name in names:
+    for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from retrain.record.html import escape, page
+from retrain.record.html import asset, escape, page
 from retrain.record.numbers import minus, percent
-from retrain.record.rollout_style import SCRIPT, STYLES
 from retrain.record.rollouts import (
     LEAST_CHARACTERS,
     Batch,
@@ -70,7 +69,8 @@ def rollout_page(batch: Batch, shown: int) -> str:
 {_toolbar(chosen)}
 {"".join(cards)}
 {_table(groups, batch.name)}"""
-    return page(f"{batch.title} · {batch.run}", body, styles=STYLES, script=SCRIPT)
+    title = f"{batch.title} · {batch.run}"
+    return page(title, body, styles=asset("rollouts.css"), script=asset("rollouts.js"))
 
 
 def _facts(groups: Sequence[Group]) -> str:

@@ -54,7 +54,7 @@ def read_status(directory: Path) -> dict[str, Any]:
     }
 
 
-def status_view(status: dict[str, Any], width: int = 80, height: int = 1000) -> RenderableType:
+def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
     """The runs as in the live view, with the time since their last row and the reasons of failures."""
     board = Board()
     for run in status["runs"]:
@@ -69,7 +69,7 @@ def status_view(status: dict[str, Any], width: int = 80, height: int = 1000) -> 
         notes.append(Text(f"last row written {duration(min(ages))} ago", style="dim"))
     if status["recommended_rank"]:
         notes.append(Text(f"recommended rank {status['recommended_rank']}"))
-    return Group(board_view(board, width, height, 0.0), *notes)
+    return Group(board_view(board, width, len(board.runs) + 100, 0.0), *notes)
 
 
 def last_row(path: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from retrain.files import read_jsonl, write_text
-from retrain.record.html import data_block, escape, page
+from retrain.record import numbers
+from retrain.record.html import asset, data_block, escape, page
 from retrain.record.numbers import percent
-from retrain.record.timeline_style import SCRIPT, STYLES
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 """Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
@@ -98,7 +98,7 @@ def timeline_page(steps: Sequence[Step], run: str) -> str:
 <h2>Each step</h2>
 {_step_chart(steps, phases)}
 {_detail(steps, phases)}"""
-    return page(f"Timeline · {run}", body, styles=STYLES, script=SCRIPT)
+    return page(f"Timeline · {run}", body, styles=asset("timeline.css"), script=asset("timeline.js"))
 
 
 def colour(phases: Sequence[str], name: str) -> str:
@@ -257,6 +257,4 @@ def duration(seconds: float) -> str:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return numbers.duration(seconds)

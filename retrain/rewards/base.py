@@ -75,10 +75,10 @@ def failed(error: str) -> RewardResult:
     return RewardResult(total_reward=None, error=printable(error))
 
 
-def printable(text: str, limit: int = 300) -> str:
-    """``text`` on one line without control characters, shortened: safe for a terminal and a log."""
-    line = "".join(c if c.isprintable() else " " for c in text[: 4 * limit]).strip()
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+def printable(text: str) -> str:
+    """``text`` on one line without control characters, at most 300 of them: safe for a terminal and a log."""
+    line = "".join(c if c.isprintable() else " " for c in text[:1200]).strip()
+    return line if len(line) <= 300 else line[:299] + "…"
 
 
 def guarded(grade: Callable[..., Any], *arguments: Any) -> RewardResult:

@@ -354,7 +354,7 @@ def test_empty_batches(mode, shape):
     credit = token_advantages(mode, rows, filler, filler, mask, mask, inputs=inputs)
     assert credit.advantages_B_T.shape == shape
     assert (credit.advantages_B_T == 0).all()
-    assert credit.planning_fraction is None
+    assert credit.stats["planning_fraction"] is None
     assert credit.exec_variance is None
 
 
@@ -370,7 +370,7 @@ def test_stats_before_pooling():
     assert stats["exec_surprisal_var"] == pytest.approx(float(surprisal[execution].var(correction=0)))
     assert stats["exec_entropy_mean"] == stats["exec_surprisal_mean"]
     assert credit.exec_variance == stats["exec_surprisal_var"]
-    assert credit.planning_fraction == pytest.approx(int(plan.sum()) / int(batch.mask.sum()))
+    assert credit.stats["planning_fraction"] == pytest.approx(int(plan.sum()) / int(batch.mask.sum()))
 
 
 def test_stats_by_kind():

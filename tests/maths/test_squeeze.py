@@ -13,8 +13,6 @@ from retrain.errors import UsageError
 from retrain.maths.squeeze import (
     analyse,
     energy,
-    lora_alpha,
-    lora_scale,
     rank_pattern,
     recommend,
     table,
@@ -140,13 +138,6 @@ def test_rank_pattern_keeps_the_energy_of_the_uniform_rank(values, uniform):
     assert kept >= target * (1 - 1e-6)
     assert all(1 <= pattern[name] <= len(s) for name, s in spectra.items())
     assert sum(pattern.values()) <= sum(min(uniform, len(s)) for s in spectra.values())
-
-
-def test_scales():
-    assert lora_scale(32, 8) == 4.0
-    assert lora_scale(32, 16, rslora=True) == 8.0
-    assert lora_alpha(lora_scale(32, 16, True), 4, True) == 16.0
-    assert lora_alpha(4.0, 2) == 8.0
 
 
 @pytest.mark.usefixtures("unchecked")

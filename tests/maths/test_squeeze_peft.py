@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from retrain.maths.squeeze import analyse, lora_alpha, lora_scale, truncate
+from retrain.maths.squeeze import analyse, truncate
 
 NAMES = ("first", "second")
 
@@ -22,11 +24,16 @@ class Toy(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def peft_model(rank: int, alpha: float, rslora: bool, pattern: dict[str, int] | None = None) -> PeftModel:
-    alphas = {name: lora_alpha(alpha, r, rslora) for name, r in (pattern or {}).items()}
+def alpha_of(scale: float, rank: int, rslora: bool) -> float:
+    """The alpha that gives ``scale`` at ``rank``: the scale is alpha/rank, or alpha/√rank with rank-stabilised LoRA."""
+    return scale * (math.sqrt(rank) if rslora else rank)
+
+
+def peft_model(rank: int, scale: float, rslora: bool, pattern: dict[str, int] | None = None) -> PeftModel:
+    alphas = {name: alpha_of(scale, r, rslora) for name, r in (pattern or {}).items()}
     config = LoraConfig(
         r=rank,
-        lora_alpha=lora_alpha(alpha, rank, rslora),  # type: ignore[arg-type]
+        lora_alpha=alpha_of(scale, rank, rslora),  # type: ignore[arg-type]
         target_modules=list(NAMES),
         use_rslora=rslora,
         rank_pattern=pattern or {},
@@ -54,8 +61,7 @@ def test_compressed_adapter_loads_and_computes_the_truncated_update(tmp_path, rs
         a, b = old.lora_A["default"].weight, old.lora_B["default"].weight
         rank = (pattern or {}).get(name, target)
         delta = old.get_delta_weight("default").detach()
-        alpha = lora_alpha(scale, source_rank, rslora)
-        values = analyse(a, b, lora_scale(alpha, source_rank, rslora))
+        values = analyse(a, b, scale)
         full = torch.linalg.svdvals(delta.double())
         assert torch.allclose(values[: len(full)], full[: len(values)], rtol=1e-4, atol=1e-5)
         a_k, b_k = truncate(a, b, scale, rank)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.maths.evaluation import avg_at_k, maj_at_k, pass_at_k
+from retrain.maths.evaluation import maj_at_k, pass_at_k
 from retrain.maths.statistics import (
     accuracy_interval,
     bootstrap_ci,
@@ -49,18 +49,14 @@ def test_pass_at_k_errors():
             pass_at_k(n, c, k)
 
 
-def test_avg_and_maj():
+def test_maj():
     answers, correct = ["4", "5", "5", None, "4", "4"], [True, False, False, False, True, True]
-    assert avg_at_k(correct, 6) == 0.5
-    assert avg_at_k(correct, 1) == 1.0
     assert maj_at_k(answers, correct, 6) == 1.0
     assert maj_at_k(answers, correct, 3) == 0.0
     assert maj_at_k(answers, correct, 2) == 0.5  # a tie is shared
     assert maj_at_k([None, None], [False, False], 2) == 0.0
     with pytest.raises(ValueError, match="maj@k"):
         maj_at_k(answers, correct, 7)
-    with pytest.raises(ValueError, match="avg@k"):
-        avg_at_k([], 1)
 
 
 def test_cluster_interval_of_single_samples_is_the_t_interval():

@@ -32,40 +32,10 @@ from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.record import charts
 from retrain.record.charts import Row
-from retrain.record.html import escape, generator, page
+from retrain.record.html import asset, escape, generator, page
 from retrain.record.numbers import duration, short
 
 REPORT = "report.html"
-
-STYLES = (
-    charts.STYLES
-    + """
-table.tight th { white-space: normal; vertical-align: bottom; } .whole { white-space: nowrap; }
-.plots + .scroll { margin-top: 14px; }
-.verdicts { display: grid; gap: 10px; margin: 14px 0 6px; padding: 0; list-style: none; }
-.verdicts li { border-left: 4px solid var(--line); padding: 8px 14px; background: var(--raised);
-  border-radius: 0 6px 6px 0; }
-.verdicts b { display: block; font-size: 1.02rem; } .verdicts .up { border-color: var(--good); }
-.verdicts .down { border-color: var(--bad); } .verdicts .unclear { border-color: var(--warn); }
-.up b { color: var(--good); } .down b { color: var(--bad); } .unclear b { color: var(--warn); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 16px; }
-figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: 6px; }
-figcaption small { display: block; font-weight: 400; color: var(--muted); font-size: .8rem; }
-.facts { color: var(--muted); margin: 0; max-width: none; }
-.facts span { display: inline-block; margin-right: 1.3em; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 12px;
-  margin: 8px 0 14px; }
-.pair pre, .prompt { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; padding: 8px 10px; font-size: .82rem;
-  background: var(--sunken); border-radius: 6px; font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-.side { font-size: .82rem; color: var(--muted); margin-bottom: 3px; } .twin { border-top: 1px solid var(--line);
-  padding: 7px 0; } .twin summary { display: flex; flex-wrap: wrap; gap: 4px 14px; align-items: baseline; }
-.twin summary .prompt { background: none; padding: 0; flex: 1 1 12em; max-height: 2.6em; overflow: hidden; }
-.key::before { content: ""; display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .45em;
-  background: var(--series); } h3 .chip { font-weight: 400; }
-nav.inside { font-size: .85rem; margin: 10px 0 0; } nav.inside a { margin-right: 1em; white-space: nowrap; }
-@media print { .plots { grid-template-columns: 1fr 1fr; } .twin { break-inside: avoid; } figure.card { padding: 8px; } }
-"""
-)
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
@@ -116,8 +86,8 @@ def report_html(campaign: Campaign) -> str:
     links = " ".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in made[1:])
     blocks = [f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in made[1:]]
     head = f"{_header(campaign)}<nav class='inside no-print'>{links}</nav>{made[0][1]}"
-    made_by = _signature(campaign.directory)
-    return page(f"{campaign.manifest['name']}: report", head + "".join(blocks), styles=STYLES, made_by=made_by)
+    title, styles = f"{campaign.manifest['name']}: report", asset("charts.css") + asset("report.css")
+    return page(title, head + "".join(blocks), styles=styles, made_by=_signature(campaign.directory))
 
 
 def _anchor(title: str) -> str:
@@ -149,11 +119,11 @@ def _header(campaign: Campaign) -> str:
     return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{told}</p>"
 
 
+# -- the verdict ------------------------------------------------------------------------------------------------
+
+
 def _plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-# -- the verdict ------------------------------------------------------------------------------------------------
 
 
 def _verdicts(campaign: Campaign) -> str:

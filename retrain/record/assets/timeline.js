@@ -1,40 +1,3 @@
-"""Styles and script of ``timeline.html``."""
-
-from __future__ import annotations
-
-STYLES = """
-header p { margin-top: 0; }
-.facts { display: flex; flex-wrap: wrap; gap: 10px 30px; margin: 18px 0 18px; }
-.facts dt { font-size: .78rem; color: var(--muted); }
-.facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.p1 { --p: var(--c1); } .p2 { --p: var(--c7); } .p3 { --p: var(--c4); } .p4 { --p: var(--c2); }
-.p5 { --p: var(--c3); } .p6 { --p: var(--c5); } .p7 { --p: var(--c8); } .p8 { --p: var(--c6); }
-.po { --p: var(--line); }
-i, rect { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-.share { display: flex; height: 18px; border-radius: 4px; overflow: hidden; gap: 1px; margin-bottom: 14px; }
-.share i { background: var(--p); min-width: 1px; }
-.key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 9px; background: var(--p);
-  vertical-align: -1px; }
-.phases td, .phases th { padding-right: 1.6rem; white-space: nowrap; }
-.small { font-size: .85rem; }
-svg { display: block; width: 100%; }
-svg text { font: 11px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
-svg line { stroke: var(--line); }
-svg rect { fill: var(--p); }
-.chart { max-height: 300px; min-width: 620px; }
-.chart .hit { fill: transparent; } .chart .bar { cursor: pointer; }
-.chart .bar:hover .hit { fill: var(--sunken); }
-.told { display: block; font-size: .8rem; color: var(--muted); min-height: 1.6em; white-space: pre-wrap; }
-.tools { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; margin: .4rem 0; }
-.tools .told { margin-left: 8px; }
-#detail { background: var(--raised); border: 1px solid var(--line); border-radius: 8px; touch-action: pan-y;
-  cursor: grab; }
-#detail .lane { fill: var(--sunken); opacity: .6; }
-#detail .span:hover { stroke: var(--ink); stroke-width: 1; }
-#detail .edge { stroke: var(--line); stroke-dasharray: 2 3; }
-"""
-
-SCRIPT = r"""
 (() => {
   const data = JSON.parse(document.getElementById("spans").textContent);
   const svg = document.getElementById("detail"), told = document.getElementById("told");
@@ -145,4 +108,3 @@ SCRIPT = r"""
   addEventListener("resize", draw);
   show(0, last);
 })();
-"""
