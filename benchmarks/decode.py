@@ -28,7 +28,8 @@ from plots import Series, write_plot
 from workload import ALPHA, SHAPES, Setting, Shape
 
 from retrain.engines import local
-from retrain.engines.protocol import SampleRequest
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.policy.local import LocalSnapshot
 
 BAR_GPU = 0.6
 GRID_LANES, GRID_GROUPS = (1, 2, 5, 8), (1, 4, 8, 16)
@@ -109,22 +110,24 @@ class Decoder:
 
     def seconds(self, case: Case, repeats: int) -> float:
         """Median over the repeats, after one call that does not count."""
-        adapters = [self.made.lanes.new_adapter(case.rank, float(ALPHA)).initialise(i) for i in range(case.lanes)]
-        with torch.no_grad():
-            for adapter in adapters:
+        engine, refs = self.made.engine, [PolicyRef(f"lane {lane}", 0) for lane in range(case.lanes)]
+        for lane, ref in enumerate(refs):
+            adapter = engine.lanes.new_adapter(case.rank, float(ALPHA)).initialise(lane)
+            with torch.no_grad():
                 for _, b in adapter.tensors().values():
                     b.normal_(std=0.01)
+            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
         prompts = workload.prompt_ids(replace(self.setting, prompt_tokens=case.prompt_tokens), case.prompts)
         times = []
         for _ in range(repeats + 1):
             self.calls += 1
             requests = [
-                SampleRequest(lane, tuple(ids), case.group, case.new_tokens, 1.0, (self.calls, lane, i))
-                for lane in range(case.lanes)
+                SampleRequest(ref, tuple(ids), case.group, case.new_tokens, 1.0, (self.calls, lane, i))
+                for lane, ref in enumerate(refs)
                 for i, ids in enumerate(prompts)
             ]
             laps = workload.Laps()
-            groups = self.made.engine.sample(requests, adapters)
+            groups = engine.sample(requests)
             times.append(laps.lap()[0])
             found = sum(len(completion) for group in groups for completion in group)
             if found != case.rows * case.new_tokens:

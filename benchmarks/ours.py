@@ -95,8 +95,11 @@ def cohort(
         (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device))
         specs = plan(load(folder / "bench.toml"))
         made = assemble(folder / "out", specs, folder, NullObserver(), lambda: False, stack)
-        made.graders = [Alternating() for _ in made.runs]  # pyright: ignore[reportAttributeAccessIssue]
-        made.engine = TimedEngine(made.engine)  # pyright: ignore[reportAttributeAccessIssue]
+        for run in made.runs:
+            run.environments["train"].grader = Alternating()  # pyright: ignore[reportAttributeAccessIssue]
+            made.engine.publish(run.policy_ref, run.policy.snapshot())
+        timed: Any = TimedEngine(made.engine)
+        made.engine = made.queue.engine = timed
         yield made
         for run in made.runs:
             run.recorder.close(failed=False)
@@ -107,7 +110,7 @@ def step(made: Any) -> Measured:
     engine = made.engine
     engine.wall, engine.cpu, engine.tokens = 0.0, 0.0, 0
     laps = workload.Laps()
-    made.step(list(zip(made.runs, made.graders, strict=True)))
+    made.step(made.runs)
     wall, cpu = laps.lap()
     for run in made.runs:
         if run.error is not None:
@@ -119,8 +122,8 @@ def run_mib(made: Any, setting: Setting) -> float:
     """What each run must hold beside the base: adapter, gradient and Adam's moments (fp32), its keys and values."""
     shape = workload.SHAPES[setting.shape]
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * setting.rows * setting.length
-    adapter = sum(a.numel() + b.numel() for a, b in made.runs[0].adapter.tensors().values())
-    return (16 * adapter + cache * made.base.dtype.itemsize) / 2**20
+    adapter = sum(a.numel() + b.numel() for a, b in made.runs[0].policy.adapter.tensors().values())
+    return (16 * adapter + cache * made.engine.base.dtype.itemsize) / 2**20
 
 
 def main() -> None:
@@ -142,7 +145,7 @@ def main() -> None:
     imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts
     setting, conditions = Setting.parse(options.serve), FIVE[options.first : options.first + options.runs]
     with cohort(setting, options.models, conditions, options.device) as made:
-        base = sum(p.numel() * p.element_size() for p in made.base.model.parameters())
+        base = sum(p.numel() * p.element_size() for p in made.engine.base.model.parameters())
         workload.serve(lambda: step(made), imported_mib=imported, base_mib=base / 2**20, run_mib=run_mib(made, setting))
 
 

@@ -26,8 +26,11 @@ from commandline import opened, parser_of, publish, table
 from limit import Limit
 from workload import ALPHA, LR, RANK, SHAPES, Setting
 
-from retrain.policy import Denominators, Lanes, LossSettings, TrainSequence, load_base, new_optimizer, train_step
-from retrain.policy.update import default_token_budget
+from retrain.policy import Denominators, Lanes, Objective, TrainBatch, load_base
+from retrain.policy.budget import Budget
+from retrain.policy.objective import EntropyTerm, PolicyTerm
+from retrain.policy.update import default_token_budget, new_optimizer, train_step
+from retrain.types import Sample
 
 
 @dataclass(frozen=True)
@@ -70,25 +73,22 @@ def ours(
     adapter = lanes.new_adapter(RANK, ALPHA).initialise("benchmark")
     optimizer = new_optimizer(adapter, LR, (0.9, 0.999), 1e-8, 0.0)
     prompts, rewards = workload.prompt_ids(setting), workload.advantages(setting)
-    sequences = [
-        TrainSequence(
+    samples = [
+        Sample.single_turn(
             prompts[i // setting.samples],
             ids,
             np.full(len(ids), -np.log(SHAPES[setting.shape].vocab)),
             np.full(len(ids), rewards[i]),
-            np.ones(len(ids), dtype=bool),
         )
         for i, ids in enumerate(rows)
     ]
-    totals = Denominators(sum(len(ids) for ids in rows), len(rows))
-    settings = LossSettings(
-        micro_batch_tokens=micro or default_token_budget(base),
-        entropy_coef=0.01 if variant.entropy else 0.0,
-    )
+    batch = TrainBatch(samples, Denominators(sum(len(ids) for ids in rows), len(rows)), 0, ("benchmark",))
+    objective = Objective((PolicyTerm(), EntropyTerm(0.01)) if variant.entropy else (PolicyTerm(),))
+    budget = Budget(micro or default_token_budget(base))
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16) if variant.autocast else nullcontext():
-            train_step(base, lanes, adapter, optimizer, sequences, settings, totals, LR)
+            train_step(base, lanes, adapter, optimizer, batch, objective, LR, budget=budget)
 
     return step
 

@@ -17,12 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from retrain.engines import LocalEngine, SampleRequest
+from retrain.config import parse_dict
+from retrain.engines import LocalEngine, PolicyRef, SampleRequest
 from retrain.environments.arithmetic import problems
 from retrain.environments.prompts import render
 from retrain.maths.advantages import grpo
-from retrain.policy import Denominators, Lanes, LossSettings, TrainSequence, load_base, new_optimizer, train_step
+from retrain.policy import Denominators, Lanes, LocalPolicy, Objective, TrainBatch, load_base
 from retrain.rewards.rules import MatchReward
+from retrain.types import Sample
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 
@@ -32,46 +34,40 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     record.parent.mkdir(parents=True, exist_ok=True)
     if record.exists():
         sys.exit(f"{record} is there already: give another directory, python examples/minimal_loop.py {steps} DIR")
+    # One frozen model; the engine samples with it, the policy trains a LoRA adapter on its lanes.
     base = load_base("tiny-reasoner", devices="cpu")
     lanes = Lanes(base)
     engine = LocalEngine(base, lanes)
-    adapter = lanes.new_adapter(rank=16, alpha=32).initialise(SEED)
-    optimizer = new_optimizer(adapter, LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    settings = LossSettings(loss="ppo", max_tokens=MAX_TOKENS)
-    reward, history = MatchReward(), []
+    config = parse_dict({"model": {"lora_rank": 16}, "lora": {"alpha": 32}, "training": {"weight_decay": 0.0}})
+    policy = LocalPolicy(base, lanes, config, (SEED,))
+    objective, reward, history = Objective(), MatchReward(), []
     data = problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
         begin = time.perf_counter()
-        # Sample: every prompt once through the model, SAMPLES answers each, with their log-probabilities.
+        # Publish the weights as they are now and sample with them: SAMPLES answers to every prompt.
+        weights = PolicyRef("minimal loop", policy.version)
+        engine.publish(weights, policy.snapshot())
         batch = data[step * PROMPTS : (step + 1) * PROMPTS]
         prompts = [render(problem, base.tokenizer, None) for problem in batch]
         requests = [
-            SampleRequest(0, prompt.token_ids, SAMPLES, MAX_TOKENS, 1.0, (SEED, "sample", step, i))
+            SampleRequest(weights, prompt.token_ids, SAMPLES, MAX_TOKENS, 1.0, (SEED, "sample", step, i))
             for i, prompt in enumerate(prompts)
         ]
-        groups = engine.sample(requests, [adapter])
+        groups = engine.sample(requests)
 
         # Score each answer and compare it with its group; every token of an answer gets its answer's advantage.
-        sequences, rewards = [], []
-        for prompt, completions in zip(prompts, groups, strict=True):
-            rewards_N = torch.tensor([reward.grade(prompt.problem, c.text).total_reward for c in completions])
+        samples, rewards = [], []
+        for prompt, answers in zip(prompts, groups, strict=True):
+            rewards_N = torch.tensor([reward.grade(prompt.problem, answer.text).total_reward for answer in answers])
             rewards.append(rewards_N.mean().item())
-            for completion, advantage in zip(completions, grpo(rewards_N).tolist(), strict=True):
-                length = len(completion)
-                sequences.append(
-                    TrainSequence(
-                        prompt.token_ids,
-                        completion.token_ids,
-                        completion.logprobs_T,
-                        np.full(length, advantage),
-                        np.ones(length, dtype=bool),
-                    )
-                )
+            for answer, advantage in zip(answers, grpo(rewards_N).tolist(), strict=True):
+                advantages_T = np.full(len(answer), advantage)
+                samples.append(Sample.single_turn(prompt.token_ids, answer.token_ids, answer.logprobs_T, advantages_T))
 
-        # Update: one optimizer step over the whole batch.
-        count = Denominators(tokens=sum(len(s.completion_ids) for s in sequences), sequences=len(sequences))
-        metrics = train_step(base, lanes, adapter, optimizer, sequences, settings, count, LR)
+        # Update: one optimizer step over the whole batch, the loss a mean over all of its tokens.
+        count = Denominators(tokens=sum(len(a) for group in groups for a in group), sequences=len(samples))
+        metrics = policy.update(TrainBatch(samples, count, step, (SEED,)), objective, LR)
         history.append(float(np.mean(rewards)))
         row = {
             "step": step, "progress/batch": step, "progress/done_frac": (step + 1) / steps, "optim/lr": LR,

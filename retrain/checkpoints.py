@@ -38,8 +38,8 @@ class Snapshot:
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names, CheckpointError
-    when the policy wrote a link; what had been written aside is removed.
+    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names,
+    CheckpointError when the policy wrote a link; what had been written aside is removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
@@ -75,7 +75,7 @@ def verify_checkpoint(directory: Path) -> None:
         raise CheckpointError(f"{directory / MANIFEST} does not name {STATE}")
     for name, digest in hashes:
         path = directory / name
-        if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
+        if Path(name).is_absolute() or path.resolve() != directory.resolve() / name:  # "..", links on the way
             raise CheckpointError(f"{path} is no file of this checkpoint")
         if not path.is_file() or sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")

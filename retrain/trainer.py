@@ -78,7 +78,7 @@ class Cohort:
         """One optimizer step of every active run."""
         before: dict[Run, RollbackPoint] = {}
         for run in active:
-            self.guarded(run, run.begin_step)
+            self.guarded(run, partial(self._begin_step, run))
             before[run] = run.rollback_point()
         groups = self._sample([run for run in active if run.error is None])
         numbers = self._learn([run for run in active if run.error is None], groups)
@@ -92,6 +92,13 @@ class Cohort:
         self._save_due(active, before)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
+
+    def _begin_step(self, run: Run) -> None:
+        """What is due before the step; where that changes the weights, the engine samples with the new ones."""
+        ref = run.policy_ref
+        run.begin_step()
+        if run.policy_ref != ref:
+            self._publish(run)
 
     def _sample(self, runs: Sequence[Run]) -> dict[Run, list[Group]]:
         """Graded groups of every run, from one decode batch; a run whose prompts or graders fail leaves."""

@@ -76,6 +76,12 @@ def sample(
     return engine.sample(asked, **options)
 
 
+def decoded(base, lanes, adapters, asked):
+    """Everything that is sampled, exactly."""
+    groups = sample(LocalEngine(base, lanes), asked, adapters)
+    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
+
+
 def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     """Log-probabilities and entropies by one unpadded forward pass, no cache, in the plainest way."""
     ids = torch.tensor([list(prompt_ids) + list(token_ids)])

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, lane_of, publish, ref, requests, sample, trained
+from lane_cases import decoded, fresh_logprobs, lane_of, publish, ref, requests, sample, trained
 from toymodels import toy_base
 
 from retrain.engines import dense, slots
@@ -510,12 +510,6 @@ def test_a_small_batch_stays_in_one_piece(base, lanes):
         sample(engine, [SampleRequest(ref(0), (5, 6, 7), 8, 4, 1.0, ("pieces", i)) for i in range(prompts)], [adapter])
     workers.close()
     assert sorted(seen) == [LEAST_PIECE_ROWS, LEAST_PIECE_ROWS, LEAST_PIECE_ROWS]
-
-
-def decoded(base, lanes, adapters, asked):
-    """Everything that is sampled, exactly."""
-    groups = sample(LocalEngine(base, lanes), asked, adapters)
-    return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
 @pytest.mark.parametrize("runs", [1, 3])

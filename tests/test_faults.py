@@ -26,13 +26,15 @@ from retrain.checkpoints import (
     read_json,
     verify_checkpoint,
     write_checkpoint,
-    write_own_checkpoint,
 )
 from retrain.config import parse_dict
 from retrain.environments import load_data
 from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
-from retrain.files import append_jsonl, aside_of, read_jsonl, truncate_jsonl, write_json, writing
+from retrain.files import append_jsonl, aside_of, read_jsonl, sha256, truncate_jsonl, write_json, writing
 from retrain.ownership import claim, refuse_links
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import LayerShape, LoraWeights
+from retrain.policy.plugin import PluginSnapshot
 from retrain.record.console import PlainConsole, message_text
 from retrain.record.recorder import RunRecorder
 from retrain.types import Group
@@ -40,10 +42,10 @@ from retrain.types import Group
 
 def saved(step_number: int, size: int = 4) -> Snapshot:
     """A small state of a run."""
-    a, b = torch.arange(2.0 * size).view(2, size), torch.ones(size, 2)
-    return Snapshot(
-        step_number, {"layer": (a, b)}, {"r": 2}, {"exp_avg": torch.ones(size)}, f'{{"step": {step_number}}}\n'
-    )
+    flat = torch.cat([torch.arange(2.0 * size), torch.ones(2 * size)])
+    weights = LoraWeights([LayerShape("layer", size, size)], 2, 1.0, 2, flat)
+    policy = LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(size)})
+    return Snapshot(step_number, policy, f'{{"step": {step_number}}}\n')
 
 
 @contextlib.contextmanager
@@ -164,11 +166,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
     write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
     (tmp_path / "own/parts").mkdir(parents=True)
     (tmp_path / "own/parts/table").write_text("of a backend of the user's")
-    own = (checkpoint_directory(tmp_path, 4), tmp_path / "own", '{"step": 4}')
-    for directory in (checkpoint_directory(tmp_path, 2), own[0]):
-        if directory == own[0]:
+    own = Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')
+    for directory in (checkpoint_directory(tmp_path, 2), checkpoint_directory(tmp_path, 4)):
+        if not directory.exists():
             events.clear()
-            write_own_checkpoint(*own)
+            write_checkpoint(directory, own)
         there = [path.name for path in directory.rglob("*")]
         aside = aside_of(directory).name
         end = events.index(f"-> {directory.name}")
@@ -236,8 +238,8 @@ def test_a_torn_manifest_or_plan_is_told_in_one_line(tmp_path, name, read):
 def hostile_group(text: str) -> Group:
     """A group whose problem, answers and errors are all this text."""
     made = group([1.0, None], [3, 3], problem_id=text)
-    for one in made.completions:
-        object.__setattr__(one, "text", text)
+    for rollout in made.rollouts:
+        rollout.turns[0].action.text = text
     return made
 
 
@@ -310,10 +312,18 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     directory = checkpoint_directory(tmp_path, 2)
     write_checkpoint(directory, saved(2))
     good = read_json(directory / "manifest.json")
-    for name in ("../../secret", "/etc/passwd", "sub/file"):
-        write_json(directory / "manifest.json", {**good, "sha256": {**good["sha256"], name: "0" * 64}})
-        with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/file").write_bytes(b"x")
+    (directory / "linked").symlink_to(tmp_path / "elsewhere")
+    names = ("../../secret", "../step_000002/state.json", "/etc/passwd", "linked/file")
+    for name, told in (*((name, "no file of this checkpoint") for name in names), ("sub/file", "is damaged")):
+        write_json(
+            directory / "manifest.json",
+            {**good, "sha256": {**good["sha256"], name: sha256(tmp_path / "elsewhere/file")}},
+        )
+        with pytest.raises(CheckpointError, match=told):
             verify_checkpoint(directory)
+    (directory / "linked").unlink()
     write_json(directory / "manifest.json", good)
     (tmp_path / "copy").write_bytes((directory / "state.json").read_bytes())
     (directory / "state.json").unlink()

@@ -10,11 +10,11 @@ from lane_cases import ref, sample
 from toycampaign import campaign
 from toymodels import toy_base
 
+from retrain.campaign.planning.cohorts import smaller_cohorts
 from retrain.campaign.planning.costs import architecture_of, cohort_seconds, find_device
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running import fitting
 from retrain.campaign.running.controller import launch
-from retrain.campaign.planning.cohorts import smaller_cohorts
 from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load, parse_dict
 from retrain.engines.dense import DenseDecoder

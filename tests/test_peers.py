@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, requests, rollout, totals, trained
-from retrain.credit import assign_credit, fill_advantages, mark_planning
+from lane_cases import adamw, fresh_logprobs, local_policy, requests, rollout, sample, trained, update
 from torch.utils._python_dispatch import TorchDispatchMode
 from toymodels import TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
+from retrain.algorithms.standard import assign_credit, fill_advantages, mark_planning
 from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.judging.comparison import METRIC, compare
 from retrain.campaign.running.controller import launch
-from retrain.checkpoints import newest_whole, save_checkpoint
+from retrain.checkpoints import Snapshot, newest_whole, write_checkpoint
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.dense import DenseDecoder
@@ -33,10 +33,10 @@ from retrain.maths.planning import RegexDetector
 from retrain.policy.adapter_io import read_adapter, write_peft
 from retrain.policy.base import load_base
 from retrain.policy.lora import Lanes
-from retrain.policy.update import LossSettings, new_optimizer, train_step
+from retrain.policy.protocol import samples_of
 from retrain.record.observer import NullObserver
 from retrain.record.tables import squeeze_text
-from retrain.types import Completion, Group, Problem, Prompt, RewardResult
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, single_turn
 
 REWARDS = '''
 def score(completion, answer):
@@ -182,23 +182,22 @@ def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(home, tmp_pat
     plain = load_base(str(directory), devices="cpu", dtype="float32")
     lanes, reference_lanes = Lanes(dropping), Lanes(plain)
     adapter, engine = trained(lanes, 0), LocalEngine(dropping, lanes)
-    optimizer, asked = new_optimizer(adapter, 0.05, (0.9, 0.999), 1e-8, 0.0), requests(samples=4)
+    optimizer, asked = adamw(adapter, 0.05), requests(samples=4)
     reference = reference_lanes.new_adapter(4, 8.0)
     for step in range(4):
         reference.load(adapter.tensors())
-        for request, group in zip(asked, engine.sample(asked, [adapter]), strict=True):
+        for request, group in zip(asked, sample(engine, asked, [adapter]), strict=True):
             for completion in group:
                 expected, _ = fresh_logprobs(
                     plain, reference_lanes, reference, request.prompt_ids, completion.token_ids, 1.0
                 )
                 np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
-        sequences, before = rollout(dropping, lanes, adapter), adapter.flat.detach().clone()
-        settings = LossSettings(dropout=0.5 * (step % 2))
-        metrics = train_step(
-            dropping, lanes, adapter, optimizer, sequences, settings, totals(sequences), 0.05, ("peers", step)
+        samples, before, dropout = rollout(dropping, lanes, adapter), adapter.flat.detach().clone(), 0.5 * (step % 2)
+        metrics = update(
+            lanes, adapter, samples, optimizer=optimizer, lr=0.05, step=step, dropout=dropout, grad_clip_norm=1.0
         )
         assert float((adapter.flat.detach() - before).abs().max()) > 0.01
-        if not settings.dropout:
+        if not dropout:
             assert abs(metrics["val/ratio"] - 1) < 1e-5
 
 
@@ -256,10 +255,12 @@ def test_two_problems_fill_a_batch_of_five(home, tmp_path):
 def graded(rewards: list[float], length: int = 6) -> Group:
     """A group with these rewards, its completions made up."""
     logprobs = -np.linspace(0.1, 2, length)
-    made = [Completion(list(range(10, 10 + length)), "so x", logprobs, -logprobs, "stop") for _ in rewards]
+    made = [Action(list(range(10, 10 + length)), "so x", logprobs, -logprobs, "stop") for _ in rewards]
     prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
-    planning = [np.zeros(length, dtype=bool) for _ in rewards]
-    return Group(prompt, made, [RewardResult(r) for r in rewards], np.full(len(rewards), np.nan), planning=planning)
+    group = single_turn(prompt, made, [RewardResult(reward) for reward in rewards])
+    for one in group.rollouts:
+        one.planning_T = np.zeros(length, dtype=bool)
+    return group
 
 
 @pytest.mark.parametrize("mode", ["none", "gtpo"])
@@ -269,17 +270,17 @@ def test_an_advantage_of_zero_is_trained_on(base, mode):
     fill_advantages(groups, "dr_grpo")
     assert groups[0].advantages_N[1] == 0
     credit = assign_credit(groups, parse_dict({"algorithm": {"transform_mode": mode}}), 0.0, ("placebo",))
-    assert [int(s.loss_mask_T.sum()) for s in credit.sequences] == [6, 6, 6]
+    samples = samples_of(groups)
+    assert [int(s.loss_mask.sum()) for s in samples] == [6, 6, 6]
     assert (credit.denominators.tokens, credit.denominators.sequences) == (18, 3)
     lanes = Lanes(base)
     adapter = trained(lanes, 0)
-    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
-    metrics = train_step(
-        base, lanes, adapter, optimizer, credit.sequences, LossSettings(log_kl=True), credit.denominators, 1e-3
-    )
+    job = {"optimizer": adamw(adapter), "denominators": credit.denominators}
+    metrics = update(lanes, adapter, samples, log_kl=True, **job)
     assert metrics["num_datums"] == 3
-    only_zero = [s for s in credit.sequences if not s.advantages_T.any()]
-    alone = train_step(base, lanes, adapter, optimizer, only_zero, LossSettings(), credit.denominators, 1e-3)
+    only_zero = [s for s in samples if not s.advantages.any()]
+    assert len(only_zero) == 1
+    alone = update(lanes, adapter, only_zero, **job)
     assert alone["val/ratio"] is not None  # its tokens are measured though they pull nowhere
 
 
@@ -310,7 +311,7 @@ def test_all_end_tokens_of_a_model_are_known(tmp_path):
     assert {*several, 120, base.tokenizer.eos_token_id} == set(base.eos_ids)
     lanes = Lanes(base)
     asked = requests(prompts=4, samples=8, max_tokens=30)
-    sampled = [c for group in LocalEngine(base, lanes).sample(asked, [trained(lanes, 0)]) for c in group]
+    sampled = [c for group in sample(LocalEngine(base, lanes), asked, [trained(lanes, 0)]) for c in group]
     stopped = [c for c in sampled if c.stop_reason == "stop"]
     assert len(stopped) > len(sampled) / 2
     assert len({c.token_ids[-1] for c in stopped}) > 1
@@ -392,18 +393,21 @@ def test_a_full_disk_leaves_the_old_files_whole(base, tmp_path):
     with full_disk(64), pytest.raises(StorageError, match="too large"):
         write_json(tmp_path / "manifest.json", {"runs": ["new"] * 100})
     assert read_json(tmp_path / "manifest.json") == {"runs": ["old"] * 10}
-    lanes = Lanes(base)
-    adapter = trained(lanes, 0)
-    optimizer = new_optimizer(adapter, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    policy = local_policy(base, Lanes(base))
+    policy.adapter.load(trained(policy.lanes, 0).tensors())
+
+    def save(directory: Path, step: int) -> None:
+        write_checkpoint(directory, Snapshot(step, policy.snapshot(resumable=True), f'{{"step": {step}}}'))
+
     for step in (1, 1, 2):  # the checkpoint of step 1 is also written anew over the old one
         directory = tmp_path / "checkpoints" / f"step_{step:06d}"
         if not directory.exists():
-            save_checkpoint(directory, adapter, "toy", None, optimizer, {"step": step})
+            save(directory, step)
             whole = {path.name: path.read_bytes() for path in directory.iterdir()}
             first = directory if step == 1 else None
         if first is not None:
             with full_disk(4096), pytest.raises(Exception, match=r"(?i)too large"):
-                save_checkpoint(first, adapter, "toy", None, optimizer, {"step": 99})
+                save(first, 99)
             assert {path.name: path.read_bytes() for path in first.iterdir()} == whole
             assert newest_whole(tmp_path, []) == first
 
@@ -572,7 +576,7 @@ def test_all_prompts_decode_together_and_finished_rows_leave(base):
     asked = requests(prompts=4, samples=8, max_tokens=40)
     engine = LocalEngine(base, lanes)
     with decodes() as seen:
-        sampled = [c for group in engine.sample(asked, [trained(lanes, 0)]) for c in group]
+        sampled = [c for group in sample(engine, asked, [trained(lanes, 0)]) for c in group]
     lengths = [len(c) for c in sampled]
     (rows, width), decoded = seen[0], seen[1:]
     assert (rows, width) == (4, max(len(request.prompt_ids) for request in asked))
@@ -605,7 +609,7 @@ def test_no_token_costs_a_sort_of_the_vocabulary(base):
     with VocabularySorts(base.vocab_size) as watch:
         torch.randn(2, base.vocab_size).sort(-1)
         assert watch.found == ["sort"]  # the watch sees one
-        LocalEngine(base, lanes).sample(requests(temperature=0.7), [adapter])
+        sample(LocalEngine(base, lanes), requests(temperature=0.7), [adapter])
     assert watch.operations > 100
     assert watch.found == ["sort"]
 
@@ -616,13 +620,12 @@ def test_credit_and_planning_of_a_large_step_are_quick(home, base):
     words = base.tokenizer("let me check 12+34=? the answer is 46 ")["input_ids"]
     ids = (words * 2048)[:2048]
     logprobs = -np.random.default_rng(0).random((16, 8, 2048))
-    text, prompt = base.decode(ids), Prompt(Problem("p", "?", "2"), "?", (5, 6, 7))
+    text, prompt = base.text.decode(ids), Prompt(Problem("p", "?", "2"), "?", (5, 6, 7))
     groups = [
-        Group(
+        single_turn(
             prompt,
-            [Completion(ids, text, logprobs[g, n], -logprobs[g, n], "length") for n in range(8)],
+            [Action(ids, text, logprobs[g, n], -logprobs[g, n], "length") for n in range(8)],
             [RewardResult(float(n % 2)) for n in range(8)],
-            np.full(8, np.nan),
         )
         for g in range(16)
     ]
@@ -630,10 +633,10 @@ def test_credit_and_planning_of_a_large_step_are_quick(home, base):
     for _ in range(3):
         start = time.process_time()
         fill_advantages(groups, "grpo")
-        mark_planning(groups, RegexDetector(), base)
+        mark_planning(groups, RegexDetector(), base.text)
         credit = assign_credit(groups, config, 0.0, ("placebo",))
         taken.append(time.process_time() - start)
-    assert len(credit.sequences) == 128
+    assert sum(one.token_advantages_T is not None for group in groups for one in group.rollouts) == 128
     assert credit.stats["planning_fraction"] > 0.05
     assert min(taken) < 0.5
 
@@ -649,8 +652,10 @@ def test_runs_share_one_base_and_decode_together(home, base, mixed, tmp_path):
     with ExitStack() as stack:
         cohort = assemble(tmp_path / "out", specs, tmp_path, NullObserver(), lambda: False, stack)
         assert len(cohort.runs) == 4
-        assert all(run.base is cohort.base and run.lanes is cohort.lanes for run in cohort.runs)
-        assert not any(parameter.requires_grad for parameter in cohort.base.model.parameters())
+        shared, their_lanes = cohort.engine.base, cohort.engine.lanes
+        assert all(run.policy.base is shared and run.policy.lanes is their_lanes for run in cohort.runs)
+        assert len({id(run.policy.adapter) for run in cohort.runs}) == 4
+        assert not any(parameter.requires_grad for parameter in shared.model.parameters())
         for run in cohort.runs:
             run.recorder.close()
     lanes = Lanes(base)
@@ -658,6 +663,6 @@ def test_runs_share_one_base_and_decode_together(home, base, mixed, tmp_path):
     asked = [request for lane in range(3) for request in requests(lane)]
     engine = LocalEngine(base, lanes)
     with decodes() as together:
-        engine.sample(asked, adapters)
+        sample(engine, asked, adapters)
     assert len(together) <= 12  # a prefill and a pass per further token, for three runs as for one
     assert together[0][0] == 9

@@ -15,25 +15,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lane_cases import adamw, update
 from safetensors.torch import load_file, save
 from toymodels import qwen3_directory
+from typer.testing import CliRunner
 
 import retrain
-import retrain.run
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
-from retrain.checkpoints import SaveQueue, check_records, common_step, optimizer_tensors, prune
+from retrain.checkpoints import FORMAT, SaveQueue, check_records, common_step, prune
+from retrain.cli import app
 from retrain.config import load
-from retrain.errors import CheckpointError, ConfigError, ModelError, NonFinite, UsageError
+from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
+from retrain.policy import local
 from retrain.policy.base import load_base
-from retrain.policy.logprobs import TrainSequence
+from retrain.policy.local import optimizer_tensors
 from retrain.policy.lora import Lanes
-from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
+from retrain.policy.update import train_step
 from retrain.record.catalogue import is_timing_key
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
+from retrain.types import Sample
 
 SECRET = "very-secret-value-8c1f"
 TOML = """
@@ -304,9 +308,7 @@ def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path,
     )
     path = single(home, "theirs", "max_steps = 1")
     path.write_text(path.read_text().replace(str(home / "model"), str(theirs)))
-    with pytest.raises(
-        ModelError, match=r"contains custom code.*; read it, then set \[model\] trust_remote_code = true"
-    ):
+    with pytest.raises(ConfigError, match="brings its own code: read it, then set trust_remote_code = true"):
         go(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))
@@ -377,7 +379,7 @@ def test_updates_that_are_not_finite_are_left_out_then_fail_the_run(home, tmp_pa
             raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
         return train_step(*arguments, **named)
 
-    monkeypatch.setattr(retrain.run, "train_step", sometimes)
+    monkeypatch.setattr(local, "train_step", sometimes)
     path = single(home, "bad", "max_steps = 6\nnonfinite_limit = 2")
     assert go(path, tmp_path / "out").exit_status == 1
     (entry,) = read_json(tmp_path / "out/manifest.json")["runs"]
@@ -398,12 +400,12 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(home):
     base = load_base(str(home / "model"), devices="cpu", dtype="float32")
     lanes = Lanes(base, "all-linear")
     adapter = lanes.new_adapter(2, 4.0).initialise(0)
-    optimizer = new_optimizer(adapter, 0.01, (0.9, 0.999), 1e-8, 0.0)
+    optimizer = adamw(adapter)
     advantages_T = np.array([1.0, np.inf, 1.0])
-    sequence = TrainSequence([5, 6], [7, 8, 9], np.full(3, -5.0), advantages_T, np.ones(3, dtype=bool))
+    sample = Sample.single_turn([5, 6], [7, 8, 9], np.full(3, -5.0), advantages_T)
     before = adapter.flat.detach().clone()
     with pytest.raises(NonFinite, match="the update was not applied"):
-        train_step(base, lanes, adapter, optimizer, [sequence], LossSettings(), Denominators(3, 1), 0.01)
+        update(lanes, adapter, [sample], optimizer=optimizer, lr=0.01)
     assert torch.equal(adapter.flat.detach(), before)
     assert optimizer_tensors(optimizer) == {}
     lanes.detach()
@@ -421,7 +423,7 @@ def steps_of(run: Path, *steps: int) -> Path:
         for name in names:
             (folder / name).write_text(name)
         hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-        write_json(folder / "manifest.json", {"format": 1, "sha256": hashes})
+        write_json(folder / "manifest.json", {"format": FORMAT, "sha256": hashes})
         own = {"owner": owner.id, "place": f"checkpoints/{folder.name}", "files": [*names, "manifest.json"]}
         write_json(folder / MARK, own)
     (run / "emergence").mkdir(parents=True, exist_ok=True)
@@ -453,6 +455,25 @@ def test_records_that_lack_rows_make_an_earlier_checkpoint_preferred_and_never_c
     assert "lack rows" in told[0]
     (run / "metrics.jsonl").write_text("")
     assert common_step([(run, 10)], [[]]) == 4
+
+
+@pytest.mark.parametrize("command", ["resume", "train"])
+def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied, command):
+    """It is whole and yet nothing to continue from: not skipped as if damaged, which would train all steps again."""
+    (directory,) = (copied / "checkpoints").iterdir()
+    manifest = read_json(directory / "manifest.json")
+    assert manifest["format"] == FORMAT == 2
+    write_json(directory / "manifest.json", manifest | {"format": 1})
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    named = [str(copied)] if command == "resume" else [str(single(home)), "--out", str(copied)]
+    result = CliRunner().invoke(app, [command, *named, "--set", "training.max_steps=3"])
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert "step_000002 is a checkpoint of layout 1, this version of retrain reads layout 2" in line
+    assert "begin anew with another --out" in line
+    rows = [read_jsonl(copied / name) for name in ("metrics.jsonl", "evals.jsonl", "checkpoints.jsonl")]
+    assert [len(each) for each in rows] == [2, 2, 2]
+    assert all(path.read_bytes() == content for path, content in before.items() if path.suffix == ".safetensors")
 
 
 def test_retention(tmp_path):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from lane_cases import adamw, update
 from safetensors.torch import load_file
 from toycampaign import campaign
 from toymodels import toy_base
@@ -17,11 +18,10 @@ from retrain.config import load
 from retrain.errors import ConfigError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.adapter_io import read_adapter
-from retrain.policy.logprobs import TrainSequence
 from retrain.policy.lora import Lanes
-from retrain.policy.update import Denominators, LossSettings, new_optimizer, train_step
 from retrain.record.observer import NullObserver
 from retrain.rng import generator
+from retrain.types import Sample
 
 ANNEAL = "[lora]\nanneal = [[1, 3], [3, 1]]\n[training]"
 
@@ -44,13 +44,13 @@ def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it
         u, s, vh = torch.linalg.svd(whole.double())
         best = u[:, :2] * s[:2] @ vh[:2]
         torch.testing.assert_close(delta(adapter, name).double(), best, atol=1e-5, rtol=0)
-    optimizer = new_optimizer(adapter, 0.05, (0.9, 0.999), 1e-8, 0.01)
+    optimizer = adamw(adapter, 0.05, weight_decay=0.01)
     ids = [int(t) for t in noise.integers(3, 200, 9)]
     ones = torch.ones(9).numpy()
-    sequence = TrainSequence((5, 6, 7), ids, -3 * ones, ones, ones.astype(bool))
+    sample = Sample.single_turn((5, 6, 7), ids, -3 * ones, ones)
     moved = {name: delta(adapter, name).clone() for name in adapter.A}
     for _ in range(3):
-        train_step(base, lanes, adapter, optimizer, [sequence], LossSettings(), Denominators(9, 1), 0.05)
+        update(lanes, adapter, [sample], optimizer=optimizer, lr=0.05, grad_clip_norm=1.0)
     for name in adapter.A:
         assert not adapter.A[name][2:].any()
         assert not adapter.B[name][:, 2:].any()

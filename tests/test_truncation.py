@@ -10,9 +10,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, fresh_logits, lane_of, ref, sample, totals, trained, update
+from lane_cases import decoded, drawn, fresh_logits, lane_of, ref, sample, totals, trained, update
 from lane_cases import rollout as rolled_out
-from test_engine import decoded
 from toycampaign import campaign
 
 from retrain.campaign.running.controller import launch

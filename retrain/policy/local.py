@@ -58,7 +58,14 @@ class LocalPolicy:
 
     starts_as_base = True
 
-    def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...], workers: Workers):
+    def __init__(
+        self,
+        base: BaseModel,
+        lanes: Lanes,
+        config: Config,
+        stream: tuple[int | str, ...],
+        workers: Workers | None = None,
+    ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
         optimizer, training = config.optimizer, config.training

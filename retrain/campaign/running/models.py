@@ -40,7 +40,7 @@ class CohortModel(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """Who samples."""
+        """What samples for all of them."""
         ...
 
     def policy(self, spec: RunSpec, directory: Path) -> Policy:
@@ -84,10 +84,10 @@ class LocalModel:
             "model": type(self.base.model).__name__,
             "tokenizer": type(self.base.tokenizer).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": "AdamW",
             "dtype": str(self.base.dtype).removeprefix("torch."),
             "device": str(self.base.device),
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": "AdamW",
         }
 
     def decode_work(self) -> DecodeWork | None:
@@ -126,10 +126,10 @@ class PluginModel:
             "model": self.plugin,
             "tokenizer": type(self.tokenizer.source).__name__,
             "engine": type(self.engine).__name__,
-            "optimizer": None,
             "dtype": "float32",
             "device": "cpu",
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
+            "optimizer": None,
         }
 
     def decode_work(self) -> None:
