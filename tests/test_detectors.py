@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 
 import pytest
-from retrain.detectors import embedding_source, load_detector, load_embedder
 
 from retrain.algorithms.detectors import embedding_source, load_detector, load_embedder
 from retrain.config import parse_dict
