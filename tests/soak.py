@@ -93,6 +93,7 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.campaign.planning.manifest as manifest
     import retrain.checkpoints as checkpoints
     import retrain.files as files
+    import retrain.policy.local as policy
     import retrain.record.writer as writer
     import retrain.run as run
     from retrain.engines.local import LocalEngine
@@ -130,10 +131,10 @@ def set_trap(point: str, moment: float) -> None:
     late = moment * 101 % 1 > 0.5
     traps: dict[str, Callable[[], None]] = {
         "sampling": lambda: at(LocalEngine, "sample", 8, soon),
-        "update": lambda: at(run, "train_step", 12, soon),
+        "update": lambda: at(policy, "train_step", 12, soon),
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
-        "torn checkpoint": lambda: at(checkpoints, "write_bytes", 8, half),
+        "torn checkpoint": lambda: at(policy if late else checkpoints, "write_bytes", 4, half),
         "before rename": lambda: at(checkpoints, "publish", 6),
         "after rename": lambda: at(checkpoints, "publish", 6, after=True),
         "before line": lambda: at(run.Run, "_record_save", 6),

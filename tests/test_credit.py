@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
 import pytest
 from credit_cases import completion, drawn, group, words_base
 
-from retrain.algorithms.standard import assign_credit, fill_advantages, mark_planning
+from retrain.algorithms.protocol import Need
+from retrain.algorithms.standard import Standard, assign_credit, fill_advantages, load_modes, mark_planning
 from retrain.config import parse_dict
+from retrain.files import dumps
 from retrain.maths.planning import RegexDetector
 from retrain.policy.protocol import probe_of, samples_of
 from retrain.tokenizer import Tokenizer, byte_table
-from retrain.types import Action, Problem, Prompt, RewardResult, single_turn
+from retrain.types import Action, Problem, Prompt, RewardResult, Turn, single_turn
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +261,117 @@ def test_credit_and_planning_of_a_large_step_are_quick(fresh_base):
     assert sum(one.token_advantages_T is not None for group in groups for one in group.rollouts) == 128
     assert credit.stats["planning_fraction"] > 0.05
     assert min(taken) < 0.5
+
+
+def test_no_phrase_spans_two_turns(base):
+    """ "notice" at the end of one action and "that" at the beginning of the next are no planning phrase together."""
+    one = group(base, [1.0, 0.0], ["so x notice", "so x = notice that 4"])
+    first, second = one.rollouts
+    first.turns.append(Turn((9, 9), completion(base, " that x = 4")))
+    second.turns.append(Turn((9, 9), completion(base, "notice that x")))
+    mark_planning([one], RegexDetector(), base.text)
+    assert len(first.planning_T) == len(first)
+    assert not first.planning_T.any()
+    marked = [base.tokenizer.decode([i]) for i, on in zip(second.token_ids, second.planning_T, strict=True) if on]
+    assert "".join(marked).replace(" ", "") == "noticethatnoticethat"
+
+
+def test_credit_of_several_turns_runs_over_the_tokens_of_all_actions(base):
+    """The same advantages as one action with all of those tokens, and none for what was read between."""
+    modes = {"algorithm": {"transform_mode": "gtpo_sepa"}}
+    whole, parted = (group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 5"]) for _ in range(2))
+    for rollout in parted.rollouts:
+        action = rollout.turns[0].action
+        halves = [
+            Action(action.token_ids[part], "", action.logprobs_T[part], action.entropy_T[part], "stop")
+            for part in (slice(0, 3), slice(3, None))
+        ]
+        rollout.turns = [Turn(rollout.prompt.token_ids, halves[0]), Turn((9, 9), halves[1])]
+    mark_planning([whole], RegexDetector(), base.text)
+    for mine, theirs in zip(parted.rollouts, whole.rollouts, strict=True):
+        mine.planning_T = theirs.planning_T
+    fill_advantages([whole, parted], "grpo")
+    results = [assign_credit([one], parse_dict(modes), 0.5, ("placebo",)) for one in (whole, parted)]
+    assert results[0] == results[1]
+    for mine, theirs in zip(drawn(samples_of([parted])), drawn(samples_of([whole])), strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.advantages_T.tolist() == theirs.advantages_T.tolist()
+        assert mine.loss_mask_T.tolist() == theirs.loss_mask_T.tolist()
+    sample = samples_of([parted])[0]
+    assert sample.token_ids[~sample.action_mask].tolist() == [5, 6, 7, 9, 9]
+    assert sample.action_mask.tolist() == [*[False] * 3, *[True] * 3, *[False] * 2, *[True] * (len(sample) - 8)]
+
+
+# -- what the algorithm remembers -------------------------------------------------------------------------------
+
+
+SEPA = {
+    "algorithm": {"transform_mode": "gtpo_sepa"},
+    "sepa": {"schedule": "auto", "steps": 4, "warmup_steps": 1, "correct_rate_gate": 0.5},
+}
+
+
+def standard(base, changes=None) -> Standard:
+    config = parse_dict(changes or SEPA)
+    return Standard(config, load_modes(config.algorithm), RegexDetector(), base.text, (0, 1))
+
+
+def batches(base):
+    """Steps of which the first is too seldom right for the gate; texts and rewards differ from step to step."""
+    texts = [["so x = 4", "wait let me check so x", "notice that x = 4"], ["so x", "so x = notice that 4", "check x"]]
+    for step, rewards in enumerate(
+        ([0.0, 0.2, 0.1], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0])
+    ):
+        yield step, [group(base, rewards, texts[step % 2])]
+
+
+def test_lambda_follows_what_was_seen_before_the_batch(base):
+    algorithm = standard(base)
+    found = [algorithm.credit(groups, None, step).metrics for step, groups in batches(base)]
+    assert [one["sepa_gate_open"] for one in found] == [False, False, True, True, True]
+    assert found[0]["sepa_lambda"] == found[1]["sepa_lambda"] == found[2]["sepa_lambda"] == 0.0
+    assert 0 < found[3]["sepa_lambda"] < found[4]["sepa_lambda"] <= 1
+
+
+def test_an_algorithm_goes_on_from_its_state(base):
+    """The state after each step, through JSON as a checkpoint keeps it, in an algorithm that saw nothing else."""
+    whole, steps = standard(base), list(batches(base))
+    states, found = [], []
+    for step, groups in steps:
+        states.append(json.loads(dumps(whole.state())))
+        found.append(dict(whole.credit(groups, None, step).metrics))
+    assert len({dumps(state) for state in states}) == len(states)
+    for begin, state in enumerate(states):
+        again = standard(base)
+        again.restore(state)
+        assert again.state() == state
+        assert [dict(again.credit(groups, None, step).metrics) for step, groups in steps[begin:]] == found[begin:]
+
+
+def test_a_state_does_not_change_with_the_algorithm(base):
+    """What a step that fails is rolled back to."""
+    algorithm, steps = standard(base), list(batches(base))
+    for step, groups in steps[:3]:
+        algorithm.credit(groups, None, step)
+    before = algorithm.state()
+    copy = json.loads(dumps(before))
+    first = dict(algorithm.credit(steps[3][1], None, 3).metrics)
+    algorithm.credit(steps[4][1], None, 4)
+    assert before == copy != algorithm.state()
+    algorithm.restore(before)
+    assert dict(algorithm.credit(steps[3][1], None, 3).metrics) == first
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "needs"),
+    [
+        ({}, {Need.GROUP}),
+        ({"transform_mode": "gtpo"}, {Need.GROUP}),
+        ({"transform_mode": "gtpo_hicra"}, {Need.GROUP, Need.PLANNING}),
+        ({"transform_mode": "gtpo_sepa"}, {Need.GROUP, Need.PLANNING}),
+        ({"transform_mode": "entropy_mask"}, {Need.GROUP, Need.ENTROPY}),
+        ({"transform_mode": "gtpo", "uncertainty_kind": "shannon_entropy"}, {Need.GROUP, Need.ENTROPY}),
+    ],
+)
+def test_what_an_algorithm_needs(base, algorithm, needs):
+    assert standard(base, {"algorithm": algorithm}).needs == needs
