@@ -154,7 +154,7 @@ BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 def check_backend_class(found: Any, name: str) -> None:
     """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs.
 
-    See ``retrain.backends.Backend``; this much is known without making an object of it.
+    See ``retrain.policy.plugin.Backend``; this much is known without making an object of it.
     """
     missing = [method for method in BACKEND_METHODS if not callable(getattr(found, method, None))]
     if missing:

@@ -1,6 +1,6 @@
 """[algorithm], [gtpo], [hicra], [sepa], [planning]: from rewards to one number per token, and the loss.
 
-Code of the user's own is named here as `module:function` and loaded by `retrain.credit.load_modes`.
+Code of the user's own is named here as `module:function` and loaded by `retrain.algorithms.standard.load_modes`.
 """
 
 from __future__ import annotations
