@@ -85,7 +85,7 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
-        """See ``Policy.score``; in micro-batches, without gradients. Raises ModelError for values: there is no critic."""
+        """See ``Policy.score``; in micro-batches, without gradients. Raises ModelError for values: it has no critic."""
         if Want.VALUES in want:
             raise ModelError("this policy has no critic that could give values")
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
