@@ -109,7 +109,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, when a run of the cohort asks for one, with what was observed so far."""
+    """The controller of the shared decode batch, when a run asks for one, with what was observed so far."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -161,9 +161,9 @@ def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
 
 @dataclass
 class ResumePoint:
-    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with later checkpoints,
-    ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is made with
-    and in."""
+    """Where a run goes on: at ``step`` (None is its own newest checkpoint); ``passed_over`` says what was wrong with
+    later checkpoints, ``any_base`` whether other weights of the base were accepted, ``facts`` and ``system`` what it is
+    made with and in."""
 
     step: int | None
     passed_over: list[str]

@@ -72,8 +72,8 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
     where it is; directories above it are made.
 
-    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when another file than
-    a report of this directory has the name.
+    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when another file
+    than a report of this directory has the name.
     """
     target = out or directory / REPORT
     target = target / REPORT if target.is_dir() else target

@@ -40,7 +40,7 @@ class LocalEngine:
     """Samples with the base model and lanes that also train; of every run the newest published weights are kept.
 
     ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
-    that runs out of memory goes on with half the rows; ``fitting`` remembers how many did fit, and ``tell`` hears of it.
+    that runs out of memory goes on with half the rows; ``fitting`` remembers how many did fit, ``tell`` hears of it.
     """
 
     gives_entropy = True

@@ -1,5 +1,5 @@
-"""Trainer log-probabilities: one fresh forward pass over what was read and drawn, nothing of the vocabulary for what was
-read."""
+"""Trainer log-probabilities: one fresh forward pass over what was read and drawn, nothing of the vocabulary for what
+was read."""
 
 from __future__ import annotations
 

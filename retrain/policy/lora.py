@@ -66,7 +66,7 @@ class LoraWeights:
 
 
 class Adapter:
-    """One run's LoRA weights as they are trained: fp32 masters in one flat buffer, with A [r, in] and B [out, r] as views of it.
+    """One run's LoRA weights as they train: fp32 masters in one flat buffer, A [r, in] and B [out, r] as its views.
 
     One buffer makes clipping, AdamW and checkpoints single-tensor work. ``flat.grad`` is one buffer too; the
     views' ``.grad`` point into it, so backward accumulates there.

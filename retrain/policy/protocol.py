@@ -58,8 +58,8 @@ class TrainBatch:
     """What one optimizer step trains on.
 
     ``samples`` are the rollouts with signal; ``denominators`` count the whole step, groups without signal included.
-    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams. Where nothing trains, ``probe`` holds a
-    few rollouts without advantages, on which sampler and trainer are compared all the same.
+    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams. Where nothing trains, ``probe`` holds
+    a few rollouts without advantages, on which sampler and trainer are compared all the same.
     """
 
     samples: Sequence[Sample]

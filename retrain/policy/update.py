@@ -77,8 +77,8 @@ def train_step(
     """Accumulate gradients over all samples and take one optimizer step.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
-    side by side, which changes no bit of the result; ``dropout`` is drawn from a stream of ``batch.stream``. Returns the
-    catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of
+    side by side, which changes no bit of the result; ``dropout`` is drawn from a stream of ``batch.stream``. Returns
+    the catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of
     ``batch.probe`` then go through the forward pass, so that sampler and trainer are compared in every step. Raises
     NonFinite when the loss or the gradient is not finite and RunFailed when one sample does not fit in memory; the
     weights are then untouched.
