@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toymodels import campaign_head
 from typer.testing import CliRunner
 
 from retrain.cli import app
 from retrain.files import read_json, read_jsonl
+from retrain.policy.plugin import TrainSequence
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Support, Turn, sample_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -247,3 +250,44 @@ def test_prompts_are_measured_with_the_backends_own_tokenizer(folder):
     # a byte is a token here: "1 + 2" fits, "1 plus 2" does not
     assert "the prompt has 8 tokens, more than 5 ([data] max_prompt_tokens = 5); 3 more are too long" in result.stderr
     assert not (folder / "long" / "metrics.jsonl").exists()
+
+
+def test_what_tokens_were_drawn_among_reaches_the_update(folder):
+    """As docs/backends.md says: `Completion.support` comes back with its sequence."""
+    told = CODE.replace(
+        'return Completion(list(text.encode()), text, logprobs_T, None, "stop")',
+        "ids = list(text.encode())\n"
+        "        support = Support(np.repeat(np.array(ids, dtype=np.int32), 2), 2 * np.arange(len(ids) + 1))\n"
+        '        return Completion(ids, text, logprobs_T, None, "stop", support)',
+    ).replace("import Completion", "import Completion, Support")
+    told = told.replace(
+        "loss = 0.0\n",
+        "loss = 0.0\n"
+        "        for one in batch.sequences:\n"
+        "            assert one.support.ids.tolist() == [i for i in one.completion_ids for _ in range(2)]\n"
+        "            assert one.support.offsets.tolist() == list(range(0, 2 * len(one.completion_ids) + 1, 2))\n",
+    )
+    (folder / "my_backend.py").write_text(told)
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=2")
+    assert result.exit_code == 0, result.output
+    assert any(row["num_datums"] for row in read_jsonl(folder / "out" / "metrics.jsonl"))
+
+
+def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does_not_train():
+    turns = [
+        Turn(read, Action(drawn, "", np.full(len(drawn), -1.0), None, "stop", support))
+        for read, drawn, support in (
+            ((1, 2), [3, 4], Support(np.array([3, 9, 4]), np.array([0, 2, 3]))),
+            ((5, 6), [7], Support(np.array([8, 7]), np.array([0, 2]))),
+        )
+    ]
+    rollout = Rollout(Prompt(Problem("p", "q", "a"), "q", (1, 2)), turns, RewardResult(1.0), advantage=0.5)
+    rollout.token_advantages_T = np.full(3, 0.5)
+    sequence = TrainSequence.of(sample_of(rollout))
+    assert (sequence.prompt_ids, sequence.completion_ids) == ((1, 2), [3, 4, 5, 6, 7])
+    assert sequence.loss_mask_T.tolist() == [True, True, False, False, True]
+    assert sequence.advantages_T.tolist() == [0.5, 0.5, 0.0, 0.0, 0.5]
+    assert sequence.sampler_logprobs_T.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
+    assert sequence.support is not None
+    assert sequence.support.ids.tolist() == [3, 9, 4, 8, 7]
+    assert sequence.support.offsets.tolist() == [0, 2, 3, 3, 3, 5]

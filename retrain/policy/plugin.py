@@ -26,7 +26,7 @@ from retrain.policy import protocol
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, Scores, Want
 from retrain.record.catalogue import BY_KEY, LOSS, POLICY, TIME
-from retrain.types import Action, Sample
+from retrain.types import Action, Sample, Support
 
 OWN_KEYS = frozenset(metric.key for metric in (*LOSS, *POLICY)) | {m.key for m in TIME if m.key.startswith("timing_")}
 """Keys of the catalogue that a backend may report; the others are measured here."""
@@ -36,19 +36,27 @@ FILES = "backend"
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say."""
+    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say.
+
+    ``support``: the tokens that each was drawn among, where the backend said so when it sampled.
+    """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     sampler_logprobs_T: np.ndarray
     advantages_T: np.ndarray
     loss_mask_T: np.ndarray
+    support: Support | None = None
 
     @classmethod
     def of(cls, sample: Sample) -> TrainSequence:
-        """Prompt and completion of a sample; what was read between several actions counts as completion and does not
-        train."""
-        width = sample.prefix
+        """Prompt and completion of a sample; what was read between several actions counts as completion, was drawn
+        among nothing and does not train."""
+        width, support = sample.prefix, sample.support
+        if support is not None:
+            counts_T = np.zeros(len(sample) - width, dtype=np.int64)
+            counts_T[sample.action_mask[width:]] = np.diff(support.offsets)
+            support = Support(support.ids, np.concatenate([[0], np.cumsum(counts_T)]))
         tail = slice(width, None)
         return cls(
             tuple(sample.token_ids[:width].tolist()),
@@ -56,6 +64,7 @@ class TrainSequence:
             sample.logprobs[tail],
             sample.advantages[tail],
             sample.loss_mask[tail],
+            support,
         )
 
 
