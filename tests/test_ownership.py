@@ -43,6 +43,8 @@ from retrain.ownership import (
     remove,
     remove_leftovers,
 )
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import RunRecorder
 
@@ -280,8 +282,9 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_new_campaign_and_befor
 
 
 def saved(step: int) -> Snapshot:
-    a, b = torch.arange(8.0).view(2, 4), torch.ones(4, 2)
-    return Snapshot(step, {"layer": (a, b)}, {"r": 2}, {"exp_avg": torch.ones(4)}, f'{{"step": {step}}}\n')
+    weights = LoraWeights([LayerShape("layer", 4, 4)], 2, 1.0, 2, torch.cat([torch.arange(8.0), torch.ones(8)]))
+    policy = LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(4)})
+    return Snapshot(step, policy, f'{{"step": {step}}}\n')
 
 
 @pytest.mark.parametrize("kind", ["any", "of another run", "a link"])
