@@ -163,7 +163,7 @@ def test_other_settings_are_kept_apart_and_named(tmp_path):
     ({"config": {"evaluation": {"temperature": 0.0}}}, "[evaluation] temperature differ (1.0 and 0.0)"),
     ({"config": {"evaluation": {"samples": 8}}}, "[evaluation] samples"),
 ])  # fmt: skip
-def test_another_yardstick_is_refused(tmp_path, change, what):
+def test_another_evaluation_is_refused(tmp_path, change, what):
     one, two = campaign(tmp_path / "one", {"a": [0.6]}), campaign(tmp_path / "two", {"b": [0.7]}, **change)
     result = invoke(one, two)
     assert result.exit_code == 2

@@ -23,7 +23,7 @@ from retrain.engines.local import LEAST_PIECE_ROWS, LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import SlotBatch
-from retrain.engines.step import burst, compiled_burst
+from retrain.engines.step import compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import BaseModel, load_base
@@ -256,14 +256,14 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
             for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
         ]
         free = sample(LocalEngine(base, lanes), asked, adapters)
-        steps, reported, burst = [], [], DenseDecoder.burst
+        steps, reported, decode_steps = [], [], DenseDecoder.decode_steps
 
-        def noted_burst(self, blocks, rows, *rest):
-            made = burst(self, blocks, rows, *rest)
+        def noted_steps(self, blocks, rows, *rest):
+            made = decode_steps(self, blocks, rows, *rest)
             steps.extend([len(rows.token_R)] * made)
             return made
 
-        monkeypatch.setattr(DenseDecoder, "burst", noted_burst)
+        monkeypatch.setattr(DenseDecoder, "decode_steps", noted_steps)
         tight = sample(
             LocalEngine(base, lanes),
             asked,
@@ -299,7 +299,7 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
         batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
 
         def buffers():
-            held = [*batch.rows, *batch.drawn, *batch.memory.keys, *batch.memory.values]
+            held = [*batch.rows, *batch.sampled, *batch.kv_cache.keys, *batch.kv_cache.values]
             return [None if tensor is None else tensor.data_ptr() for tensor in held]
 
         places = buffers()
@@ -523,9 +523,9 @@ def test_a_compiled_step_is_the_python_step(base, lanes, monkeypatch, runs):
     adapters = [trained(lanes, i, rank=2 + i) for i in range(runs)]
     asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7)]
     asked.append(dataclasses.replace(asked[0], temperature=0.0, stream=("greedy",)))
-    assert compiled_burst() is not burst
+    assert compiled_decode_steps() is not decode_steps
     compiled = decoded(base, lanes, adapters, asked)
-    monkeypatch.setattr(dense, "compiled_burst", lambda: burst)
+    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
     assert decoded(base, lanes, adapters, asked) == compiled
 
 
@@ -535,7 +535,7 @@ def test_a_torch_without_torchscript_decodes_as_python(base, lanes, monkeypatch,
         raise error
 
     monkeypatch.setattr(torch.jit, "script", script)
-    assert compiled_burst.__wrapped__() is burst
+    assert compiled_decode_steps.__wrapped__() is decode_steps
 
 
 def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):
@@ -572,22 +572,22 @@ def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):
 @contextmanager
 def decodes():
     """(rows, tokens) of every pass that the dense decoder makes while inside."""
-    seen, prefill, burst = [], DenseDecoder.prefill, DenseDecoder.burst
+    seen, prefill, decode_steps = [], DenseDecoder.prefill, DenseDecoder.decode_steps
 
     def noted_prefill(self, ids_RT, *rest):
         seen.append(tuple(ids_RT.shape))
         return prefill(self, ids_RT, *rest)
 
-    def noted_burst(self, blocks, rows, *rest):
-        steps = burst(self, blocks, rows, *rest)
+    def noted_steps(self, blocks, rows, *rest):
+        steps = decode_steps(self, blocks, rows, *rest)
         seen.extend([(len(rows.token_R), 1)] * steps)
         return steps
 
-    DenseDecoder.prefill, DenseDecoder.burst = noted_prefill, noted_burst
+    DenseDecoder.prefill, DenseDecoder.decode_steps = noted_prefill, noted_steps
     try:
         yield seen
     finally:
-        DenseDecoder.prefill, DenseDecoder.burst = prefill, burst
+        DenseDecoder.prefill, DenseDecoder.decode_steps = prefill, decode_steps
 
 
 def test_all_prompts_decode_together_and_finished_rows_leave(fresh_base):

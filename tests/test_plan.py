@@ -82,7 +82,7 @@ def test_campaign_steps_replace_those_of_training():
     assert [spec.config.training.max_steps for spec in specs] == [20, 30]
 
 
-def test_the_yardstick_is_the_base_even_where_sampling_differs():
+def test_evaluation_is_that_of_the_base_even_where_sampling_differs():
     specs = planned("[campaign]\nseeds = [1]\n[training]\nmax_tokens = 50\n" + conditions("", "temperature = 0.7"))
     assert {spec.config.evaluation.temperature for spec in specs} == {1.0}
     specs = planned("[campaign]\nseeds = [1]\n" + conditions("", "max_tokens = 64"))
@@ -179,7 +179,7 @@ MISTAKES = [
     (conditions("group_size = 1"), "with one of them all are 0"),
     (conditions("model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
     (conditions("model.model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
-    (conditions("data.source = 'gsm8k'"), "the same yardstick"),
+    (conditions("data.source = 'gsm8k'"), "graded in the same way"),
     (conditions("seed = 3"), "the seed is the replicate"),
     (conditions("alpha = 0.3"), 'is a key of 2 sections: "lora.alpha" or "hicra.alpha"'),
     (conditions("lr = 1e-4\ntraining.lr = 1e-3"), "overrides training.lr a second time"),

@@ -24,7 +24,7 @@ from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.slots import SlotBatch
-from retrain.engines.step import burst
+from retrain.engines.step import decode_steps
 from retrain.engines.truncation import Keeper, cuts_of, remember
 from retrain.files import read_jsonl
 from retrain.maths.losses import kl_terms
@@ -183,7 +183,7 @@ def test_a_compiled_truncated_step_is_the_python_step(base, lanes, monkeypatch):
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]
     compiled = decoded(base, lanes, adapters, asked)
-    monkeypatch.setattr(dense, "compiled_burst", lambda: burst)
+    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
     assert decoded(base, lanes, adapters, asked) == compiled
 
 
@@ -199,11 +199,11 @@ def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monk
         batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
 
         def buffers():
-            held = [*batch.rows, *batch.drawn[:-1], *batch.drawn.kept, *batch.memory.keys]
+            held = [*batch.rows, *batch.sampled[:-1], *batch.sampled.kept, *batch.kv_cache.keys]
             return [None if tensor is None else tensor.data_ptr() for tensor in held]
 
         places = buffers()
-        captures.append(batch.drawn.kept.ids_M.data_ptr())
+        captures.append(batch.sampled.kept.ids_M.data_ptr())
 
         def replay():
             assert buffers() == places

@@ -12,16 +12,16 @@ from retrain.config.root import keys, sections
 
 MODES = ("advantage_mode", "transform_mode")
 _ONE_BASE = "all runs of a campaign share one frozen base and one engine"
-_ONE_YARDSTICK = "conditions are compared on the same problems with the same yardstick"
+_SAME_MEASURE = "conditions are compared on the same problems, graded in the same way"
 _ONE_RECORD = "it belongs to the campaign as a whole"
 FIXED: dict[str, str] = {
     "campaign": _ONE_RECORD,
     "model": _ONE_BASE,
     "backend": _ONE_BASE,
     "inference": _ONE_BASE,
-    "data": _ONE_YARDSTICK,
-    "environment": _ONE_YARDSTICK,
-    "evaluation": _ONE_YARDSTICK,
+    "data": _SAME_MEASURE,
+    "environment": _SAME_MEASURE,
+    "evaluation": _SAME_MEASURE,
     "backpressure": _ONE_RECORD,
     "squeeze": _ONE_RECORD,
     "resume": _ONE_RECORD,
@@ -147,7 +147,7 @@ def assemble(base: Mapping[str, Any], condition: Condition | None, seed: int | N
         training["max_steps"] = campaign["max_steps"]
     evaluation = data.setdefault("evaluation", {})
     for key in ("temperature", "max_tokens"):
-        # The yardstick is the base's, also for a condition that trains with another temperature or length.
+        # Evaluation is that of the base, also for a condition that trains with another temperature or length.
         if evaluation.get(key) is None and key in training:
             evaluation[key] = training[key]
     data.setdefault("algorithm", {}).update(

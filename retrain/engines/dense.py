@@ -25,13 +25,13 @@ from torch.nn import functional as F
 from retrain.engines.step import (
     ACTIVATIONS,
     Block,
-    Drawn,
     Frame,
     Product,
     Rows,
+    Sampled,
     block_end,
-    burst,
-    compiled_burst,
+    compiled_decode_steps,
+    decode_steps,
     forward,
     product,
     rms,
@@ -113,7 +113,7 @@ class Layer:
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
-class KeyValues:
+class KVCache:
     """Keys and values [rows, heads, capacity, head_dim] of every layer; each row is filled from the left."""
 
     def __init__(self, decoder: DenseDecoder, rows: int, capacity: int):
@@ -223,12 +223,24 @@ class DenseDecoder:
         last = x.view(rows, width, -1)[torch.arange(rows, device=x.device), last_R]
         return product(rms(last, frame.norm, frame.eps), frame.head), states
 
-    def burst(
-        self, blocks: list[Block], rows: Rows, drawn: Drawn, memory: KeyValues, columns: int, ragged: bool, steps: int
+    def decode_steps(
+        self,
+        blocks: list[Block],
+        rows: Rows,
+        sampled: Sampled,
+        kv_cache: KVCache,
+        columns: int,
+        ragged: bool,
+        steps: int,
     ) -> int:
-        """See ``engines.step.burst``; on a CPU it runs compiled."""
-        run, frame = compiled_burst() if self.device.type == "cpu" else burst, self.turned(memory.capacity)
-        return run(frame, blocks, rows, drawn, memory.keys, memory.values, columns, ragged, steps, self.in_any_order)
+        """See ``engines.step.decode_steps``; on a CPU it runs compiled."""
+        run, frame = (
+            compiled_decode_steps() if self.device.type == "cpu" else decode_steps,
+            self.turned(kv_cache.capacity),
+        )
+        return run(
+            frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, columns, ragged, steps, self.in_any_order
+        )
 
     @property
     def in_any_order(self) -> bool:
@@ -288,11 +300,11 @@ def _reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
         want = base.model(input_ids=ids, use_cache=False).logits.double()
         last = torch.full((2,), count - 2, device=base.device)
         before, states = decoder.prefill(ids[:, :-1], last, blocks)
-        memory = KeyValues(decoder, 2, count)
+        kv_cache = KVCache(decoder, 2, count)
         for layer, (k, v) in enumerate(states):
-            memory.keys[layer][:, :, : count - 1], memory.values[layer][:, :, : count - 1] = k, v
+            kv_cache.keys[layer][:, :, : count - 1], kv_cache.values[layer][:, :, : count - 1] = k, v
         frame, places = decoder.turned(count), last + 1
-        after = forward(frame, blocks, ids[:, -1], places, memory.keys, memory.values, count, False)
+        after = forward(frame, blocks, ids[:, -1], places, kv_cache.keys, kv_cache.values, count, False)
     # In float64, too, transformers computes norms and angles in float32.
     unit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(base.dtype, 0.06) * max(1.0, float(want.abs().max()))
     gap = max(float((before - want[:, -2]).abs().max()), float((after - want[:, -1]).abs().max()))

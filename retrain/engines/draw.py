@@ -18,7 +18,7 @@ def draw(
     """Token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and the token
     ids [R, K] that were kept where it was truncated (``cut_R3`` and ``rank_K``, see ``truncated``).
 
-    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): no sort, and what is drawn
+    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): no sort, and what is sampled
     depends on a row's own numbers alone. ``temperature_R1`` None is 1; rows with ``greedy_R1`` take the largest logit.
     ``in_any_order``: see ``cumulated``.
     Computed in fp32 (fp64 for fp64 logits). Logits that are not numbers give some token with log-probability NaN.

@@ -146,7 +146,7 @@ class Grid:
         return False
 
     def forward(self, step: int) -> torch.Tensor:
-        """One decode step: logits [B, V] after the tokens just drawn."""
+        """One decode step: logits [B, V] after the tokens just sampled."""
         mask = self.mask_BK[:, : self.width + step + 1]
         out = self.base.model(
             input_ids=self.token_B.unsqueeze(1),

@@ -23,7 +23,7 @@ class SampleRequest:
     """Draw ``samples`` actions after one prompt with the weights that ``policy`` names.
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
-    ``(*stream, k)``, so what is drawn depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
+    ``(*stream, k)``, so what is sampled depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
     and ``min_p`` cut the distribution (see ``engines.truncation``).
     """
 
@@ -40,7 +40,7 @@ class SampleRequest:
 
     @property
     def truncates(self) -> bool:
-        """Whether completions are drawn from less than the whole vocabulary."""
+        """Whether completions are sampled from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -70,6 +70,6 @@ class Engine(Protocol):
 
         ``max_rows``: most sequences to decode at once, None for as many as fit; it changes speed and memory only.
         ``finished(index, actions)`` is called once per request, from any thread, as soon as its actions are all
-        there, while others are still being drawn.
+        there, while others are still being sampled.
         """
         ...

@@ -38,7 +38,7 @@ def actions_of(
     lengths_N: np.ndarray,
     supports_N: Sequence[Support | None] | None = None,
 ) -> list[Action]:
-    """What was drawn in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
+    """What was sampled in each row: its first ``lengths_N`` tokens, with their log-probabilities and entropies."""
     actions = []
     for i, length in enumerate(lengths_N):
         ids = tokens_NT[i, :length].tolist()

@@ -14,11 +14,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from retrain.engines.dense import DenseDecoder, KeyValues
+from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
-from retrain.engines.step import Block, Drawn, Rows, note
+from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.policy.base import BaseModel
 from retrain.policy.threads import is_small
@@ -72,7 +72,7 @@ class SlotBatch:
         self._new_rows(len(self.lanes) * self.slots)
 
     def _new_outputs(self, used: Sequence[LaneRequest]) -> None:
-        """Per sequence what is drawn with and what is drawn; one more row takes what idle rows write."""
+        """Uniforms and results per sequence; the last row is scratch, which idle rows write to."""
         device, count, longest = self.base.device, len(used), max(r.max_tokens for r in used)
         draws = np.zeros((count + 1, longest))
         for i, (request, row) in enumerate(zip(used, self.work, strict=True)):
@@ -81,7 +81,7 @@ class SlotBatch:
         cuts = cuts_of(used, self.base.vocab_size)
         self.cuts = None if cuts is None else np.concatenate([cuts, [[0, 1, 0]]])
         self.keeper = None if cuts is None else Keeper(count + 1, longest, int(cuts[:, 0].max()), device)
-        self.drawn = Drawn(
+        self.sampled = Sampled(
             ends=torch.tensor(self.base.eos_ids, device=device),
             uniforms_NT=torch.from_numpy(draws).to(device),
             tokens_NT=torch.full((count + 1, longest), self.base.pad_id, dtype=torch.long, device=device),
@@ -100,22 +100,22 @@ class SlotBatch:
 
     def _new_rows(self, rows: int) -> None:
         """All rows idle. The host keeps which sequence a row holds and an upper bound of its cache position."""
-        self.memory = KeyValues(self.decoder, rows, self.capacity)
+        self.kv_cache = KVCache(self.decoder, rows, self.capacity)
         self.sequence = np.full(rows, self.scratch)
         self.at = np.zeros(rows, dtype=np.int64)
         index = torch.zeros(rows, dtype=torch.long, device=self.base.device)
         self.rows = self._rows(index, index.clone(), index.clone(), index.bool())
 
     def _rows(
-        self, token_R: torch.Tensor, position_R: torch.Tensor, drawn_R: torch.Tensor, alive_R: torch.Tensor
+        self, token_R: torch.Tensor, position_R: torch.Tensor, sampled_R: torch.Tensor, alive_R: torch.Tensor
     ) -> Rows:
         """These rows on the device, with room for what belongs to the sequences that they hold."""
         device, rows = self.base.device, len(token_R)
-        real = self.drawn.logprobs_NT.dtype
+        real = self.sampled.logprobs_NT.dtype
         made = Rows(
             token_R=token_R,
             position_R=position_R,
-            drawn_R=drawn_R,
+            sampled_R=sampled_R,
             alive_R=alive_R,
             sequence_R=torch.empty(rows, dtype=torch.long, device=device),
             limit_R=torch.empty(rows, dtype=torch.long, device=device),
@@ -123,10 +123,10 @@ class SlotBatch:
             greedy_R1=torch.empty(rows, 1, dtype=torch.bool, device=device) if self.any_greedy else None,
             cut_R3=None if self.cuts is None else torch.empty(rows, 3, dtype=real, device=device),
         )
-        self._seat(made)
+        self._bind(made)
         return made
 
-    def _seat(self, rows: Rows) -> None:
+    def _bind(self, rows: Rows) -> None:
         """Tell the device which sequences the rows hold, and what belongs to each and never changes."""
         rows.sequence_R.copy_(torch.from_numpy(self.sequence))
         rows.limit_R.copy_(torch.from_numpy(self.limits[self.sequence]))
@@ -140,16 +140,16 @@ class SlotBatch:
     def _make_room(self, draws: int) -> None:
         """Before so many draws of truncated distributions."""
         if self.keeper is not None and self.keeper.make_room(draws):
-            self.drawn = self.drawn._replace(kept=self.keeper.kept)
+            self.sampled = self.sampled._replace(kept=self.keeper.kept)
             self.graphs.forget()
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Decode until every sequence has ended."""
-        self._fill()
+        self._admit()
         try:
-            while self._settle():
+            while self._reschedule():
                 self._make_room(CHECK[self.base.device.type] * self.steps * len(self.sequence))
                 for _ in range(CHECK[self.base.device.type]):
                     self._step()
@@ -157,70 +157,70 @@ class SlotBatch:
             self.graphs.forget()
 
     def _step(self) -> None:
-        """One token for every row, or a burst of them."""
+        """One token for every row, or several where the decoder takes several steps at once."""
         held = self.sequence != self.scratch
         columns = int(self.at[held].max()) + 1
         if self.columns_by == 1:
-            self.at += held * self._burst(columns, columns > int(self.at[held].min()) + 1, self.steps)
+            self.at += held * self._decode(columns, columns > int(self.at[held].min()) + 1, self.steps)
             return
         columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
-        self.graphs.run(columns, lambda: self._burst(columns, True, 1))
+        self.graphs.run(columns, lambda: self._decode(columns, True, 1))
         self.at += held
 
-    def _burst(self, columns: int, ragged: bool, steps: int) -> int:
-        return self.decoder.burst(self.blocks, self.rows, self.drawn, self.memory, columns, ragged, steps)
+    def _decode(self, columns: int, ragged: bool, steps: int) -> int:
+        return self.decoder.decode_steps(self.blocks, self.rows, self.sampled, self.kv_cache, columns, ragged, steps)
 
-    # -- who sits where -----------------------------------------------------------------------------------------
+    # -- which sequence has which row --------------------------------------------------------------------------------
 
-    def _settle(self) -> bool:
-        """Take out what has ended, seat what waits, resize; False when all work is done."""
+    def _reschedule(self) -> bool:
+        """Evict sequences that have ended, admit those that wait, compact the batch; False when all work is done."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
             ended = np.flatnonzero((self.sequence != self.scratch) & ~alive)
             if len(ended):
-                self._take_out(ended)
+                self._evict(ended)
             waiting = sum(map(len, self.waiting.values()))
             if not waiting and not alive.any():
                 return False
             if len(ended) or waiting:
-                self._resize(alive)
-            if not waiting or not self._fill():  # a sequence may end with its very first token: look again
+                self._compact(alive)
+            if not waiting or not self._admit():  # a sequence may end with its very first token: look again
                 return True
 
-    def _take_out(self, rows: np.ndarray) -> None:
+    def _evict(self, rows: np.ndarray) -> None:
         """Free the rows and report requests that are complete."""
         complete, index = [], torch.from_numpy(rows).to(self.base.device)
-        self.lengths[self.sequence[rows]] = self.rows.drawn_R[index].cpu().numpy() + 1
+        self.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
         for sequence in self.sequence[rows]:
             request = self.work[sequence].request
             self.missing[request] -= 1
             if self.missing[request] == 0:
                 complete.append(request)
         self.sequence[rows], self.at[rows] = self.scratch, 0
-        self.rows.sequence_R[index], self.rows.position_R[index], self.rows.drawn_R[index] = self.scratch, 0, 0
+        self.rows.sequence_R[index], self.rows.position_R[index], self.rows.sampled_R[index] = self.scratch, 0, 0
         for request in complete:
             self.finished(request, self._actions(request))
 
-    def _fill(self) -> bool:
-        """Seat waiting sequences in idle rows when it is worth a prefill; True when some were seated."""
-        seats: list[tuple[int, int]] = []
+    def _admit(self) -> bool:
+        """Admit waiting sequences to idle rows when it is worth a prefill; True when some were admitted."""
+        admitted: list[tuple[int, int]] = []
         for place, lane in enumerate(self.lanes):
             own = range(place * self.slots, (place + 1) * self.slots)
             idle = [row for row in own if self.sequence[row] == self.scratch]
-            seats += zip(idle, list(self.waiting[lane])[: len(idle)], strict=False)
+            admitted += zip(idle, list(self.waiting[lane])[: len(idle)], strict=False)
         waiting = sum(map(len, self.waiting.values()))
         busy = (self.sequence != self.scratch).any()
-        if not seats or (busy and len(seats) < min(waiting, int(REFILL_SHARE * len(self.sequence)))):
+        if not admitted or (busy and len(admitted) < min(waiting, int(REFILL_SHARE * len(self.sequence)))):
             return False
-        for _, sequence in seats:
+        for _, sequence in admitted:
             self.waiting[self.requests[self.work[sequence].request].lane].popleft()
-        self._prefill(seats)
+        self._prefill(admitted)
         return True
 
-    def _prefill(self, seats: Sequence[tuple[int, int]]) -> None:
+    def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
         """Run each distinct prompt once, spread its cache over its samples, and draw their first tokens."""
         distinct: list[list[int]] = [[] for _ in self.lanes]
-        for row, sequence in seats:
+        for row, sequence in admitted:
             own, request = distinct[row // self.slots], self.work[sequence].request
             if not own or own[-1] != request:
                 own.append(request)
@@ -228,35 +228,35 @@ class SlotBatch:
         filler = next(own[0] for own in distinct if own)
         order = [request for own in distinct for request in own + [filler] * (share - len(own))]
         place = {(i // share, request): i for i, request in reversed(list(enumerate(order)))}
-        source = [place[row // self.slots, self.work[sequence].request] for row, sequence in seats]
+        source = [place[row // self.slots, self.work[sequence].request] for row, sequence in admitted]
         device = self.base.device
         prompts = [self.requests[request].prompt_ids for request in order]
         width = max(map(len, prompts))
         ids = torch.tensor([[*p, *[self.base.pad_id] * (width - len(p))] for p in prompts], device=device)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         logits, states = self.decoder.prefill(ids, last, self.blocks)
-        rows, from_ = (torch.tensor(index, device=device) for index in ([row for row, _ in seats], source))
+        rows, from_ = (torch.tensor(index, device=device) for index in ([row for row, _ in admitted], source))
         for layer, (keys, values) in enumerate(states):
-            self.memory.keys[layer][rows, :, :width] = keys[from_]
-            self.memory.values[layer][rows, :, :width] = values[from_]
-        for row, sequence in seats:
+            self.kv_cache.keys[layer][rows, :, :width] = keys[from_]
+            self.kv_cache.values[layer][rows, :, :width] = values[from_]
+        for row, sequence in admitted:
             self.sequence[row] = sequence
             self.at[row] = len(self.requests[self.work[sequence].request].prompt_ids)
         self.rows.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
-        self.rows.drawn_R[rows], self.rows.alive_R[rows] = 0, True
-        self._seat(self.rows)
+        self.rows.sampled_R[rows], self.rows.alive_R[rows] = 0, True
+        self._bind(self.rows)
         self._first_token(logits[from_], rows)
 
-    def _first_token(self, logits_SV: torch.Tensor, seats_S: torch.Tensor) -> None:
+    def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
         """Draw and note the next token of some of the rows."""
-        rows, seated = self.rows, [None if given is None else given[seats_S] for given in self.rows]
-        own = Rows(*cast("Any", seated))
-        self._make_room(len(seats_S))
-        note(own, self.drawn, logits_SV, self.decoder.in_any_order)
-        rows.token_R[seats_S], rows.drawn_R[seats_S], rows.alive_R[seats_S] = own.token_R, own.drawn_R, own.alive_R
+        rows, own = self.rows, [None if given is None else given[rows_S] for given in self.rows]
+        own = Rows(*cast("Any", own))
+        self._make_room(len(rows_S))
+        note(own, self.sampled, logits_SV, self.decoder.in_any_order)
+        rows.token_R[rows_S], rows.sampled_R[rows_S], rows.alive_R[rows_S] = own.token_R, own.sampled_R, own.alive_R
 
-    def _resize(self, alive: np.ndarray) -> None:
-        """Cut the batch anew when rows stand idle that nobody waits for, or lanes have run out of work."""
+    def _compact(self, alive: np.ndarray) -> None:
+        """Drop rows that nothing waits for and lanes that have run out of work, and give their room to the others."""
         living = {lane: self._own(place)[alive[self._own(place)]] for place, lane in enumerate(self.lanes)}
         needed = {lane: len(rows) + len(self.waiting[lane]) for lane, rows in living.items()}
         lanes = [lane for lane in self.lanes if needed[lane]]
@@ -274,13 +274,15 @@ class SlotBatch:
             keep += [*rows, *[-1] * (slots - len(rows))]
         kept = np.array(keep)
         index = torch.from_numpy(kept.clip(0)).to(self.base.device)
-        seated = torch.from_numpy(kept >= 0).to(self.base.device)
-        self.memory.select(index)
+        taken = torch.from_numpy(kept >= 0).to(self.base.device)
+        self.kv_cache.select(index)
         self.sequence = np.where(kept >= 0, self.sequence[kept.clip(0)], self.scratch)
         self.at = np.where(kept >= 0, self.at[kept.clip(0)], 0)
         old = self.rows
-        token_R, position_R, drawn_R = (given[index] * seated for given in (old.token_R, old.position_R, old.drawn_R))
-        self.rows = self._rows(token_R, position_R, drawn_R, old.alive_R[index] & seated)
+        token_R, position_R, sampled_R = (
+            given[index] * taken for given in (old.token_R, old.position_R, old.sampled_R)
+        )
+        self.rows = self._rows(token_R, position_R, sampled_R, old.alive_R[index] & taken)
         self.blocks = self.decoder.of_lanes(self.blocks, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
         self.lanes, self.slots = lanes, slots
         self.graphs.forget()
@@ -295,7 +297,7 @@ class SlotBatch:
         index = torch.tensor(own, device=self.base.device)
         tokens, logprobs, entropy = (
             state[index].cpu().numpy()
-            for state in (self.drawn.tokens_NT, self.drawn.logprobs_NT, self.drawn.entropy_NT)
+            for state in (self.sampled.tokens_NT, self.sampled.logprobs_NT, self.sampled.entropy_NT)
         )
         supports = self.keeper and self.keeper.supports(own, self.lengths[own].tolist())
         return actions_of(self.base, tokens, logprobs, entropy, self.lengths[own], supports)

@@ -1,8 +1,8 @@
-"""A decode step of a dense decoder as one function over tensors: forward pass, draw, and the note of what was drawn.
+"""A decode step of a dense decoder as one function over tensors: forward pass, draw, and the note of what was sampled.
 
 Written in the part of Python that TorchScript compiles (no ``from __future__ import annotations``, no closures): a
 compiled step runs without the interpreter's lock, so that pieces of a decode batch really decode side by side on the
-cores of a CPU (``compiled_burst``). On a GPU the same functions run as Python and are captured in a CUDA graph.
+cores of a CPU (``compiled_decode_steps``). On a GPU the same functions run as Python and are captured in a CUDA graph.
 """
 
 import functools
@@ -64,14 +64,14 @@ class Rows(NamedTuple):
     """The rows of a decode batch on the device.
 
     A row holds the sequence ``sequence_R``; its last token is ``token_R``, which stands at ``position_R`` of the cache
-    and is number ``drawn_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, to which
+    and is number ``sampled_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, to which
     everything is written that nobody wants. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy;
     ``cut_R3`` None: none is truncated.
     """
 
     token_R: torch.Tensor
     position_R: torch.Tensor
-    drawn_R: torch.Tensor
+    sampled_R: torch.Tensor
     alive_R: torch.Tensor
     sequence_R: torch.Tensor
     limit_R: torch.Tensor
@@ -80,8 +80,8 @@ class Rows(NamedTuple):
     cut_R3: torch.Tensor | None
 
 
-class Drawn(NamedTuple):
-    """By sequence what is drawn with and what was drawn; ``ends`` are the tokens that end one. ``kept`` None: no
+class Sampled(NamedTuple):
+    """Uniforms and results by sequence; ``ends`` are the tokens that end one. ``kept`` None: no
     sequence is truncated."""
 
     ends: torch.Tensor
@@ -185,13 +185,13 @@ def forward(
     return product(rms(x, frame.norm, frame.eps), frame.head)
 
 
-def note(rows: Rows, drawn: Drawn, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
+def note(rows: Rows, sampled: Sampled, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
     """Draw every row's next token and note it, in place; which rows [R] end with it and fall idle."""
     # What an idle row draws goes to the last sequence; its count stands still.
-    scratch, longest = drawn.tokens_NT.shape[0] - 1, drawn.tokens_NT.shape[1]
-    place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.drawn_R
-    uniforms = drawn.uniforms_NT.view(-1)[place]
-    kept = drawn.kept
+    scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
+    place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R
+    uniforms = sampled.uniforms_NT.view(-1)[place]
+    kept = sampled.kept
     token, logprob, entropy, kept_RK = draw(
         logits_RV,
         uniforms,
@@ -203,22 +203,22 @@ def note(rows: Rows, drawn: Drawn, logits_RV: torch.Tensor, in_any_order: bool) 
     )
     if kept is not None and kept_RK is not None:
         remember(kept, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), place)
-    drawn.tokens_NT.view(-1).index_copy_(0, place, token)
-    drawn.logprobs_NT.view(-1).index_copy_(0, place, logprob)
-    drawn.entropy_NT.view(-1).index_copy_(0, place, entropy)
-    going_on = rows.alive_R & (rows.drawn_R + 1 < rows.limit_R) & (token.unsqueeze(1) != drawn.ends).all(1)
+    sampled.tokens_NT.view(-1).index_copy_(0, place, token)
+    sampled.logprobs_NT.view(-1).index_copy_(0, place, logprob)
+    sampled.entropy_NT.view(-1).index_copy_(0, place, entropy)
+    going_on = rows.alive_R & (rows.sampled_R + 1 < rows.limit_R) & (token.unsqueeze(1) != sampled.ends).all(1)
     ended = rows.alive_R & ~going_on
     rows.token_R.copy_(token)
-    rows.drawn_R.add_(going_on)
+    rows.sampled_R.add_(going_on)
     rows.alive_R.copy_(going_on)
     return ended
 
 
-def burst(
+def decode_steps(
     frame: Frame,
     blocks: list[Block],
     rows: Rows,
-    drawn: Drawn,
+    sampled: Sampled,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     columns: int,
@@ -228,24 +228,24 @@ def burst(
 ) -> int:
     """At most ``steps`` steps, all in place, the first of which reads ``columns`` of the cache; how many were made.
 
-    With more than one step the device's answer is looked at after each: the first row that ends also ends the burst.
+    With more than one step the device's answer is looked at after each: the first row that ends ends the call.
     """
     for done in range(steps):
         logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns + done, ragged)
         rows.position_R.add_(rows.alive_R)
-        ended_R = note(rows, drawn, logits_RV, in_any_order)
+        ended_R = note(rows, sampled, logits_RV, in_any_order)
         if steps > 1 and bool(ended_R.any()):
             return done + 1
     return steps
 
 
 @functools.cache
-def compiled_burst() -> Callable[..., int]:
-    """``burst`` compiled by TorchScript; ``burst`` itself where this torch or Python has no TorchScript any more."""
+def compiled_decode_steps() -> Callable[..., int]:
+    """``decode_steps`` compiled by TorchScript, or as it is where this torch or Python has no TorchScript any more."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and has no successor that needs no C++ compiler
         try:
             script: Any = torch.jit.script
-            return script(burst)
+            return script(decode_steps)
         except (AttributeError, RuntimeError, OSError):
-            return burst
+            return decode_steps

@@ -1,7 +1,7 @@
-"""Truncated sampling (top-k, top-p, min-p), and the record of which tokens each token was drawn among.
+"""Truncated sampling (top-k, top-p, min-p), and the record of which tokens each token was sampled among.
 
 A truncated sampler draws from π(·|S) = π/π(S) on a kept set S. With π over the whole vocabulary in the update, every
-importance ratio would be wrong by π(S). The kept set is therefore recorded token by token as it was drawn, and the
+importance ratio would be wrong by π(S). The kept set is therefore recorded token by token as it was sampled, and the
 update takes its log-probabilities over that very set: "Keep Sampling Mask" (DeepSeek-V3.2, arXiv 2512.02556 §3.1; as a
 list of token ids with offsets in vLLM's and prime-rl's sampling replay). An update that found the set again from its
 own logits would have one that moves with the policy: a token at its edge drops out, for dropout or rounding alone, and

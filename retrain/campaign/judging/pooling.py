@@ -54,7 +54,7 @@ def compare_directories(
     declared, margin, warnings = _declared(sources, metric)
     decisive = Measure.parse(metric or declared or "final", first_set(everything)).held_out
     if decisive:
-        _same_yardstick(sources, decisive)
+        _same_evaluation(sources, decisive)
     warnings += _pool(sources)
     labels = list(dict.fromkeys(label for source in sources for label in source.labels))
     runs, twice = _without_repeats(everything)
@@ -116,7 +116,7 @@ def _declaration(source: Source) -> tuple[str | None, float | None]:
     return None, None
 
 
-def _same_yardstick(sources: Sequence[Source], held_out: str) -> None:
+def _same_evaluation(sources: Sequence[Source], held_out: str) -> None:
     """Raise UsageError when the problems of a held-out set, or how they are sampled, differ between directories."""
     seen: dict[str, tuple[str, Any]] = {}
     for source in sources:
