@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,17 @@ def watched(folder: Path) -> Iterator[None]:
     """Note in ``WRITES`` who writes below ``folder`` meanwhile."""
     train = Cohort.train
 
-    def watched_train(cohort: Cohort) -> None:
-        _WATCHED["training"] = True
-        try:
-            train(cohort)
-        finally:
-            _WATCHED["training"] = False
+    def watched_train(cohort: Cohort) -> Iterator[None]:
+        with closing(train(cohort)) as pauses:
+            while True:
+                _WATCHED["training"] = True
+                try:
+                    next(pauses)
+                except StopIteration:
+                    return
+                finally:
+                    _WATCHED["training"] = False
+                yield
 
     sys.addaudithook(_heard)  # for good: there is no way to remove one
     _WATCHED["folder"] = folder
