@@ -15,6 +15,7 @@ from retrain.config import Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
 from retrain.config.lines import key_lines
+from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake
 from retrain.environments.sources import HUB
 from retrain.errors import ConfigError, PluginError, Problem
@@ -145,12 +146,15 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
         where = _place(loaded, places, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
         yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
-    wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
-    if wants in ("entropy_mask", "shannon_entropy") and not getattr(backend, "gives_entropy", False):
-        key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
-        message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
-        fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
-        yield Problem(_place(loaded, places, key, wants), key, message, fix)
+    for key, fix in (
+        ("transform_mode", 'transform_mode = "gtpo"'),
+        ("uncertainty_kind", 'uncertainty_kind = "surprisal"'),
+    ):
+        wants, dotted = getattr(algorithm, key), f"algorithm.{key}"
+        if Need.ENTROPY in mode_of(key, wants).needs and not getattr(backend, "gives_entropy", False):
+            message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
+            yield Problem(_place(loaded, places, dotted, wants), dotted, message, fix)
+            return
 
 
 def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from retrain.config.base import (
     fault,
     is_plugin,
 )
+from retrain.config.modes import advantage_of
 from retrain.plugins import why_no_range
 
 if TYPE_CHECKING:
@@ -251,16 +252,16 @@ def data_rules(config: Config) -> Iterator[Finding]:
 
 
 def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """MaxRL is defined for rewards in [0, 1]."""
-    reward = config.reward
-    if config.algorithm.advantage_mode != "maxrl" or reward.type != "weighted":
+    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
+    reward, mode = config.reward, config.algorithm.advantage_mode
+    if not advantage_of(mode).unit_rewards or reward.type != "weighted":
         return
     if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
         sum(part.weight for part in reward.components) > 1 + 1e-9
     ):
         yield Finding(
             ("reward.components", "algorithm.advantage_mode"),
-            "can give totals outside [0, 1], for which maxrl is not defined",
+            f"can give totals outside [0, 1], for which {mode} is not defined",
             'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
         )
 

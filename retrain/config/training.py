@@ -20,8 +20,8 @@ from retrain.config.base import (
     PositiveShare,
     Section,
     Seed,
-    is_plugin,
 )
+from retrain.config.modes import Need
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -148,7 +148,7 @@ def sampling_rules(config: Config) -> Iterator[Finding]:
             warning=True,
         )
     mode = config.algorithm.advantage_mode
-    if training.group_size == 1 and not is_plugin(mode):
+    if training.group_size == 1 and Need.GROUP in config.algorithm.needs:
         yield Finding(
             ("training.group_size", "algorithm.advantage_mode"),
             "is 1: advantages compare the completions of a group, and with one of them all are 0",

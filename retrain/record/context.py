@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.evaluation import HELDOUT
+from retrain.config.modes import credit_of
 
 TOOLS = ("tinker", "trl", "telescope", "retrain")
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
@@ -77,19 +78,8 @@ class RunContext:
     @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
-        config, found = self.config, set()
-        if self.evaluations:
-            found.add("evaluation")
-        if setting(config, "algorithm.advantage_mode", "") == "gae":
-            found.add("critic")
-        transform = setting(config, "algorithm.transform_mode", "")
-        if transform in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"):
-            found.add("weights")
-        if transform == "gtpo_sepa":
-            found.add("pooling")
-        if setting(config, "environment.tools", None):
-            found.add("tools")
-        return frozenset(found)
+        evaluated = {"evaluation"} if self.evaluations else set()
+        return credit_of(self.config.algorithm.transform_mode).features | evaluated
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrain.config.evaluation import HELDOUT
+from retrain.config.modes import Need, credit_of
 from retrain.record.context import setting
 from retrain.record.numbers import percent
 
 WINDOW = 20
 """Rows that the rules look at: the newest ones, and besides them the first row of the run."""
-
-NEEDS_PLANNING = ("gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa")
-"""Credit modes in which planning tokens decide."""
 
 Row = Mapping[str, Any]
 Finding = tuple[str, str] | None
@@ -315,7 +313,7 @@ def _truncated(recent: Recent) -> Finding:
 
 def _no_planning(recent: Recent, shares: list[float]) -> Finding:
     mode = recent.asked("algorithm.transform_mode", "none")
-    if mode not in NEEDS_PLANNING or max(shares) > 0:
+    if Need.PLANNING not in credit_of(mode).needs or max(shares) > 0:
         return None
     return (
         f"no planning token was found in 5 steps, so {mode} has nothing to tell apart",
@@ -372,7 +370,7 @@ def _heldout_worse(recent: Recent) -> Finding:
 
 
 def _uses_sepa(recent: Recent) -> bool:
-    return recent.asked("algorithm.transform_mode", "none") == "gtpo_sepa"
+    return credit_of(recent.asked("algorithm.transform_mode", "none")).pooled
 
 
 def _max_tokens(recent: Recent) -> Any:
