@@ -131,14 +131,13 @@ def print_problems(config: Any, folder: Path) -> int | None:
 
 def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.changes import flat
+    from retrain.campaign.changes import counts, flat
 
     before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
-    naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
         for key, value in after.items()
-        if before.get(key) != value and not key.startswith(naming)
+        if before.get(key) != value and counts(key)
     ]
     return (
         spec.label,

@@ -6,7 +6,7 @@ Code of the user's own is named here as `module:function` and loaded by `retrain
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -21,6 +21,7 @@ from retrain.config.base import (
     Plugin,
     Positive,
     PositiveShare,
+    Role,
     Section,
     Share,
     Text,
@@ -65,6 +66,8 @@ def _band(value: list[float] | None) -> list[float] | None:
 
 class Algorithm(Section):
     """Which advantage, which token credit, which loss. Each name means its paper."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     advantage_mode: AdvantageMode = "grpo"
     """One number per completion from the rewards of its group: a mode, or `module:function` of your own."""
@@ -126,6 +129,8 @@ class Algorithm(Section):
 class Gtpo(Section):
     """Credit in proportion to a token's uncertainty. Two papers use this acronym: `gtpo` and `gtpo_paper`."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     beta: Annotated[NotNegative, _with_credit("gtpo.beta")] = 0.1
     """Strength of the weighting; 0 is exactly none, above 1 weights may be cut off at 0."""
     alpha1: Annotated[Positive, _with_credit("gtpo.alpha1")] = 1.0
@@ -137,12 +142,16 @@ class Gtpo(Section):
 class Hicra(Section):
     """More credit for planning tokens."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     alpha: Annotated[Decay, _with_credit("hicra.alpha")] = 0.2
     """A planning token's advantage grows by alpha times its absolute value."""
 
 
 class Sepa(Section):
     """Selective entropy pooling with annealing: the uncertainty of execution tokens moves to its mean as λ rises."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     steps: Annotated[Natural, _SEPA] = 100
     """Steps in which λ rises from 0 to 1."""
@@ -162,6 +171,8 @@ class Sepa(Section):
 
 class Planning(Section):
     """How planning tokens are found: for HICRA and SEPA, and in every run for the metrics."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     detector: Literal["regex", "semantic"] | Plugin = "regex"
     """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. `semantic`: sentences that are

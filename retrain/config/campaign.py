@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import Count, Finding, OptionalText, Section, Seed, fault
+from retrain.config.base import Count, Finding, OptionalText, Role, Section, Seed, fault
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -107,6 +107,8 @@ def _standard() -> list[Condition]:
 class Campaign(Section):
     """Conditions × seeds. A file with this section is a campaign, all other sections are its base configuration."""
 
+    role: ClassVar[Role] = Role.NAMES
+
     name: OptionalText = None
     """Name in reports; unset is the name of the file."""
     seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = Field(
@@ -117,7 +119,7 @@ class Campaign(Section):
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
     """Runs that train together over one copy of the frozen base; `auto` fits them to memory."""
-    seed: Seed = 0
+    seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -17,6 +17,7 @@ from retrain.config.base import (
     NotNegative,
     OptionalText,
     PositiveShare,
+    Role,
     Section,
     Text,
     fault,
@@ -86,6 +87,8 @@ class Evaluation(Section):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update. All keys
     but `at_start` are also those of `[[evaluation.sets]]` that do not have their own."""
 
+    role: ClassVar[Role] = Role.EVALUATES
+
     problems: Natural = 128
     """Held-out problems; 0 switches evaluation off."""
     samples: Count = 1
@@ -100,7 +103,7 @@ class Evaluation(Section):
     """Least share of the largest probability; unset is that of training, 0 is off."""
     max_tokens: Count | None = None
     """Longest completion; unset is that of training."""
-    at_start: bool = True
+    at_start: Annotated[bool, Role.EVALUATES | Role.RECORDS] = True
     """Evaluate the untrained model, so that there is something to compare with."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. The first one is what `final`,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -15,6 +15,7 @@ from retrain.config.base import (
     NotNegative,
     OptionalText,
     Plugin,
+    Role,
     Section,
     Text,
     Unavailable,
@@ -36,13 +37,15 @@ def _local_engine(value: Any) -> Any:
 class Model(Section):
     """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     model: Text = "tiny-reasoner"
     """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
     revision: OptionalText = None
     """Branch, tag or commit of a hub model; unset is the default branch."""
-    local_files_only: bool = False
+    local_files_only: Annotated[bool, Role.NAMES] = False
     """Never ask the hub: use only what is in the local cache."""
-    lora_rank: Count = 32
+    lora_rank: Annotated[Count, Role.LEARNS] = 32
     """Rank of the LoRA adapter."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Leave off unless you have read that code."""
@@ -51,11 +54,15 @@ class Model(Section):
 class Lora(Section):
     """The adapter apart from its rank. The defaults follow "LoRA without regret"."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     alpha: NotNegative = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
     dropout: Decay = 0.0
     """Dropout on the adapter's input while training; sampling never drops anything."""
-    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)], Role.LEARNS | Role.SAMPLES
+    ] = "all-linear"
     """Which layers get an adapter: `all-linear` (every linear layer but the output layer), or a list of module names
     such as `["q_proj", "v_proj"]`."""
     anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
@@ -66,6 +73,8 @@ class Lora(Section):
 class Backend(Section):
     """Where the training happens."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     backend: Annotated[Literal["local"] | Plugin, Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
     """`local`: torch, transformers and peft in this process. Or a `module:Class` of your own."""
     options: Annotated[
@@ -74,13 +83,15 @@ class Backend(Section):
     """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
     devices: Device = "auto"
     """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
-    adapter_path: OptionalText = None
+    adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
 
 
 class Inference(Section):
     """How completions are sampled."""
+
+    role: ClassVar[Role] = Role.SAMPLES
 
     engine: Annotated[
         Literal["local"],

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from retrain.config import algorithm, campaign, evaluation, models, tasks, training, upkeep
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Section, UsedWhen, fault, is_plugin
+from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
 from retrain.config.describe import show
 from retrain.config.evaluation import Evaluation, HeldOut, held_out_sets
@@ -128,6 +128,12 @@ def keys() -> dict[str, FieldInfo]:
         for section, model in sections().items()
         for name, field in model.model_fields.items()
     }
+
+
+def role_of(dotted: str) -> Role | None:
+    """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
+    section, _, rest = dotted.partition(".")
+    return sections()[section].roles().get(rest.partition(".")[0]) if section in sections() else None
 
 
 def value_at(config: Config, dotted: str) -> Any:

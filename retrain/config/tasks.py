@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -14,6 +14,7 @@ from retrain.config.base import (
     Finding,
     OptionalText,
     Positive,
+    Role,
     Section,
     Text,
     UsedWhen,
@@ -72,6 +73,8 @@ def _without_secrets(value: str | None) -> str | None:
 class Data(Section):
     """The problems to train on and those held out."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
     """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file (looked for beside the TOML file
     first), or `module:function`."""
@@ -110,10 +113,6 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
     return value
 
 
-CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
-"""Keys of [reward] that scale charts and decide nothing."""
-
-
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
@@ -145,32 +144,38 @@ class RewardComponent(Grader):
 class Reward(Grader):
     """What an answer is worth."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
     """`match`: the last boxed answer, compared as text after normalising; `math`: mathematical equality; `format`:
     whether there is a boxed answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
     `[[reward.components]]`."""
-    timeout_s: Positive = 10.0
+    timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
-    workers: Count = 2
+    workers: Annotated[Count, Role.SPEED] = 2
     """Processes (`math`) or connections (`judge`) that grade side by side."""
     components: list[RewardComponent] = Field(default_factory=list)
     """The parts of a weighted reward, each logged by its name."""
-    metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges)] = Field(default_factory=dict)
+    metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges), Role.RECORDS] = Field(
+        default_factory=dict
+    )
     """Ranges of components and sample metrics, for scaling charts only: `{ steps = { min = 0, max = 20 } }`, with
     `invert = true` where less is better. A custom reward or data source may declare them itself."""
-    reward_min: float | None = None
+    reward_min: Annotated[float | None, Role.RECORDS] = None
     """Lower end of the reward, for scaling charts only."""
-    reward_max: float | None = None
+    reward_max: Annotated[float | None, Role.RECORDS] = None
     """Upper end of the reward, for scaling charts only."""
 
     @property
     def grading(self) -> str:
         """Everything that decides grades, as text."""
-        return self.model_dump_json(exclude={*CHART_KEYS})
+        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role == Role.RECORDS})
 
 
 class Environment(Section):
     """Environments of several turns. Only problems of one turn, from [data], are available."""
+
+    role: ClassVar[Role] = Role.SAMPLES
 
     provider: OptionalText = None
     """Who provides the environment; leave unset."""

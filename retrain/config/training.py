@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,6 +18,7 @@ from retrain.config.base import (
     OptionalCount,
     Positive,
     PositiveShare,
+    Role,
     Section,
     Seed,
 )
@@ -47,7 +48,13 @@ def _zero_follows(value: Any) -> Any:
 class Training(Section):
     """The loop: what one optimizer step is made of, and how many there are."""
 
-    seed: Annotated[Seed, BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value)] = 0
+    role: ClassVar[Role] = Role.LEARNS
+
+    seed: Annotated[
+        Seed,
+        BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value),
+        Role.LEARNS | Role.NAMES,
+    ] = 0
     """Seed of a single run; in a campaign `[campaign] seeds` takes its place. -1 ("no seed") is read as 0."""
     max_steps: Count = 100
     """Optimizer steps of a run."""
@@ -70,15 +77,15 @@ class Training(Section):
     """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0
     """AdamW weight decay, on the adapter."""
-    max_examples: OptionalCount = None
+    max_examples: Annotated[OptionalCount, Role.LEARNS | Role.SAMPLES] = None
     """Use at most this many training problems; unset or 0 is all of them."""
-    save_every: Natural = 20
+    save_every: Annotated[Natural, Role.RECORDS] = 20
     """Steps between checkpoints; 0 saves only the final state."""
-    keep_last: Natural = 2
+    keep_last: Annotated[Natural, Role.RECORDS] = 2
     """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
-    keep_every: Natural = 0
+    keep_every: Annotated[Natural, Role.RECORDS] = 0
     """Checkpoints at multiples of so many steps stay as well; 0 keeps none for that."""
-    eval_every: Natural = 0
+    eval_every: Annotated[Natural, Role.EVALUATES | Role.RECORDS] = 0
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
     clip_eps: Annotated[Decay, *CLIPPED] = 0.2
     """The importance ratio is clipped at 1 − clip_eps below, and above unless `clip_eps_high` is set. 0 switches
@@ -89,13 +96,13 @@ class Training(Section):
         *CLIPPED,
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
-    micro_batch_tokens: Literal["auto"] | Count = "auto"
+    micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
     """Tokens in one forward and backward pass; halved when memory runs out. Changes memory and speed, never the
     update."""
-    nonfinite_limit: Count = 3
+    nonfinite_limit: Annotated[Count, Role.SPEED] = 3
     """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many in a row the run
     fails, saved as it was before. 1 fails at the first."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
     """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
 
     @property
@@ -108,6 +115,8 @@ class Training(Section):
 
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ from retrain.config.base import (
     OptionalRanks,
     OptionalText,
     PositiveShare,
+    Role,
     Section,
     Tags,
     Trackers,
@@ -43,6 +44,8 @@ def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
 class Backpressure(Section):
     """Adapting the load to what the hardware can take (Universal Scalability Law)."""
 
+    role: ClassVar[Role] = Role.SPEED
+
     enabled: bool = False
     """Measure throughput and adapt."""
     target: Literal["concurrency", "batch_size"] = "concurrency"
@@ -65,6 +68,8 @@ class Backpressure(Section):
 
 class Squeeze(Section):
     """Analysis of the trained adapter's rank after the first run, and compression."""
+
+    role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
     """Analyse the first finished run."""
@@ -91,12 +96,16 @@ class Squeeze(Section):
 class Resume(Section):
     """Starting from what another run left."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     from_: Annotated[OptionalText, Field(alias="from")] = None
     """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
 
 
 class Logging(Section):
     """Where records go, and under which names."""
+
+    role: ClassVar[Role] = Role.RECORDS
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` and the name of the TOML file."""
@@ -120,7 +129,7 @@ class Logging(Section):
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """wandb mode; unset leaves it to wandb."""
-    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",))] = None
+    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
     """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
     """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
