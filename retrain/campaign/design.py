@@ -16,9 +16,9 @@ import numpy as np
 from retrain.campaign.plan import RunSpec
 from retrain.campaign.pooling import compare_directories
 from retrain.campaign.results import Measure
-from retrain.config.algorithm import lambda_stays_zero
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
+from retrain.config.rules import lambda_stays_zero
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, pairs_needed, spread_interval
 from retrain.maths.statistics import pairs_for_verdict

@@ -29,10 +29,7 @@ from retrain.config.base import (
     UsedWhen,
     fault,
 )
-from retrain.config.modes import MODES, UNAVAILABLE, Need, credit_of, mode_of, used_by
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
+from retrain.config.modes import MODES, UNAVAILABLE, Need, mode_of, used_by
 
 if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
@@ -125,6 +122,15 @@ class Algorithm(Section):
         """Whether groups without signal go through the trainer."""
         return self.regularised or not self.discard_group_zero_advantage
 
+    def findings(self) -> Iterator[Finding]:
+        """One correction of the difference between sampler and trainer."""
+        if self.tis_cap is not None and self.icepop_band is not None:
+            yield Finding(
+                ("algorithm.icepop_band", "algorithm.tis_cap"),
+                f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
+                "keep one of the two",
+            )
+
 
 class Gtpo(Section):
     """Credit in proportion to a token's uncertainty. Two papers use this acronym: `gtpo` and `gtpo_paper`."""
@@ -185,63 +191,3 @@ class Planning(Section):
     """Examples of planning, in place of the built-in ones: a list of sentences."""
     execution_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
     """Examples of execution, in place of the built-in ones: a list of sentences."""
-
-
-def mismatch_rules(config: Config) -> Iterator[Finding]:
-    """One correction of the difference between sampler and trainer."""
-    algorithm = config.algorithm
-    if algorithm.tis_cap is not None and algorithm.icepop_band is not None:
-        yield Finding(
-            ("algorithm.icepop_band", "algorithm.tis_cap"),
-            f"is {algorithm.icepop_band} beside tis_cap = {algorithm.tis_cap:g}: both weigh by the same ratio",
-            "keep one of the two",
-        )
-
-
-def _flat_steps(config: Config) -> int:
-    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
-    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
-
-
-def lambda_stays_zero(config: Config) -> bool:
-    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return False
-    sepa, steps = config.sepa, config.training.max_steps
-    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
-    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
-    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
-
-
-def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
-    note where the run is short, as a first try of a file with few steps is."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return
-    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
-    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    if lambda_stays_zero(config):
-        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
-        yield Finding(
-            ("sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
-            "gtpo; enough to see it run, no test of SEPA, which takes",
-            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
-            warning=True,
-        )
-    if sepa.steps == 0 and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.schedule", "algorithm.transform_mode"),
-            "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {max(1, steps - flat)}",
-        )
-    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
-            f"steps = {steps - flat}",
-            warning=True,
-        )
-
-
-RULES = (mismatch_rules, sepa_rules)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -62,6 +62,10 @@ class Section(BaseModel):
             field.alias or name: next((item for item in field.metadata if isinstance(item, Role)), cls.role)
             for name, field in cls.model_fields.items()
         }
+
+    def findings(self) -> Iterator[Finding]:
+        """What is wrong between the keys of this section."""
+        return iter(())
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""

@@ -23,7 +23,7 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.describe import toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template
+from retrain.config.tasks import Data, Level, OptionalSource, Template
 from retrain.config.training import TopK, truncation
 
 if TYPE_CHECKING:
@@ -116,6 +116,27 @@ class Evaluation(Section):
             return ()
         return tuple(each.name for each in self.sets) or (HELDOUT,)
 
+    def findings(self) -> Iterator[Finding]:
+        """Sets have names of their own, and no key is without effect."""
+        if self.temperature == 0:
+            for key in ("top_p", "top_k", "min_p"):
+                if getattr(self, key) is not None:
+                    what = "has no effect at temperature 0, which is greedy"
+                    yield Finding((f"evaluation.{key}", "evaluation.temperature"), what, "remove the line")
+        if self.sets and not self.problems:
+            yield Finding(
+                ("evaluation.problems", "evaluation.sets"),
+                f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
+                "problems = 128, or remove the sets",
+            )
+        seen = dict[str, int]()
+        for index, each in enumerate(self.sets):
+            first = seen.setdefault(each.name.casefold(), index)
+            if first != index:
+                path = f"evaluation.sets.{index}"
+                what = f'is "{each.name}", like set {first + 1}: their files and metrics would be one'
+                yield Finding((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -175,62 +196,3 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     if not config.evaluation.problems:
         return ()
     return tuple(resolved(config, each) for each in config.evaluation.sets or [EvaluationSet(name=HELDOUT)])
-
-
-def set_rules(config: Config) -> Iterator[Finding]:
-    """Sets have names of their own, and no key without effect."""
-    evaluation, seen = config.evaluation, dict[str, int]()
-    if evaluation.sets and not evaluation.problems:
-        yield Finding(
-            ("evaluation.problems", "evaluation.sets"),
-            f"is 0, which switches evaluation off, beside {len(evaluation.sets)} [[evaluation.sets]]",
-            "problems = 128, or remove the sets",
-        )
-    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield Finding(
-            ("data.eval_source", "evaluation.sets"),
-            "has no effect: every one of [[evaluation.sets]] has its own source",
-            "remove the line",
-        )
-    for index, each in enumerate(evaluation.sets):
-        path = f"evaluation.sets.{index}"
-        if each.name.casefold() in seen:
-            first = seen[each.name.casefold()] + 1
-            yield Finding(
-                (f"{path}.name", path),
-                f'is "{each.name}", like set {first}: their files and metrics would be one',
-                f'name = "{each.name}_{index + 1}"',
-            )
-        seen.setdefault(each.name.casefold(), index)
-        yield from _data_findings(config, each, path)
-    for index, held_out in enumerate(held_out_sets(config)):
-        if held_out.samples > 1 and held_out.temperature == 0:
-            own = evaluation.sets[index] if evaluation.sets else None
-            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
-            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
-            yield Finding(
-                (f"{path}.samples", f"{greedy}.temperature"),
-                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
-                "samples = 1",
-            )
-
-
-def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
-        yield Finding((f"{path}.split", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line")
-    if each.levels is not None and source != "arithmetic":
-        yield Finding(
-            (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
-            'remove the line, or source = "arithmetic"',
-        )  # fmt: skip
-    for key in ("prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
-            yield Finding(
-                (f"{path}.{key}", path),
-                "has no effect without a source of the set's own: the problems are those of [data]",
-                f"remove the line, or set {key} in [data]",
-            )
-
-
-RULES = (set_rules,)

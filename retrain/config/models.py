@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,11 +20,7 @@ from retrain.config.base import (
     Text,
     Unavailable,
     UsedWhen,
-    is_plugin,
 )
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 _NO_SERVER = ("the engine samples in-process, and server engines are not available", 'engine = "local"')
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
@@ -69,6 +65,17 @@ class Lora(Section):
     """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
     40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
 
+    def findings(self) -> Iterator[Finding]:
+        """Dropout has a price."""
+        if self.dropout > 0:
+            yield Finding(
+                ("lora.dropout",),
+                f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
+                "importance ratio is noisy even on-policy",
+                "dropout = 0.0",
+                warning=True,
+            )
+
 
 class Backend(Section):
     """Where the training happens."""
@@ -104,56 +111,9 @@ class Inference(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU."""
 
-
-def model_rules(config: Config) -> Iterator[Finding]:
-    """Rules over what is trained and on what."""
-    if config.inference.url is not None:
-        yield Finding(
-            ("inference.url", "inference.engine"),
-            'has no effect with engine = "local"',
-            "remove the line",
-        )
-    if is_plugin(config.backend.backend) and config.backpressure.enabled:
-        yield Finding(
-            ("backpressure.enabled", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": it decides itself how much it decodes at once',
-            "enabled = false",
-        )
-    if config.lora.dropout > 0:
-        yield Finding(
-            ("lora.dropout",),
-            f"is {config.lora.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
-            "importance ratio is noisy even on-policy",
-            "dropout = 0.0",
-            warning=True,
-        )
-
-
-def anneal_rules(config: Config) -> Iterator[Finding]:
-    """Stages lower the rank, one after the other, while the run lasts."""
-    step_before, rank_before = 0, config.model.lora_rank
-    for step, rank in config.lora.anneal:
-        if step <= step_before or rank >= rank_before:
+    def findings(self) -> Iterator[Finding]:
+        """An address is a server's."""
+        if self.url is not None:
             yield Finding(
-                ("lora.anneal", "model.lora_rank"),
-                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
-                "and ranks to fall",
-                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
+                ("inference.url", "inference.engine"), 'has no effect with engine = "local"', "remove the line"
             )
-            return
-        step_before, rank_before = step, rank
-    if config.lora.anneal and step_before >= config.training.max_steps:
-        yield Finding(
-            ("lora.anneal", "training.max_steps"),
-            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
-            f"max_steps = {2 * step_before}",
-        )
-    if config.lora.anneal and is_plugin(config.backend.backend):
-        yield Finding(
-            ("lora.anneal", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
-            "remove the line",
-        )
-
-
-RULES = (model_rules, anneal_rules)

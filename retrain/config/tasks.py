@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -21,11 +21,7 @@ from retrain.config.base import (
     fault,
     is_plugin,
 )
-from retrain.config.modes import advantage_of
 from retrain.plugins import why_no_range
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 SOURCES = ("arithmetic", "gsm8k", "math")
 FILE_ENDINGS = (".jsonl", ".parquet")
@@ -141,6 +137,21 @@ class RewardComponent(Grader):
     """Added before weighting: -1 makes it a penalty that a perfect answer does not pay."""
 
 
+def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
+    """What one grader needs for its kind, and what it has without using it."""
+    owners = {"judge_model": "judge", "judge_url": "judge", "judge_api_key_env": "judge", "custom_module": "custom"}
+    needs = {"judge": ("judge_model", "gpt-4o-mini"), "custom": ("custom_module", "my_rewards")}
+    for key, owner in owners.items():
+        if kind != owner and getattr(grader, key) is not None:
+            fix = f'remove the line, or type = "{owner}"'
+            yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+    if kind in needs:
+        key, example = needs[kind]
+        if getattr(grader, key) is None:
+            message = f'is missing: type = "{kind}" needs it'
+            yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
+
+
 class Reward(Grader):
     """What an answer is worth."""
 
@@ -171,6 +182,42 @@ class Reward(Grader):
         """Everything that decides grades, as text."""
         return self.model_dump_json(exclude={key for key, role in self.roles().items() if role == Role.RECORDS})
 
+    def findings(self) -> Iterator[Finding]:
+        """Each kind of reward has what it needs, and nothing that it would ignore."""
+        yield from _grader_findings(self, self.type, "reward")
+        if self.type == "weighted":
+            if not self.components:
+                yield Finding(
+                    ("reward.components", "reward.type"),
+                    'is missing: type = "weighted" needs its parts',
+                    'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
+                )
+        elif self.components:
+            yield Finding(
+                ("reward.components", "reward.type"),
+                f'has no effect with type = "{self.type}"',
+                'type = "weighted"',
+            )
+        names: set[str] = set()
+        for index, part in enumerate(self.components):
+            path = f"reward.components.{index}"
+            yield from _grader_findings(part, part.type, path)
+            name = part.name or part.type
+            if name in names:
+                yield Finding(
+                    (f"{path}.name", path),
+                    f'is "{name}", like a part before it: their metrics would be one',
+                    f'name = "{name}_{index + 1}"',
+                )
+            names.add(name)
+        low, high = self.reward_min, self.reward_max
+        if low is not None and high is not None and low >= high:
+            yield Finding(
+                ("reward.reward_max", "reward.reward_min"),
+                f"is {high:g}, which is not above reward_min = {low:g}",
+                f"reward_max = {low + 1:g}",
+            )
+
 
 class Environment(Section):
     """Environments of several turns. Only problems of one turn, from [data], are available."""
@@ -190,102 +237,17 @@ class Environment(Section):
     auto_install: bool = False
     """Whether to install the environment from its hub."""
 
-
-def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
-    """What one grader needs for its kind, and what it has without using it."""
-    owners = {"judge_model": "judge", "judge_url": "judge", "judge_api_key_env": "judge", "custom_module": "custom"}
-    needs = {"judge": ("judge_model", "gpt-4o-mini"), "custom": ("custom_module", "my_rewards")}
-    for key, owner in owners.items():
-        if kind != owner and getattr(grader, key) is not None:
-            fix = f'remove the line, or type = "{owner}"'
-            yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
-    if kind in needs:
-        key, example = needs[kind]
-        if getattr(grader, key) is None:
-            message = f'is missing: type = "{kind}" needs it'
-            yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
-
-
-def reward_rules(config: Config) -> Iterator[Finding]:
-    """Each kind of reward has what it needs, and nothing that it would ignore."""
-    reward = config.reward
-    yield from _grader_findings(reward, reward.type, "reward")
-    if reward.type == "weighted":
-        if not reward.components:
+    def findings(self) -> Iterator[Finding]:
+        """Only single-turn problems exist; nothing about environments is accepted and ignored."""
+        fix = "remove [environment] and choose problems with [data] source"
+        if self.provider is not None:
+            yield Finding(("environment.provider",), f'is "{self.provider}": environments are not available', fix)
+        elif self.id is not None or self.args or self.auto_install:
+            key = "id" if self.id is not None else "args" if self.args else "auto_install"
+            yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
+        if self.max_turns > 1:
             yield Finding(
-                ("reward.components", "reward.type"),
-                'is missing: type = "weighted" needs its parts',
-                'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
+                ("environment.max_turns",),
+                f"is {self.max_turns}: only one turn is available",
+                "max_turns = 1",
             )
-    elif reward.components:
-        yield Finding(
-            ("reward.components", "reward.type"),
-            f'has no effect with type = "{reward.type}"',
-            'type = "weighted"',
-        )
-    names: set[str] = set()
-    for index, part in enumerate(reward.components):
-        path = f"reward.components.{index}"
-        yield from _grader_findings(part, part.type, path)
-        name = part.name or part.type
-        if name in names:
-            yield Finding(
-                (f"{path}.name", path),
-                f'is "{name}", like a part before it: their metrics would be one',
-                f'name = "{name}_{index + 1}"',
-            )
-        names.add(name)
-    low, high = reward.reward_min, reward.reward_max
-    if low is not None and high is not None and low >= high:
-        yield Finding(
-            ("reward.reward_max", "reward.reward_min"),
-            f"is {high:g}, which is not above reward_min = {low:g}",
-            f"reward_max = {low + 1:g}",
-        )
-
-
-def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems."""
-    data = config.data
-    sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
-    if data.levels is not None and "arithmetic" not in sources:
-        yield Finding(
-            ("data.levels", "data.source"),
-            f'has no effect with source = "{data.source}"',
-            'remove the line, or source = "arithmetic"',
-        )
-
-
-def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
-    reward, mode = config.reward, config.algorithm.advantage_mode
-    if not advantage_of(mode).unit_rewards or reward.type != "weighted":
-        return
-    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
-        sum(part.weight for part in reward.components) > 1 + 1e-9
-    ):
-        yield Finding(
-            ("reward.components", "algorithm.advantage_mode"),
-            f"can give totals outside [0, 1], for which {mode} is not defined",
-            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
-        )
-
-
-def environment_rules(config: Config) -> Iterator[Finding]:
-    """Only single-turn problems exist; nothing about environments is accepted and ignored."""
-    environment = config.environment
-    fix = "remove [environment] and choose problems with [data] source"
-    if environment.provider is not None:
-        yield Finding(("environment.provider",), f'is "{environment.provider}": environments are not available', fix)
-    elif environment.id is not None or environment.args or environment.auto_install:
-        key = "id" if environment.id is not None else "args" if environment.args else "auto_install"
-        yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
-    if environment.max_turns > 1:
-        yield Finding(
-            ("environment.max_turns",),
-            f"is {environment.max_turns}: only one turn is available",
-            "max_turns = 1",
-        )
-
-
-RULES = (data_rules, reward_rules, maxrl_rules, environment_rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -22,11 +22,6 @@ from retrain.config.base import (
     Section,
     Seed,
 )
-from retrain.config.modes import Need
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
-
 
 MOST_KEPT = 1024
 """Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
@@ -112,6 +107,39 @@ class Training(Section):
             return 1.0, math.inf
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
+    def findings(self) -> Iterator[Finding]:
+        """Sampling that can teach, an upper clip that needs the lower one, and checkpoints that can be kept."""
+        if self.top_k == 1:
+            yield Finding(
+                ("training.top_k",),
+                "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
+                "top_k = 20, or top_k = 0 for all tokens",
+            )
+        if self.temperature > 2:
+            yield Finding(
+                ("training.temperature",),
+                f"is {self.temperature:g}: above 2 completions are close to noise",
+                "temperature = 1.0",
+                warning=True,
+            )
+        if self.clip_eps == 0 and self.clip_eps_high is not None:
+            yield Finding(
+                ("training.clip_eps_high", "training.clip_eps"),
+                f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off",
+                "clip_eps = 0.2",
+            )
+        every, save = self.keep_every, self.save_every
+        if every and not self.keep_last:
+            what = "has no effect with keep_last = 0, which keeps all"
+            yield Finding(("training.keep_every", "training.keep_last"), what, "remove the line")
+        elif every and (not save or every % save):
+            kept = "no such step is saved" if not save else "not all are saved"
+            fix = (
+                f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
+            )
+            what = f"is {every}: with save_every = {save} {kept}"
+            yield Finding(("training.keep_every", "training.save_every"), what, fix)
+
 
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
@@ -130,84 +158,3 @@ class Optimizer(Section):
     """Learning rate after warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises to `lr`."""
-
-
-def sampling_rules(config: Config) -> Iterator[Finding]:
-    """What the importance ratio and the group baseline need of sampling."""
-    training = config.training
-    if training.top_k == 1:
-        yield Finding(
-            ("training.top_k",),
-            "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
-            "top_k = 20, or top_k = 0 for all tokens",
-        )
-    if config.evaluation.temperature == 0:
-        for key in ("top_p", "top_k", "min_p"):
-            if getattr(config.evaluation, key) is not None:
-                yield Finding(
-                    (f"evaluation.{key}", "evaluation.temperature"),
-                    "has no effect at temperature 0, which is greedy",
-                    "remove the line",
-                )
-    if training.temperature > 2:
-        yield Finding(
-            ("training.temperature",),
-            f"is {training.temperature:g}: above 2 completions are close to noise",
-            "temperature = 1.0",
-            warning=True,
-        )
-    mode = config.algorithm.advantage_mode
-    if training.group_size == 1 and Need.GROUP in config.algorithm.needs:
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 1: advantages compare the completions of a group, and with one of them all are 0",
-            "group_size = 8",
-        )
-    if training.group_size == 2 and mode == "maxrl":
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 2: with two completions maxrl equals rloo in expectation",
-            "group_size = 8",
-            warning=True,
-        )
-
-
-def clipping_rules(config: Config) -> Iterator[Finding]:
-    """The upper clip needs the lower one."""
-    training = config.training
-    if training.clip_eps == 0 and training.clip_eps_high is not None:
-        yield Finding(
-            ("training.clip_eps_high", "training.clip_eps"),
-            f"is {training.clip_eps_high:g} while clip_eps = 0 switches clipping off",
-            "clip_eps = 0.2",
-        )
-
-
-def schedule_rules(config: Config) -> Iterator[Finding]:
-    """Warm-up, evaluation and saving must fall inside the run."""
-    steps = config.training.max_steps
-    if config.optimizer.warmup_steps >= steps:
-        yield Finding(
-            ("optimizer.warmup_steps", "training.max_steps"),
-            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
-            f"warmup_steps = {steps // 10}",
-        )
-    every, save = config.training.keep_every, config.training.save_every
-    if every and not config.training.keep_last:
-        yield Finding(
-            ("training.keep_every", "training.keep_last"), "has no effect with keep_last = 0, which keeps all",
-            "remove the line",
-        )  # fmt: skip
-    elif every and (not save or every % save):
-        what = f"is {every}: with save_every = {save} " + ("no such step is saved" if not save else "not all are saved")
-        fix = f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
-        yield Finding(("training.keep_every", "training.save_every"), what, fix)
-    if config.training.eval_every and not config.evaluation.problems:
-        yield Finding(
-            ("training.eval_every", "evaluation.problems"),
-            "has no effect with [evaluation] problems = 0",
-            "remove the line, or problems = 128",
-        )
-
-
-RULES = (sampling_rules, clipping_rules, schedule_rules)
