@@ -179,7 +179,8 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
     [("final", 4, "final:reward_mean"), ("final", 0, "final:mean_reward"), ("auc:reward_mean", 4, None)],
 )
 def test_a_graded_reward_is_told_of_with_the_metric_that_sees_it(metric, problems, told):
-    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems})
+    training = {"eval_every": 1} if "auc" in metric else {}
+    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems}, training=training)
     graded = rows(1, reward_min=0.0, reward_max=0.7, mean_reward=0.3, reward_std=0.2)
     remedies = [note.remedy for note in explain(graded, settings) if note.key == "reward_graded"]
     assert len(remedies) == (told is not None)
