@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import plan
-from retrain.config import Loaded
+from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
 from retrain.config.lines import key_lines
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake
+from retrain.config.tasks import Reward
 from retrain.environments.sources import HUB
 from retrain.errors import ConfigError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
@@ -72,7 +73,7 @@ def _problems(loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             yield from _reward_problems(places, spec.config.reward, folder)
 
 
-def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
+def absent_packages(config: Config) -> Iterator[tuple[str, Any, str]]:
     """(key, its value, module) for every optional package that a run needs and that is not installed."""
     data, reward, logging = config.data, config.reward, config.logging
     wanted: list[tuple[str, Any, str]] = []
@@ -91,7 +92,7 @@ def absent_packages(config: Any) -> Iterator[tuple[str, Any, str]]:
     yield from (each for each in wanted if not is_installed(each[2]))
 
 
-def require_packages(configs: Iterable[Any]) -> None:
+def require_packages(configs: Iterable[Config]) -> None:
     """Raise MissingExtra for the first package that one of these runs needs and that is not installed."""
     for config in configs:
         for key, value, module in absent_packages(config):
@@ -99,7 +100,7 @@ def require_packages(configs: Iterable[Any]) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _package_problems(loaded: Loaded, places: Places, config: Config) -> Iterator[Problem]:
     """Packages that the run needs and that are not installed."""
     for key, value, module in absent_packages(config):
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
@@ -108,7 +109,7 @@ def _package_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[P
         yield Problem(where, Mistake(path, message).key, message, install_line(module))
 
 
-def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _model_problems(loaded: Loaded, places: Places, config: Config) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
     model = config.model
@@ -121,7 +122,7 @@ def _model_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Pro
         yield from _target_problems(loaded, places, config)
 
 
-def named_code(config: Any) -> Iterator[tuple[str, str]]:
+def named_code(config: Config) -> Iterator[tuple[str, str]]:
     """(key, ``module:function``) of all code besides rewards that a configuration names."""
     for key in (*KEYS, *SOURCES):
         section, _, name = key.partition(".")
@@ -138,7 +139,7 @@ def is_source(key: str) -> bool:
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
-def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: Loaded, places: Places, config: Config, backend: Any) -> Iterator[Problem]:
     """Token credit that needs what this backend does not do."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
@@ -157,7 +158,7 @@ def _capability_problems(loaded: Loaded, places: Places, config: Any, backend: A
             return
 
 
-def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Problem]:
+def _target_problems(loaded: Loaded, places: Places, config: Config) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_config(config.model.model, config.model.revision)
@@ -167,7 +168,7 @@ def _target_problems(loaded: Loaded, places: Places, config: Any) -> Iterator[Pr
             yield Problem(_place(loaded, places, key, targets), key, message, fix)
 
 
-def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
+def _reward_problems(places: Places, reward: Reward, folder: Path) -> Iterator[Problem]:
     """Modules and functions of rewards of type ``custom``."""
     from retrain.rewards.custom import found_file, is_path, scorer
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
-from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words, reward_words
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
+    from retrain.campaign.plan import RunSpec
     from retrain.commands.estimate import Architecture, Device, Estimate
+    from retrain.config import Config, Loaded
 
 CONDITION_COLUMNS = (
     "condition",
@@ -85,9 +86,10 @@ def explain(
     print_explanation(read(file, sets), out, pilot, detect)
 
 
-def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
+def print_explanation(loaded: Loaded, out: Path | None, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a loaded configuration."""
     from retrain.campaign.plan import plan
+    from retrain.commands.formulas import credit_formula, loss_words, reward_words
 
     specs = plan(loaded)
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
@@ -111,14 +113,14 @@ def print_explanation(loaded: Any, out: Path | None, pilot: Path | None = None, 
     print_files(specs, loaded, out)
 
 
-def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[Any]) -> None:
+def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
     """Print what ``words_of`` says of the conditions, each text once with those that it holds for."""
     for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
         having = [spec.label for spec in conditions if words_of(spec.config) == words]
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
-def print_problems(config: Any, folder: Path) -> int | None:
+def print_problems(config: Config, folder: Path) -> int | None:
     """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
     where it is not known."""
     from retrain.commands.problems import problem_lines, read_problems
@@ -129,9 +131,10 @@ def print_problems(config: Any, folder: Path) -> int | None:
     return found.typical
 
 
-def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
+def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
     from retrain.campaign.changes import counts, flat
+    from retrain.commands.formulas import advantage_words, credit_words
 
     before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     changed = [
@@ -147,7 +150,7 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     )
 
 
-def print_sets(config: Any) -> None:
+def print_sets(config: Config) -> None:
     """Print the held-out sets that have names of their own, and how each is sampled."""
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
@@ -159,7 +162,7 @@ def print_sets(config: Any) -> None:
         print(f"{'' if i else 'held out':<14}{told}")
 
 
-def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
+def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
     """Print what the comparison can detect, and where its design misleads."""
     from retrain.campaign.design import verdict_lines, warnings_of
 
@@ -168,7 +171,7 @@ def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> 
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
+def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
     from retrain.commands.estimate import architecture_of, assumptions, estimate_run, find_device, reference_gpu
@@ -208,7 +211,7 @@ def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
     print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
 
 
-def print_squeeze_plan(config: Any) -> None:
+def print_squeeze_plan(config: Config) -> None:
     """Print what is done about the rank after the first run, and how many answers that takes."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
@@ -225,14 +228,14 @@ def print_squeeze_plan(config: Any) -> None:
 DAY = 86_400.0
 
 
-def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
+def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]:
     """Which runs will step together on this device, if memory allows."""
     from retrain.campaign.cohorts import cohorts, lane_count
 
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
 
-def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
+def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
     """Print how many runs share the base at a time, and what memory they take together."""
     groups = planned_cohorts(specs, device)
     if len(specs) == 1 or one.memory is None or one.cache is None:
@@ -248,7 +251,7 @@ def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
 
 
 def told_time(
-    specs: list[Any], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
+    specs: list[RunSpec], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
     from retrain.commands.estimate import cohort_seconds
@@ -261,7 +264,7 @@ def told_time(
     return f"about {duration(total)} on {device.name}{each}"
 
 
-def print_files(specs: list[Any], loaded: Any, out: Path | None) -> None:
+def print_files(specs: list[RunSpec], loaded: Loaded, out: Path | None) -> None:
     """Print every file that training would write, with a phrase for each."""
     print(f"\nwrites        {out or loaded.config.logging.log_dir}/")
     if not loaded.is_campaign:

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.commands.output import plural, visible
 from retrain.errors import RetrainError
+
+if TYPE_CHECKING:
+    from retrain.config import Config
 
 MEASURED = 500
 """Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
@@ -38,7 +41,7 @@ class Problems:
         return round(median(self.lengths)) if self.lengths else None
 
 
-def read_problems(config: Any, folder: Path) -> Problems:
+def read_problems(config: Config, folder: Path) -> Problems:
     """The problems of a run's configuration, as far as they lie on this machine."""
     from retrain.plugins import described
 
@@ -67,7 +70,7 @@ def read_problems(config: Any, folder: Path) -> Problems:
     return Problems(source, **known, answer=first.answer, lengths=lengths, example=example)
 
 
-def _measure(config: Any, parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], str]:
+def _measure(config: Config, parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], str]:
     """Tokens of prompts spread over the data, the longest in characters among them; and the first as text.
 
     Raises ModelError when there is no tokenizer, or its template refuses a problem.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import Data
 from retrain.environments.sources import (
     FILE_ENDINGS,
     HUB,
@@ -33,7 +34,7 @@ class Wanted(NamedTuple):
 
     name: str
     problems: int
-    data: Any
+    data: Data
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class Dataset:
 
 
 def load_data(
-    data: Any,
+    data: Data,
     heldout: int | Sequence[Wanted],
     max_examples: int | None = None,
     seed: int = 0,
     base_dir: Path | None = None,
 ) -> Dataset:
-    """The data set of a ``[data]`` section (any object with its attributes).
+    """The data set of a ``[data]`` section.
 
     ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none are set aside),
     ``max_examples`` the most to train on, ``seed`` decides which problems a generated source generates and which of
@@ -97,7 +98,7 @@ def load_data(
                 f"{len(sets[each.name])} problems are held out{named}; "
                 f"[evaluation] problems = {each.problems} asks for more"
             )
-    kept = _at_most(train, max_examples, seed, getattr(data, "shuffle", True))
+    kept = _at_most(train, max_examples, seed, data.shuffle)
     return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), tuple(notes))
 
 
@@ -111,7 +112,7 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     return digest.hexdigest()
 
 
-def _training(data: Any, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
+def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
     if data.source == "arithmetic":
         from retrain.environments import arithmetic
 
@@ -120,10 +121,10 @@ def _training(data: Any, max_examples: int | None, seed: int, base_dir: Path | N
     return _problems(data.source, data.split, data, base_dir)
 
 
-def _takes_a_part(data: Any, base_dir: Path | None) -> bool:
+def _takes_a_part(data: Data, base_dir: Path | None) -> bool:
     """Whether held-out problems are a part of the training source, for want of a source or split of their own."""
     source = data.source
-    if getattr(data, "eval_source", None) is not None or source == "arithmetic":
+    if data.eval_source is not None or source == "arithmetic":
         return False
     splits = source in HUB or (not source.endswith(FILE_ENDINGS) and takes_split(source, base_dir))
     return not splits or data.split == data.eval_split
@@ -131,7 +132,7 @@ def _takes_a_part(data: Any, base_dir: Path | None) -> bool:
 
 def _pool(wanted: Wanted, seed: int, base_dir: Path | None) -> list[Problem]:
     """What a held-out set is chosen from: all problems of a source or split of its own."""
-    source = getattr(wanted.data, "eval_source", None) or wanted.data.source
+    source = wanted.data.eval_source or wanted.data.source
     if source == "arithmetic":
         from retrain.environments import arithmetic
 
@@ -139,7 +140,7 @@ def _pool(wanted: Wanted, seed: int, base_dir: Path | None) -> list[Problem]:
     return _problems(source, wanted.data.eval_split, wanted.data, base_dir)
 
 
-def _problems(source: str, split: str, data: Any, base_dir: Path | None) -> list[Problem]:
+def _problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
     columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
