@@ -12,7 +12,7 @@ from retrain.pressure import Pressure, decode_work
 
 
 def settings(**changes):
-    return Backpressure(**({"max_batch_size": 16, "warmup_steps": 0} | changes))
+    return Backpressure.model_validate({"max_batch_size": 16, "warmup_steps": 0} | changes)
 
 
 def test_the_work_is_read_off_the_model(base):

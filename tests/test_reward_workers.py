@@ -232,9 +232,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def custom(module: Path, function: str, **limits) -> Grader:
-    return build_grader(
-        tasks.Reward(type="custom", custom_module=str(module), custom_function=function, workers=1, **limits)
-    )
+    section = {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **limits}
+    return build_grader(tasks.Reward.model_validate(section))
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -185,9 +185,8 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         each.name,
         each.problems or evaluation.problems,
         each.samples or evaluation.samples,
-        *(first(key) for key in ("temperature", "max_tokens")),
-        config.data.model_copy(update=own) if own else config.data,
-        *(first(key) for key in ("top_p", "top_k", "min_p")),
+        data=config.data.model_copy(update=own) if own else config.data,
+        **{key: first(key) for key in ("temperature", "max_tokens", "top_p", "top_k", "min_p")},
     )
 
 

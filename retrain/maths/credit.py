@@ -503,5 +503,6 @@ def token_advantages(
         result = TRANSFORMS[mode](tokens)
     if result.weights_B_T is not None:
         stats |= weight_stats(result.weights_B_T, result.unpooled_B_T, planning_B_T, mask_B_T)
-    masks = (mask_B_T if mask is None else mask for mask in (result.loss_mask_B_T, result.denominator_mask_B_T))
-    return TokenCredit(result.advantages_B_T, *masks, stats, result.weights_B_T, exec_variance)
+    loss_mask_B_T = mask_B_T if result.loss_mask_B_T is None else result.loss_mask_B_T
+    counted_B_T = mask_B_T if result.denominator_mask_B_T is None else result.denominator_mask_B_T
+    return TokenCredit(result.advantages_B_T, loss_mask_B_T, counted_B_T, stats, result.weights_B_T, exec_variance)
