@@ -421,7 +421,7 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
     ('report_to = "wandb"\nwandb_project = "mine"', ["logging.report_to"]),
 ])  # fmt: skip
 def test_only_trackers_that_runs_report_to_are_missed(tmp_path, monkeypatch, logging, told):
-    from retrain.campaign import references
+    from retrain.campaign.planning import references
     from retrain.config import upkeep
 
     (tmp_path / "f.toml").write_text(f"[logging]\n{logging}\n")

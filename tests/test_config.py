@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
-from retrain.config.algorithm import sepa_rules
-from retrain.config.conditions import FIXED, FREE
+from retrain.config.conditions import FIXED
 from retrain.config.describe import toml
 from retrain.config.legacy import REPLACED, SYNONYMS
 from retrain.config.root import keys, sections, value_at
+from retrain.config.rules import sepa_rules
 from retrain.errors import ConfigError, UsageError
 from retrain.maths.schedules import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
 
@@ -433,7 +433,6 @@ def test_keys_of_other_tools_are_told_what_to_use(dotted, tmp_path):
 def test_tables_for_other_tools_name_real_keys():
     assert set(SYNONYMS.values()) <= set(keys())
     assert all(name in sections() or name in keys() for name in FIXED)
-    assert set(FREE) <= set(keys())
 
 
 SYNTAX = [

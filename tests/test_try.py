@@ -14,6 +14,7 @@ from hostile import HOSTILE
 from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
 from typer.testing import CliRunner
 
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import trial as trying
 from retrain.cli import app
 from retrain.commands.output import print_record, print_text
@@ -191,7 +192,7 @@ def test_conditions_are_chosen_by_label(home):
 ])  # fmt: skip
 def test_conditions_that_sample_otherwise_are_named(home, key, value, differs):
     path = file(home, name="cut", head=f'{TWO_CONDITIONS}"training.{key}" = {value}\n')
-    told = trying.others(load(path), None)
+    told = trying.others(Plan.of(load(path)), None)
     assert len(told) == differs
 
 

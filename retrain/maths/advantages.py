@@ -23,8 +23,6 @@ from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Va
 
 EQUAL_REWARDS = 1e-8
 GRPO_EPSILON = 1e-6
-BATCH_WHITENED = frozenset({"reinforce_pp"})
-"""Modes whose group advantages must still pass through ``whiten`` over the whole batch."""
 
 
 def _checked(rewards_N: Rewards_PN) -> Doubles_PN:
