@@ -49,7 +49,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
         weights = PolicyRef("minimal loop", policy.version)
         engine.publish(weights, policy.snapshot())
         batch = data[step * PROMPTS : (step + 1) * PROMPTS]
-        prompts = [render(problem, base.tokenizer, None) for problem in batch]
+        prompts = [render(problem, base.tokenizer, config.data) for problem in batch]
         requests = [
             SampleRequest(weights, prompt.token_ids, SAMPLES, MAX_TOKENS, 1.0, (SEED, "sample", step, i))
             for i, prompt in enumerate(prompts)

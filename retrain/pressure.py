@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrain.config.upkeep import Backpressure
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
 from retrain.policy.base import BaseModel
 from retrain.policy.memory import cache_bytes, head_size
@@ -38,7 +39,7 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
 class Pressure:
     """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
 
-    def __init__(self, settings: Any, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
+    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
         self.samples, self.work = max(1, samples), work
         most = max(1, min(settings.max_batch_size, prompts_per_step))
         self.limits = Limits(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from retrain.config import Config, parse_dict
 from retrain.record import RunContext
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, StepRecord, single_turn
 
@@ -56,8 +56,8 @@ def evaluation(groups: list[Group], number: int = 0, name: str = "heldout") -> E
     return EvalRecord(name, number, groups, temperature=1.0, samples=1, seconds=0.5)
 
 
-def config(**sections: dict[str, Any]) -> SimpleNamespace:
-    """A configuration with these sections, as attributes."""
+def config(**sections: dict[str, Any]) -> Config:
+    """A configuration with these sections."""
     base: dict[str, dict[str, Any]] = {
         "logging": {"aliases": ["tinker", "trl", "telescope", "retrain"], "report_to": []},
         "algorithm": {"advantage_mode": "grpo", "transform_mode": "none", "uncertainty_kind": "surprisal"},
@@ -68,7 +68,7 @@ def config(**sections: dict[str, Any]) -> SimpleNamespace:
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
-    return SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in base.items()})
+    return parse_dict(base)
 
 
 def context(**changes: Any) -> RunContext:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from retrain.rollouts.collect import RolloutRequest, Sampling, collect
 from retrain.rollouts.queue import RolloutQueue
 from retrain.types import Action, Group, Problem
 
-RENDERER = Renderer(word_tokenizer(["a b c d"]), SimpleNamespace())
+RENDERER = Renderer(word_tokenizer(["a b c d"]), Data())
 
 
 class Lengths(Grader):

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
-from retrain.config.algorithm import sepa_rules
-from retrain.config.conditions import FIXED, FREE
+from retrain.config.conditions import FIXED
 from retrain.config.describe import toml
 from retrain.config.legacy import REPLACED
 from retrain.config.problems import SYNONYMS
 from retrain.config.root import keys, sections, value_at
+from retrain.config.rules import sepa_rules
 from retrain.errors import ConfigError, UsageError
 from retrain.maths.schedules import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
 
@@ -435,7 +435,6 @@ def test_tables_of_names_name_real_keys():
     assert set(SYNONYMS.values()) <= set(keys())
     assert not set(SYNONYMS) & {dotted.partition(".")[2] for dotted in keys()}
     assert all(name in sections() or name in keys() for name in FIXED)
-    assert set(FREE) <= set(keys())
 
 
 SYNTAX = [

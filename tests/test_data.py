@@ -6,12 +6,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 
+from retrain.config.tasks import Data
 from retrain.environments import Dataset, content_hash, load_data
 from retrain.environments.prompts import conversation, render
 from retrain.errors import DataError, MissingExtra, ModelError, PluginError
@@ -20,22 +20,10 @@ from retrain.policy.adapter_io import read_adapter
 from retrain.types import Problem
 
 
-def section(source: str, **keys: Any) -> SimpleNamespace:
-    defaults = {
-        "split": "train",
-        "eval_source": None,
-        "eval_split": "test",
-        "eval_fraction": 0.1,
-        "prompt_column": "prompt",
-        "answer_column": "answer",
-        "tags_column": None,
-        "system_prompt": None,
-        "prompt_template": "{prompt}",
-        "levels": None,
-        "size": 500,
-        "shuffle": True,
-    }
-    return SimpleNamespace(source=source, **{**defaults, **keys})
+def section(source: str, **keys: Any) -> Data:
+    """[data] as it is where nothing has looked at the source yet."""
+    columns = {"prompt_column": "prompt", "answer_column": "answer"}
+    return Data().model_copy(update={"source": source, "size": 500, **columns, **keys})
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -487,11 +475,9 @@ def test_reading_sources_imports_no_torch(tmp_path: Path) -> None:
 
     write(tmp_path / "sums.jsonl", rows(5))
     code = (
-        "import sys; from types import SimpleNamespace; from retrain.environments import load_data; "
+        "import sys; from retrain.config.tasks import Data; from retrain.environments import load_data; "
         "import retrain.environments.prompts, retrain.rewards; "
-        "data = SimpleNamespace(source='sums.jsonl', split='train', prompt_column='prompt', answer_column='answer', "
-        "tags_column=None); "
-        "assert len(load_data(data, 0).train) == 5; "
+        "assert len(load_data(Data(source='sums.jsonl'), 0).train) == 5; "
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'httpx') if name in sys.modules])"
     )
     path = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]

@@ -14,7 +14,7 @@ from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.commands.status import status_cells
-from retrain.config import load
+from retrain.config import load, parse_dict
 from retrain.environments.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
@@ -281,7 +281,7 @@ def test_a_set_that_got_worse_is_named():
          "eval/b/correct_rate": low + 0.05}
         for step, low in ((0, 0.6), (1, 0.2))
     ]  # fmt: skip
-    notes = explain(rows, {"evaluation": {"problems": 9, "sets": [{"name": "a"}, {"name": "b"}]}}, "float32", set())
+    notes = explain(rows, parse_dict({"evaluation": {"problems": 9, "sets": [{"name": "a"}, {"name": "b"}]}}))
     assert [note.text for note in notes if note.key == "heldout_worse"] == [
         "held-out accuracy on b has fallen from 65% to 25%, beyond what chance explains"
     ]

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from toymodels import qwen3_directory
@@ -151,7 +150,7 @@ def test_rewards_in_words():
     words = reward_words(parse_dict({"reward": reward}))
     assert words.startswith("1 × math + 0.1 × (form − 1); math: 1 where")
     assert words.endswith("; at most 10 s for an answer, 2 at once")
-    own = SimpleNamespace(reward=parse_dict({"reward": {"type": "custom", "custom_module": "mine.py"}}).reward)
+    own = parse_dict({"reward": {"type": "custom", "custom_module": "mine.py"}})
     assert reward_words(own).startswith("custom: your own score of mine.py")
     judge = parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}})
     assert "the model m at http://h/v1 says" in reward_words(judge)

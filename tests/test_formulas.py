@@ -6,18 +6,9 @@ import pytest
 import torch
 
 from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device
-from retrain.commands.formulas import (
-    ADVANTAGES,
-    CREDITS,
-    DIVISORS,
-    LOSSES,
-    UNCERTAINTIES,
-    advantage_words,
-    credit_formula,
-    credit_words,
-    loss_words,
-)
+from retrain.commands.formulas import DIVISORS, advantage_words, credit_formula, credit_words, loss_words
 from retrain.config import parse_dict
+from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES
 from retrain.maths import advantages, credit, losses
 
 
@@ -25,9 +16,9 @@ def config(**sections):
     return parse_dict(sections)
 
 
-def test_every_mode_has_its_words():
+def test_the_table_of_modes_names_the_functions_there_are():
     assert set(ADVANTAGES) == set(advantages.ADVANTAGES)
-    assert set(CREDITS) == set(credit.TRANSFORMS)
+    assert set(TOKEN_CREDIT) == set(credit.TRANSFORMS)
     assert set(UNCERTAINTIES) == set(credit.UNCERTAINTIES)
     assert set(LOSSES) == set(losses.POLICY_LOSSES)
     assert set(DIVISORS) == set(losses.NORMALIZERS)
@@ -39,7 +30,7 @@ def test_every_mode_has_its_words():
 def test_the_words_of_an_advantage_are_its_formula(mode):
     """Read with r, mean and std as numbers, the words give what is computed."""
     r = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
-    words = ADVANTAGES[mode].replace(" of its group", "").replace("−", "-")
+    words = ADVANTAGES[mode].formula.replace(" of its group", "").replace("−", "-")
     others = (r.sum() - r) / 3
     words = words.replace("mean of the others in its group", "others")
     value = eval(words, {"r": r, "mean": r.mean(), "std": r.std(correction=0) + 1e-6, "others": others})

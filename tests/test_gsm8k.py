@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from retrain.config import tasks
 from retrain.environments import Dataset, load_data
 from retrain.rewards import build_grader
 from retrain.rewards.workers import WorkerPool
@@ -27,15 +27,8 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def gsm8k() -> Dataset:
-    section = SimpleNamespace(
-        source="train.jsonl",
-        split="train",
-        eval_source="test.jsonl",
-        eval_split="test",
-        prompt_column="question",
-        answer_column="answer",
-        tags_column=None,
-        shuffle=True,
+    section = tasks.Data(
+        source="train.jsonl", eval_source="test.jsonl", prompt_column="question", answer_column="answer"
     )
     return load_data(section, heldout=1319, base_dir=FOLDER)
 
@@ -65,7 +58,7 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k: Dataset, kind: 
     if kind == "math":
         pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     spellings = [r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."]
-    with build_grader({"type": kind}) as grader:
+    with build_grader(tasks.Reward.model_validate({"type": kind})) as grader:
         for spelling in spellings:
             right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
             assert [result.total_reward for result in right] == [1.0] * 1319
@@ -78,7 +71,7 @@ def test_answers_as_they_are_written_with_commas_are_right(gsm8k: Dataset) -> No
     by_number = {problem.answer: problem for problem in gsm8k.heldout}
     written = written_answers()
     assert any("," in answer for answer in written)
-    with build_grader({"type": "match"}) as grader:
+    with build_grader(tasks.Reward.model_validate({"type": "match"})) as grader:
         results = grader.grade([(by_number[a.replace(",", "")], rf"\boxed{{{a}}}") for a in written])
     assert all(result.total_reward == 1.0 for result in results)
 
@@ -100,7 +93,7 @@ def test_math_verify_itself_agrees_on_every_gold_answer(gsm8k: Dataset) -> None:
 
 def test_the_recipe_gives_its_three_values(gsm8k: Dataset) -> None:
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    with build_grader(RECIPE) as grader:
+    with build_grader(tasks.Reward.model_validate(RECIPE)) as grader:
         right = grader.grade([(p, rf"{p.metadata['solution']} \boxed{{{p.answer}}}") for p in gsm8k.heldout])
         wrong = grader.grade([(p, rf"\boxed{{{changed(p.answer)}}}") for p in gsm8k.heldout])
         unboxed = grader.grade([(p, p.metadata["solution"]) for p in gsm8k.heldout])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from retrain.config import tasks
 from retrain.errors import UsageError
 from retrain.rewards import Grader, build_grader
 from retrain.rewards.judge import AWAY_IN_A_ROW, JudgeReward, parse_score, question
@@ -278,7 +279,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server.respond = lambda handler, request: (401, f"wrong key {handler.headers['Authorization']}".encode(), {})
     section = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}
-    with build_grader(section) as grader:
+    with build_grader(tasks.Reward.model_validate(section)) as grader:
         (result,) = grader.grade([(CAPITAL, "Paris")])
         assert KEY not in repr(vars(grader)) + repr(grader.reward)
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -297,7 +298,7 @@ def test_a_key_that_is_named_and_not_set_is_told_at_the_start(monkeypatch: pytes
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
     with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
-        build_grader(section)
+        build_grader(tasks.Reward.model_validate(section))
 
 
 def test_grading_inside_an_event_loop_works(server: Server) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running import assemble as assembling
+from retrain.campaign.running import models
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -219,7 +220,7 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
 @pytest.fixture
 def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
     """What loads the model's weights fails."""
-    monkeypatch.setattr("retrain.campaign.running.models.base_of", lambda config: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(models, "base_of", lambda config: pytest.fail("weights are loaded"))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.comparison import MIN_BOOTSTRAP_SEEDS, compare_runs
-from retrain.campaign.judging.pooling import WITHOUT_EFFECT, compare_directories, read_source
+from retrain.campaign.judging.pooling import compare_directories, read_source
 from retrain.campaign.judging.results import METRIC, Measure
-from retrain.campaign.planning.changes import QUIET_KEYS, QUIET_SECTIONS
 from retrain.cli import app
-from retrain.config.root import keys, sections
+from retrain.config.root import keys
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.maths.intervals import mean_interval
@@ -37,11 +36,6 @@ def with_rule(folder: Path, values: dict[str, Any] | None = None) -> Path:
     campaign(folder, values or {"a": list(BASE), "b": shifted(0.03)})
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"sequential": RULE})
     return folder
-
-
-@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, *QUIET_KEYS, *QUIET_SECTIONS])
-def test_every_key_that_is_named_as_without_effect_exists(name):
-    assert name in {*keys(), *sections()}
 
 
 @pytest.mark.parametrize("setting", ["training.keep_every", "reward.reward_max", "reward.reward_min",

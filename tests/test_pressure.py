@@ -7,15 +7,12 @@ from types import SimpleNamespace
 import pytest
 from toymodels import train_quietly
 
+from retrain.config.upkeep import Backpressure
 from retrain.pressure import Pressure, decode_work
 
 
 def settings(**changes):
-    own = {
-        "min_batch_size": 1, "max_batch_size": 16, "warmup_steps": 0, "throttle_margin": 0.85, "increase_margin": 0.5,
-        "peak_gflops": 0.0, "peak_bw_gb_s": 0.0,
-    }  # fmt: skip
-    return SimpleNamespace(**(own | changes))
+    return Backpressure.model_validate({"max_batch_size": 16, "warmup_steps": 0} | changes)
 
 
 def test_the_work_is_read_off_the_model(base):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,9 +152,11 @@ def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
 @pytest.mark.parametrize(
     ("reward", "words", "others"),
     [
-        ({"type": "custom"}, ["a reward function that raises"], ["judge"]),
-        ({"type": "judge"}, ["a judge that cannot be reached"], ["function"]),
-        ({"type": "weighted", "components": [SimpleNamespace(type="custom"), SimpleNamespace(type="judge")]},
+        ({"type": "custom", "custom_module": "mine.py"}, ["a reward function that raises"], ["judge"]),
+        ({"type": "judge", "judge_model": "m"}, ["a judge that cannot be reached"], ["function"]),
+        ({"type": "weighted", "components": [
+            {"type": "custom", "custom_module": "mine.py"}, {"type": "judge", "judge_model": "m"},
+        ]},
          ["a reward function that raises", "a judge that cannot be reached"], []),
         ({"type": "match"}, ["run.log names the reasons"], ["judge", "function"]),
     ],
@@ -196,7 +197,8 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
     [("final", 4, "final:reward_mean"), ("final", 0, "final:mean_reward"), ("auc:reward_mean", 4, None)],
 )
 def test_a_graded_reward_is_told_of_with_the_metric_that_sees_it(metric, problems, told):
-    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems})
+    training = {"eval_every": 1} if "auc" in metric else {}
+    settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems}, training=training)
     graded = rows(1, reward_min=0.0, reward_max=0.7, mean_reward=0.3, reward_std=0.2)
     remedies = [note.remedy for note in explain(graded, settings) if note.key == "reward_graded"]
     assert len(remedies) == (told is not None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from retrain.config import tasks
 from retrain.errors import PluginError
 from retrain.rewards import Grader, RewardResult, build_grader
 from retrain.rewards.custom import CustomReward
@@ -34,7 +35,7 @@ def nothing_left():
 
 @pytest.fixture(scope="module")
 def grader():
-    with build_grader({"type": "math", "timeout_s": 20.0, "workers": 1}) as grader:
+    with build_grader(tasks.Reward.model_validate({"type": "math", "timeout_s": 20.0, "workers": 1})) as grader:
         yield grader
 
 
@@ -231,9 +232,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def custom(module: Path, function: str, **limits) -> Grader:
-    return build_grader(
-        {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **limits}
-    )
+    section = {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **limits}
+    return build_grader(tasks.Reward.model_validate(section))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -356,10 +356,12 @@ def test_a_module_is_found_by_name_beside_the_configuration(
     module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {"type": "custom", "custom_module": "my_rewards", "workers": 1}
-    with build_grader(section, base_dir=module.parent) as grader:
+    with build_grader(tasks.Reward.model_validate(section), base_dir=module.parent) as grader:
         assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
     monkeypatch.chdir(module.parent)
-    with build_grader({**section, "custom_module": "./my_rewards.py"}, base_dir=tmp_path) as grader:
+    with build_grader(
+        tasks.Reward.model_validate({**section, "custom_module": "./my_rewards.py"}), base_dir=tmp_path
+    ) as grader:
         assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
 
 
@@ -374,7 +376,7 @@ def test_components_in_workers_inherit_limits_and_are_closed(module: Path) -> No
             {"type": "custom", "custom_module": str(module), "custom_function": "by_completion", "weight": 0.5},
         ],
     }
-    with build_grader(section) as grader:
+    with build_grader(tasks.Reward.model_validate(section)) as grader:
         fine, hung = grader.grade([(problem("1/2"), boxed("0.5")), (problem("1/2"), "hang")])
     assert fine.total_reward == 1.0
     assert fine.components == {"correct": 1.0, "by_completion": 0.0}
@@ -505,7 +507,9 @@ def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path: Path) -> None:
     steps = {"min": 0, "max": 20, "invert": True}
     with custom(path, "score") as grader:
         assert grader.ranges == {"reward": {"min": -1.0, "max": 2.0}, "steps": steps}
-    with build_grader({"type": "weighted", "components": [{"type": "match"}, part], "workers": 1}) as grader:
+    with build_grader(
+        tasks.Reward.model_validate({"type": "weighted", "components": [{"type": "match"}, part], "workers": 1})
+    ) as grader:
         assert grader.ranges == {"mine": {"min": -1.0, "max": 2.0}, "steps": steps}
     with pytest.raises(PluginError, match="'steps' a min that is not below its max"):
         custom(path, "odd")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from lane_cases import fresh_logprobs, trained
 from toymodels import word_tokenizer
 
 from retrain.config import parse_dict
+from retrain.config.tasks import Data
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.environments.prompts import Renderer
@@ -25,7 +24,7 @@ from retrain.types import Action, Group, Problem, RewardResult, sample_of
 
 ASKED = [{"role": "user", "content": "12+34=?"}]
 AGAIN = [{"role": "user", "content": "let me check"}]
-QUIET = SimpleNamespace()
+QUIET = Data()
 """A [data] section without a system prompt and arguments for the template."""
 
 

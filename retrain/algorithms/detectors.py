@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from retrain.config import Config
 from retrain.errors import ModelError
 from retrain.extras import missing
 from retrain.maths.planning import STRATEGIC_GRAMS, Detector, PluginDetector, RegexDetector
@@ -23,7 +24,7 @@ PACKAGED_MODELS = {
 """Embedding models that a package of Python's index carries whole, so that they load without a network."""
 
 
-def load_detector(config: Any, base_dir: Path | None = None) -> Detector:
+def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
     """The detector of a run's configuration, a plug-in from ``base_dir`` or the current directory.
 
     Raises PluginError when it cannot be loaded, MissingExtra or ModelError when sentence embeddings cannot be had.

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Protocol
 
+from retrain.config.modes import Need
 from retrain.policy.protocol import Denominators, Scores
 from retrain.types import Group
 
-
-class Need(StrEnum):
-    """What an algorithm cannot do without."""
-
-    ENTROPY = "entropy"
-    """Full-vocabulary entropies of the distributions sampled from, by the engine."""
-    PLANNING = "planning"
-    """Which tokens plan."""
-    LOGPROBS = "logprobs"
-    """The trainer's own log-probabilities of the rollouts, before the update."""
-    VALUES = "values"
-    """What a critic expects at each token."""
-    REFERENCE = "reference"
-    """The frozen base's log-probabilities."""
-    GROUP = "group"
-    """Several rollouts of a prompt, to be compared with each other."""
+__all__ = ["Algorithm", "Credit", "Need"]
 
 
 @dataclass(frozen=True)

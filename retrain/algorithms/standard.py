@@ -15,22 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.protocol import Credit, Need
+from retrain.algorithms.protocol import Credit
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
-from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
-from retrain.maths.credit import (
-    NEEDS_ENTROPY,
-    NEEDS_PLANNING,
-    OWN_ADVANTAGE,
-    TRANSFORMS,
-    UNCERTAINTIES,
-    ModeInputs,
-    TokenCredit,
-    placebo_mask,
-    token_advantages,
-)
-from retrain.maths.losses import POLICY_LOSSES
+from retrain.config.modes import MODES, advantage_of, credit_of
+from retrain.maths.advantages import group_advantages, whiten
+from retrain.maths.credit import ModeInputs, TokenCredit, placebo_mask, token_advantages
 from retrain.maths.planning import Detector
 from retrain.maths.schedules import SepaSchedule, sepa_gate_open, sepa_lambda, sepa_observe, sepa_start
 from retrain.plugins import load_function
@@ -60,16 +50,11 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
     Raises PluginError when one cannot be loaded.
     """
 
-    def one(key: str, own: Sequence[str]) -> Mode:
+    def one(key: str) -> Mode:
         name = getattr(algorithm, key)
-        return name if name in own else load_function(name, base_dir, f"[algorithm] {key} =")
+        return name if name in MODES[key] else load_function(name, base_dir, f"[algorithm] {key} =")
 
-    return Modes(
-        one("advantage_mode", tuple(ADVANTAGES)),
-        one("transform_mode", TRANSFORMS),
-        one("uncertainty_kind", UNCERTAINTIES),
-        one("loss", tuple(POLICY_LOSSES)),
-    )
+    return Modes(one("advantage_mode"), one("transform_mode"), one("uncertainty_kind"), one("loss"))
 
 
 @dataclass(frozen=True)
@@ -112,12 +97,7 @@ class Standard:
             warmup_steps=sepa.warmup_steps,
         )
         self.sepa = sepa_start(self.schedule)
-        needs = {Need.GROUP}
-        if modes.transform in NEEDS_PLANNING:
-            needs.add(Need.PLANNING)
-        if needs_entropy(config):
-            needs.add(Need.ENTROPY)
-        self.needs = frozenset(needs)
+        self.needs = config.algorithm.needs
 
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
         """See ``Algorithm.credit``. λ is read before the batch is observed, which counts for the next step."""
@@ -126,7 +106,7 @@ class Standard:
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         found = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
         metrics: dict[str, Any] = dict(found.stats)
-        if self.modes.transform == "gtpo_sepa":
+        if credit_of(self.modes.transform).pooled:
             metrics |= {"sepa_lambda": lam, "sepa_gate_open": gate_open}
             self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), found.exec_variance)
         return Credit(found.denominators, metrics)
@@ -150,21 +130,21 @@ def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "rew
     """Set the advantages of all rollouts and ``discarded`` of every group from the rewards.
 
     Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
-    itself. ``reinforce_pp`` is whitened over the batch. A group whose advantages are all equal to 0 carries no
+    itself. Some modes are whitened over the batch. A group whose advantages are all equal to 0 carries no
     signal and is marked ``zero_advantage``, one without any reward ``no_reward``.
     """
-    rated: list[Rollout] = []
+    facts, rated = advantage_of(mode), list[Rollout]()
     for group in groups:
         known = [rollout for rollout in group.rollouts if rollout.reward.total_reward is not None]
         for rollout in group.rollouts:
             rollout.advantage = math.nan
-        if known and not (mode == "rloo" and len(known) < 2):
+        if len(known) >= facts.smallest_group:
             rewards_N = torch.tensor([rollout.reward.total_reward for rollout in known], dtype=torch.float64)
             values_N = group_advantages(mode, rewards_N, reward_name=reward_name, context=_context(group, known))
             for rollout, value in zip(known, values_N.tolist(), strict=True):
                 rollout.advantage = value
             rated += known
-    if mode == "reinforce_pp" and rated:
+    if facts.whitened and rated:
         values_N = torch.tensor([rollout.advantage for rollout in rated], dtype=torch.float64)
         whitened_N = whiten(values_N, torch.tensor([len(rollout) for rollout in rated]))
         for rollout, value in zip(rated, whitened_N.tolist(), strict=True):
@@ -235,8 +215,7 @@ def assign_credit(
     for (_, rollout), advantages_T, mask_T in zip(rows, advantages_BT, loss_mask_BT, strict=True):
         rollout.token_advantages_T = advantages_T[: len(rollout)]
         rollout.loss_mask_T = mask_T[: len(rollout)]
-    own = callable(modes.transform) or modes.transform in OWN_ADVANTAGE
-    if own and not config.algorithm.keeps_uniform_groups:
+    if credit_of(modes.transform).own_advantage and not config.algorithm.keeps_uniform_groups:
         signal = {group for (group, _), row in zip(rows, advantages_BT, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if group in signal else "zero_advantage"
@@ -288,8 +267,3 @@ def _token_credit(
             entropy_denominator=config.algorithm.entropy_mask_denominator,
         ),
     )
-
-
-def needs_entropy(config: Config) -> bool:
-    """Whether the configuration can only run on an engine that returns full-vocabulary entropies."""
-    return config.algorithm.uncertainty_kind == "shannon_entropy" or config.algorithm.transform_mode in NEEDS_ENTROPY

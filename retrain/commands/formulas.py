@@ -1,39 +1,11 @@
-"""What a configuration computes, in words and as formulas, for ``explain``. Every mode has its line here."""
+"""What a configuration computes, in words and as formulas, for ``explain``; the modes' are from ``config.modes``."""
 
 from __future__ import annotations
 
-from typing import Any
-
-ADVANTAGES = {
-    "grpo": "(r − mean) / std of its group",
-    "dr_grpo": "r − mean of its group",
-    "rloo": "r − mean of the others in its group",
-    "maxrl": "(r − mean) / mean of its group",
-    "reinforce_pp": "r − mean of its group, whitened over the batch",
-}
-
-CREDITS = {
-    "none": "every token alike",
-    "gtpo": "uncertain tokens more",
-    "gtpo_paper": "uncertain tokens more, added to the reward (Group Token Policy Optimization)",
-    "gtpo_hicra": "uncertain tokens more, planning tokens amplified",
-    "gtpo_hicra_placebo": "uncertain tokens more, random tokens amplified at the rate of planning tokens",
-    "gtpo_sepa": "uncertain tokens more, execution tokens pooled step by step",
-    "entropy_mask": "only the most uncertain tokens",
-}
-
-UNCERTAINTIES = {
-    "surprisal": "h = −log p of the sampled token",
-    "predictive_variance": "h = p(1 − p) of the sampled token",
-    "shannon_entropy": "h = entropy of the whole distribution",
-}
-
-LOSSES = {
-    "ppo": "ratio clipped",
-    "reinforce": "ratio as a constant weight",
-    "gspo": "ratio of the whole completion clipped",
-    "cispo": "ratio as a constant weight, capped",
-}
+from retrain.config import Config
+from retrain.config.algorithm import Sepa
+from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
+from retrain.config.tasks import Reward, RewardComponent
 
 REWARDS = {
     "match": "1 where {answer} is the reference as text (42.0 = 42), else 0",
@@ -48,62 +20,48 @@ DIVISORS = {
 }
 
 
-def advantage_words(config: Any) -> str:
+def advantage_words(config: Config) -> str:
     """The credit of a completion with reward r."""
     mode = config.algorithm.advantage_mode
-    return ADVANTAGES.get(mode, f"your own {mode}")
+    return ADVANTAGES[mode].formula if mode in ADVANTAGES else f"your own {mode}"
 
 
-def credit_words(config: Any) -> str:
+def credit_words(config: Config) -> str:
     """How a completion's credit is spread over its tokens."""
     mode = config.algorithm.transform_mode
-    return CREDITS.get(mode, f"your own {mode}")
+    return TOKEN_CREDIT[mode].words if mode in TOKEN_CREDIT else f"your own {mode}"
 
 
-def credit_formula(config: Any) -> str:
+def credit_formula(config: Config) -> str:
     """The credit of a token as a formula of its completion's credit A, with the numbers of this run."""
-    algorithm, gtpo = config.algorithm, config.gtpo
-    mode = algorithm.transform_mode
-    if mode == "none":
-        return "A"
-    uncertainty = UNCERTAINTIES.get(algorithm.uncertainty_kind, f"h = your own {algorithm.uncertainty_kind}")
-    if mode == "entropy_mask":
-        counted = {"kept": "the kept tokens", "all": "all tokens"}[algorithm.entropy_mask_denominator]
-        share = f"{algorithm.entropy_mask_rho:.3g} of the batch's tokens, those of highest entropy"
-        return f"A on {share}, 0 elsewhere; {counted} count in the divisor"
-    if mode == "gtpo_paper":
-        correct = f"{gtpo.alpha1:g}·r + {gtpo.alpha2:g}·d·h/Σh"
-        wrong = f"−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h)"
-        return (
-            f"{correct} where correct, {wrong} where wrong, then (x − mean)/std over the group's tokens; {uncertainty}"
-        )
-    if mode not in CREDITS:
+    kind, mode = config.algorithm.uncertainty_kind, config.algorithm.transform_mode
+    uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
+    if mode not in TOKEN_CREDIT:
         return f"your own {mode} of A, h and planning; {uncertainty}"
-    weighted = f"A·max(0, 1 + {gtpo.beta:g}·(h/mean h − 1))"
-    detector = {"regex": "phrases", "semantic": "sentence embeddings"}.get(
-        config.planning.detector, f"your own {config.planning.detector}"
-    )
-    if mode in ("gtpo_hicra", "gtpo_hicra_placebo"):
-        where = f"planning tokens ({detector})" if mode == "gtpo_hicra" else "as many random tokens"
-        weighted = f"x + {config.hicra.alpha:g}·|x| on {where}, x elsewhere; x = {weighted}"
-    elif mode == "gtpo_sepa":
-        sepa = config.sepa
-        rise = (
-            f"λ 0 → 1 in {sepa.steps} steps" if sepa.schedule == "linear" else f"λ by variance and {sepa.steps} steps"
-        )
-        if sepa.delay_steps:
-            rise += f" after {sepa.delay_steps}"
-        if sepa.correct_rate_gate:
-            rise += f" once {sepa.correct_rate_gate:.0%} are correct"
-        pooled = f"h → λ·mean + (1 − λ)·h but on planning tokens ({detector}); {rise}"
-        weighted = f"{weighted} with execution pooled: {pooled}"
-    return f"{weighted}; {uncertainty}"
+    found = config.planning.detector
+    values = {
+        "detector": {"regex": "phrases", "semantic": "sentence embeddings"}.get(found, f"your own {found}"),
+        "counted": {"kept": "the kept tokens", "all": "all tokens"}[config.algorithm.entropy_mask_denominator],
+        "ramp": _ramp(config.sepa),
+    }
+    formula = TOKEN_CREDIT[mode].formula.format_map(dict(config) | values)
+    return f"{formula}; {uncertainty}" if mode in used_by("transform_mode", "algorithm.uncertainty_kind") else formula
 
 
-def loss_words(config: Any) -> str:
+def _ramp(sepa: Sepa) -> str:
+    """When λ rises."""
+    words = f"λ 0 → 1 in {sepa.steps} steps" if sepa.schedule == "linear" else f"λ by variance and {sepa.steps} steps"
+    if sepa.delay_steps:
+        words += f" after {sepa.delay_steps}"
+    if sepa.correct_rate_gate:
+        words += f" once {sepa.correct_rate_gate:.0%} are correct"
+    return words
+
+
+def loss_words(config: Config) -> str:
     """The loss of a run: its name, what it is divided by, and every term that is switched on."""
     algorithm = config.algorithm
-    words = [f"{algorithm.loss} ({LOSSES.get(algorithm.loss, 'your own')})"]
+    words = [f"{algorithm.loss} ({LOSSES[algorithm.loss].words if algorithm.loss in LOSSES else 'your own'})"]
     own = "" if algorithm.loss in LOSSES else f" of your own {algorithm.loss}"
     if algorithm.tis_cap is not None:
         words = [f"policy gradient{own} weighted by π/π_sampler up to {algorithm.tis_cap:g}"]
@@ -120,7 +78,7 @@ def loss_words(config: Any) -> str:
     return ", ".join(words)
 
 
-def reward_words(config: Any) -> str:
+def reward_words(config: Config) -> str:
     """What a completion is worth: the kind of reward, or the sum of them, with its limits where it has any."""
     reward = config.reward
     if reward.type == "weighted":
@@ -139,7 +97,7 @@ def reward_words(config: Any) -> str:
     return words
 
 
-def _grader_words(grader: Any) -> str:
+def _grader_words(grader: Reward | RewardComponent) -> str:
     if grader.type == "judge":
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "custom":

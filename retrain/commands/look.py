@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
-from retrain.commands.formulas import advantage_words, credit_formula, credit_words, loss_words, reward_words
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.costs import Architecture, Device, Estimate
-    from retrain.campaign.planning.plan import Plan
+    from retrain.campaign.planning.plan import Plan, RunSpec
+    from retrain.config import Config
 
 CONDITION_COLUMNS = (
     "condition",
@@ -90,6 +90,8 @@ def explain(
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
+    from retrain.commands.formulas import credit_formula, loss_words, reward_words
+
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
@@ -113,7 +115,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print_files(plan)
 
 
-def print_by_words(name: str, words_of: Callable[[Any], str], conditions: list[Any]) -> None:
+def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
     """Print what ``words_of`` says of the conditions, each text once with those that it holds for."""
     for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
         having = [spec.label for spec in conditions if words_of(spec.config) == words]
@@ -136,16 +138,16 @@ def print_problems(plan: Plan) -> int | None:
     return found.typical
 
 
-def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
+def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.planning.changes import flat
+    from retrain.campaign.planning.changes import counts, flat
+    from retrain.commands.formulas import advantage_words, credit_words
 
     before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
-    naming = ("campaign.", "logging.")  # what a run is called and where it goes differs always
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
         for key, value in after.items()
-        if before.get(key) != value and not key.startswith(naming)
+        if before.get(key) != value and counts(key)
     ]
     return (
         spec.label,
@@ -155,7 +157,7 @@ def condition_row(spec: Any, first: Any) -> tuple[str, str, str, str]:
     )
 
 
-def print_sets(config: Any) -> None:
+def print_sets(config: Config) -> None:
     """Print the held-out sets that have names of their own, and how each is sampled."""
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
@@ -169,7 +171,7 @@ def print_sets(config: Any) -> None:
         print(f"{'' if i else 'held out':<14}{told}")
 
 
-def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> None:
+def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
     """Print what the comparison can detect, and where its design misleads."""
     from retrain.campaign.judging.design import verdict_lines, warnings_of
 
@@ -178,7 +180,7 @@ def print_design(specs: list[Any], pilot: Path | None, detect: float | None) -> 
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
+def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
     from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device, reference_gpu
@@ -218,7 +220,7 @@ def print_costs(specs: list[Any], prompt_tokens: int | None = None) -> None:
     print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
 
 
-def print_squeeze_plan(config: Any) -> None:
+def print_squeeze_plan(config: Config) -> None:
     """Print what is done about the rank after the first run, and how many answers that takes."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
@@ -235,14 +237,14 @@ def print_squeeze_plan(config: Any) -> None:
 DAY = 86_400.0
 
 
-def planned_cohorts(specs: list[Any], device: Device) -> list[list[Any]]:
+def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]:
     """Which runs will step together on this device, if memory allows."""
     from retrain.campaign.planning.cohorts import cohorts, lane_count
 
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
 
-def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
+def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
     """Print how many runs share the base at a time, and what memory they take together."""
     groups = planned_cohorts(specs, device)
     if len(specs) == 1 or one.memory is None or one.cache is None:
@@ -258,7 +260,7 @@ def print_lanes(specs: list[Any], one: Estimate, device: Device) -> None:
 
 
 def told_time(
-    specs: list[Any], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
+    specs: list[RunSpec], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
     from retrain.campaign.planning.costs import cohort_seconds

@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.commands.output import plural, visible
 from retrain.errors import RetrainError
+
+if TYPE_CHECKING:
+    from retrain.config import Config
+    from retrain.environments import Dataset
+    from retrain.environments.prompts import Room
 
 MEASURED = 500
 """Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
@@ -43,7 +48,7 @@ class Problems:
         return round(median(self.lengths)) if self.lengths else None
 
 
-def read_problems(configs: Sequence[Any], folder: Path) -> Problems:
+def read_problems(configs: Sequence[Config], folder: Path) -> Problems:
     """The problems of a plan's runs, as far as they lie on this machine; all of them have the same."""
     from retrain.plugins import described
 
@@ -84,7 +89,7 @@ def read_problems(configs: Sequence[Any], folder: Path) -> Problems:
     )  # fmt: skip
 
 
-def _context(config: Any) -> int:
+def _context(config: Config) -> int:
     """The model's context length in tokens; 0 where it is not known."""
     from retrain.files import read_json
     from retrain.models import find_config
@@ -94,7 +99,7 @@ def _context(config: Any) -> int:
     return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
 
 
-def _tokenizer(config: Any) -> Any:
+def _tokenizer(config: Config) -> Any:
     """What training counts with. Raises ModelError where it is not on this machine."""
     from retrain.errors import ModelError
     from retrain.models.tokenizer import light_tokenizer
@@ -104,7 +109,7 @@ def _tokenizer(config: Any) -> Any:
     return light_tokenizer(config.model.model, config.model.revision)
 
 
-def _limits(config: Any, training: Any, heldout: Mapping[str, Any]) -> tuple[str, ...]:
+def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> tuple[str, ...]:
     """How long prompts may be: in training, and in held-out sets where that differs."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
     told = {(training.limit, training.why): ""}
@@ -117,7 +122,7 @@ def _limits(config: Any, training: Any, heldout: Mapping[str, Any]) -> tuple[str
     )
 
 
-def _measure(tokenizer: Any, config: Any, data: Any) -> tuple[tuple[int, ...], str]:
+def _measure(tokenizer: Any, config: Config, data: Dataset) -> tuple[tuple[int, ...], str]:
     """Tokens of prompts spread over the data, the longest in characters among them; and the first as text.
 
     Raises ModelError when the template refuses a problem.

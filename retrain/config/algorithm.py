@@ -6,7 +6,7 @@ Code of the user's own is named here as `module:function` and loaded by `retrain
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -21,6 +21,7 @@ from retrain.config.base import (
     Plugin,
     Positive,
     PositiveShare,
+    Role,
     Section,
     Share,
     Text,
@@ -28,40 +29,26 @@ from retrain.config.base import (
     UsedWhen,
     fault,
 )
+from retrain.config.modes import MODES, UNAVAILABLE, Need, mode_of, used_by
 
 if TYPE_CHECKING:
-    from retrain.config.root import Config
+    _Advantage = _Transform = _Uncertainty = _Loss = str
+else:
+    _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
+AdvantageMode = Annotated[_Advantage | Plugin, Unavailable(UNAVAILABLE["advantage_mode"])]
+TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transform_mode"])]
 
-_Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"]
-_Transform = Literal["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
-_Uncertainty = Literal["surprisal", "predictive_variance", "shannon_entropy"]
-_Loss = Literal["ppo", "reinforce", "gspo", "cispo"]
-AdvantageMode = Annotated[
-    _Advantage | Plugin,
-    Unavailable({"gae": ("it needs a value head, which is not available", 'advantage_mode = "rloo"')}),
-]
-TransformMode = Annotated[
-    _Transform | Plugin,
-    Unavailable(
-        {
-            name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
-            for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
-        }
-    ),
-]
-ADVANTAGE_MODES: tuple[str, ...] = get_args(_Advantage)
-TRANSFORM_MODES: tuple[str, ...] = get_args(_Transform)
 
-_MODE = "algorithm.transform_mode"
-_WEIGHTED = UsedWhen(_MODE, ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"))
-_PAPER = UsedWhen(_MODE, ("gtpo_paper",))
-_HICRA = UsedWhen(_MODE, ("gtpo_hicra", "gtpo_hicra_placebo"))
-_SEPA = UsedWhen(_MODE, ("gtpo_sepa",))
-_MASKED = UsedWhen(_MODE, ("entropy_mask",))
+def _with_credit(dotted: str, **how: bool) -> UsedWhen:
+    """The marker of a key that some modes of token credit use."""
+    return UsedWhen("algorithm.transform_mode", used_by("transform_mode", dotted), **how)
+
+
+_SEPA = _with_credit("sepa")
 _SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
 CLIPPED = (
-    UsedWhen("algorithm.loss", ("ppo", "gspo")),
+    UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")),
     UsedWhen("algorithm.tis_cap", (None,)),
     UsedWhen("algorithm.icepop_band", (None,)),
 )
@@ -77,6 +64,8 @@ def _band(value: list[float] | None) -> list[float] | None:
 class Algorithm(Section):
     """Which advantage, which token credit, which loss. Each name means its paper."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     advantage_mode: AdvantageMode = "grpo"
     """One number per completion from the rewards of its group: a mode, or `module:function` of your own."""
     transform_mode: TransformMode = "none"
@@ -84,7 +73,7 @@ class Algorithm(Section):
     `module:function` of your own."""
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin,
-        UsedWhen(_MODE, (*_WEIGHTED.values, "gtpo_paper"), plugins=True, training_only=True),
+        _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True),
     ] = "surprisal"
     """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
     `module:function` of your own."""
@@ -93,7 +82,9 @@ class Algorithm(Section):
     `module:function` of your own."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
-    cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", ("cispo",)), *CLIPPED[1:]] = 5.0
+    cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", used_by("loss", "algorithm.cispo_cap")), *CLIPPED[1:]] = (
+        5.0
+    )
     """Absolute cap on the importance ratio."""
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
     """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
@@ -109,9 +100,11 @@ class Algorithm(Section):
     """Weight of the KL divergence to the frozen base in the loss. Groups without signal then train too."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy of the whole distribution, as a bonus. Groups without signal then train too."""
-    entropy_mask_rho: Annotated[PositiveShare, _MASKED] = 0.2
+    entropy_mask_rho: Annotated[PositiveShare, _with_credit("algorithm.entropy_mask_rho")] = 0.2
     """Share of tokens, those of highest entropy in the batch, that are trained."""
-    entropy_mask_denominator: Annotated[Literal["kept", "all"], _MASKED] = "kept"
+    entropy_mask_denominator: Annotated[Literal["kept", "all"], _with_credit("algorithm.entropy_mask_denominator")] = (
+        "kept"
+    )
     """Whether the loss is divided by the kept tokens or by all of them; the two differ by 1/rho."""
 
     @property
@@ -120,31 +113,51 @@ class Algorithm(Section):
         return self.kl_coef > 0 or self.entropy_coef > 0
 
     @property
+    def needs(self) -> frozenset[Need]:
+        """What its modes together cannot do without."""
+        return frozenset().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+
+    @property
     def keeps_uniform_groups(self) -> bool:
         """Whether groups without signal go through the trainer."""
         return self.regularised or not self.discard_group_zero_advantage
+
+    def findings(self) -> Iterator[Finding]:
+        """One correction of the difference between sampler and trainer."""
+        if self.tis_cap is not None and self.icepop_band is not None:
+            yield Finding(
+                ("algorithm.icepop_band", "algorithm.tis_cap"),
+                f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
+                "keep one of the two",
+            )
 
 
 class Gtpo(Section):
     """Credit in proportion to a token's uncertainty. Two papers use this acronym: `gtpo` and `gtpo_paper`."""
 
-    beta: Annotated[NotNegative, _WEIGHTED] = 0.1
+    role: ClassVar[Role] = Role.LEARNS
+
+    beta: Annotated[NotNegative, _with_credit("gtpo.beta")] = 0.1
     """Strength of the weighting; 0 is exactly none, above 1 weights may be cut off at 0."""
-    alpha1: Annotated[Positive, _PAPER] = 1.0
+    alpha1: Annotated[Positive, _with_credit("gtpo.alpha1")] = 1.0
     """Weight of the reward in `gtpo_paper`."""
-    alpha2: Annotated[NotNegative, _PAPER] = 0.1
+    alpha2: Annotated[NotNegative, _with_credit("gtpo.alpha2")] = 0.1
     """Weight of the entropy term in `gtpo_paper`."""
 
 
 class Hicra(Section):
     """More credit for planning tokens."""
 
-    alpha: Annotated[Decay, _HICRA] = 0.2
+    role: ClassVar[Role] = Role.LEARNS
+
+    alpha: Annotated[Decay, _with_credit("hicra.alpha")] = 0.2
     """A planning token's advantage grows by alpha times its absolute value."""
 
 
 class Sepa(Section):
     """Selective entropy pooling with annealing: the uncertainty of execution tokens moves to its mean as λ rises."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     steps: Annotated[Natural, _SEPA] = 100
     """Steps in which λ rises from 0 to 1."""
@@ -165,6 +178,8 @@ class Sepa(Section):
 class Planning(Section):
     """How planning tokens are found: for HICRA and SEPA, and in every run for the metrics."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     detector: Literal["regex", "semantic"] | Plugin = "regex"
     """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. `semantic`: sentences that are
     nearer to examples of planning than to examples of execution. Or a `module:function` of your own."""
@@ -176,63 +191,3 @@ class Planning(Section):
     """Examples of planning, in place of the built-in ones: a list of sentences."""
     execution_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
     """Examples of execution, in place of the built-in ones: a list of sentences."""
-
-
-def mismatch_rules(config: Config) -> Iterator[Finding]:
-    """One correction of the difference between sampler and trainer."""
-    algorithm = config.algorithm
-    if algorithm.tis_cap is not None and algorithm.icepop_band is not None:
-        yield Finding(
-            ("algorithm.icepop_band", "algorithm.tis_cap"),
-            f"is {algorithm.icepop_band} beside tis_cap = {algorithm.tis_cap:g}: both weigh by the same ratio",
-            "keep one of the two",
-        )
-
-
-def _flat_steps(config: Config) -> int:
-    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
-    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
-
-
-def lambda_stays_zero(config: Config) -> bool:
-    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
-    if config.algorithm.transform_mode != "gtpo_sepa":
-        return False
-    sepa, steps = config.sepa, config.training.max_steps
-    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
-    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
-    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
-
-
-def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
-    note where the run is short, as a first try of a file with few steps is."""
-    if config.algorithm.transform_mode != "gtpo_sepa":
-        return
-    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
-    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    if lambda_stays_zero(config):
-        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
-        yield Finding(
-            ("sepa.delay_steps", length, _MODE),
-            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
-            "gtpo; enough to see it run, no test of SEPA, which takes",
-            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
-            warning=True,
-        )
-    if sepa.steps == 0 and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.schedule", _MODE),
-            "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {max(1, steps - flat)}",
-        )
-    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.delay_steps", length, _MODE),
-            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
-            f"steps = {steps - flat}",
-            warning=True,
-        )
-
-
-RULES = (mismatch_rules, sepa_rules)

@@ -1,23 +1,43 @@
 """The vocabulary in which sections are declared: bounded types, markers beside fields, findings of rules.
 
 A key is declared once, in its section: type, default and bound in the annotation, meaning in the docstring under
-it. What else belongs to a key is a marker in the same annotation: `UsedWhen` (the key does nothing otherwise) and
-`Unavailable` (values that other tools know and this one does not have, with what to type instead).
+it. What else belongs to a key is a marker in the same annotation: `Role` (what it decides, where that is not what its
+section does), `UsedWhen` (the key does nothing otherwise) and `Unavailable` (values that other tools know and this one
+does not have, with what to type instead).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from enum import Flag, auto
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 INT_MAX = 2**31 - 1
 PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+
+
+class Role(Flag):
+    """Marker: what a key decides. From it follows what a fingerprint covers, what may change on resume, what runs may
+    differ in that are pooled, what shares a base and an evaluation, and what distinguishes conditions."""
+
+    LEARNS = auto()
+    """What is learned, given where the run starts."""
+    SAMPLES = auto()
+    """What is sampled from: base model, device, problems; runs that share a base agree in all of these."""
+    EVALUATES = auto()
+    """How the result is measured."""
+    RECORDS = auto()
+    """What is kept, shown or looked at, and when; nothing that is computed."""
+    SPEED = auto()
+    """Speed, memory, and when something is given up; of what is learned the rounding at most."""
+    NAMES = auto()
+    """Which run it is, what it is called, and where things lie."""
 
 
 class Section(BaseModel):
@@ -32,6 +52,20 @@ class Section(BaseModel):
         serialize_by_alias=True,
         protected_namespaces=(),
     )
+    role: ClassVar[Role | None] = None
+    """The role of keys that have none of their own."""
+
+    @classmethod
+    def roles(cls) -> dict[str, Role | None]:
+        """The role of every key, by its name in the file."""
+        return {
+            field.alias or name: next((item for item in field.metadata if isinstance(item, Role)), cls.role)
+            for name, field in cls.model_fields.items()
+        }
+
+    def findings(self) -> Iterator[Finding]:
+        """What is wrong between the keys of this section."""
+        return iter(())
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""

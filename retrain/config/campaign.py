@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import Count, Finding, OptionalText, Section, Seed, fault
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
+from retrain.config.base import Count, Finding, OptionalText, Role, Section, Seed, fault
 
 LABEL_MAX = 120
 """A run directory is named label_s<seed>; file systems allow 255 bytes."""
@@ -112,6 +108,8 @@ def _standard() -> list[Condition]:
 class Campaign(Section):
     """Conditions × seeds. A file with this section is a campaign, all other sections are its base configuration."""
 
+    role: ClassVar[Role] = Role.NAMES
+
     name: OptionalText = None
     """Name in reports; unset is the name of the file."""
     seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = Field(
@@ -122,7 +120,7 @@ class Campaign(Section):
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
     """Runs that train together over one copy of the frozen base; `auto` fits them to memory."""
-    seed: Seed = 0
+    seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
@@ -143,9 +141,8 @@ class Campaign(Section):
     """What is compared; without any, the five standard conditions."""
 
 
-def campaign_rules(config: Config, is_run: bool) -> Iterator[Finding]:
+def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
-    campaign = config.campaign
     if not is_run:
         yield from sequential_rules(campaign)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
@@ -198,47 +195,3 @@ def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
             "stopped",
             'lanes = "auto"',
         )
-
-
-def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding can be measured with the evaluation that is asked for."""
-    if not config.is_campaign:
-        return
-    metric, evaluation = config.campaign.primary_metric, config.evaluation
-    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
-    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
-    measured = metric == "auc" or key.startswith("eval/") or at_k is not None
-    if measured and evaluation.problems == 0:
-        yield Finding(
-            ("campaign.primary_metric", "evaluation.problems"),
-            f'is "{metric}", which needs held-out problems',
-            "problems = 128",
-        )
-    elif summary == "auc" and (measured or "/" not in key) and config.training.eval_every == 0 and evaluation.problems:
-        yield Finding(
-            ("campaign.primary_metric", "training.eval_every"),
-            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
-            f"eval_every = {max(1, config.training.max_steps // 5)}",
-        )
-    if not evaluation.names:
-        return
-    name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
-    if name not in evaluation.names:
-        meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
-        yield Finding(
-            ("campaign.primary_metric", "evaluation.sets"),
-            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
-            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
-        )
-        return
-    samples = next(each.samples for each in config.held_out if each.name == name)
-    if at_k is not None and int(at_k[1]) > samples:
-        own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
-        yield Finding(
-            ("campaign.primary_metric", f"evaluation{own}.samples"),
-            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
-            f"samples = {at_k[1]}",
-        )
-
-
-RULES = (declared_rules,)

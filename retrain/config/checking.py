@@ -275,7 +275,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Say which values of the base are replaced in every run; and what a comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    for finding in campaign_rules(config, is_run):
+    for finding in campaign_rules(config.campaign, is_run):
         into = review.warnings if finding.warning else review.wrong
         into.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
     for key in MODES:

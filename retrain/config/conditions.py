@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retrain.config.base import Role
 from retrain.config.campaign import Condition
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
 from retrain.config.problems import SYNONYMS, Mistake, Path, nearest
-from retrain.config.root import keys, sections
+from retrain.config.root import keys, role_of, sections
 
 MODES = ("advantage_mode", "transform_mode")
 _ONE_BASE = "all runs of a campaign share one frozen base and one engine"
@@ -28,17 +29,12 @@ FIXED: dict[str, str] = {
     "logging": _ONE_RECORD,
     "training.seed": "the seed is the replicate: [campaign] seeds",
 }
-"""What a condition may not override, by section or key, and why."""
-
-FREE = ("model.lora_rank", "logging.strategic_grams")
-"""Keys that a condition may override although their section is fixed."""
+"""What a condition may not override, by section or key, and why; but in these sections, too, it may what is learned."""
 
 
 def why_fixed(dotted: str) -> str:
     """Why a condition may not override this key, or "" if it may."""
-    if dotted in FREE:
-        return ""
-    return FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
+    return "" if role_of(dotted) == Role.LEARNS else FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
 
 
 def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:

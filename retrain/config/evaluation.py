@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -17,12 +17,13 @@ from retrain.config.base import (
     NotNegative,
     OptionalText,
     PositiveShare,
+    Role,
     Section,
     Text,
     fault,
 )
 from retrain.config.describe import toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template, has_configurations
+from retrain.config.tasks import Data, Level, OptionalSource, Template
 from retrain.config.training import TopK, truncation
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Evaluation(Section):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update. All keys
     but `at_start` are also those of `[[evaluation.sets]]` that do not have their own."""
 
+    role: ClassVar[Role] = Role.EVALUATES
+
     problems: Natural = 128
     """Held-out problems; 0 switches evaluation off."""
     samples: Count = 1
@@ -102,7 +105,7 @@ class Evaluation(Section):
     """Least share of the largest probability; unset is that of training, 0 is off."""
     max_tokens: Count | None = None
     """Longest completion; unset is that of training."""
-    at_start: bool = True
+    at_start: Annotated[bool, Role.EVALUATES | Role.RECORDS] = True
     """Evaluate the untrained model, so that there is something to compare with."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. The first one is what `final`,
@@ -114,6 +117,22 @@ class Evaluation(Section):
         if not self.problems:
             return ()
         return tuple(each.name for each in self.sets) or (HELDOUT,)
+
+    def findings(self) -> Iterator[Finding]:
+        """Sets have names of their own, and there are none where evaluation is switched off."""
+        if self.sets and not self.problems:
+            yield Finding(
+                ("evaluation.problems", "evaluation.sets"),
+                f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
+                "problems = 128, or remove the sets",
+            )
+        seen = dict[str, int]()
+        for index, each in enumerate(self.sets):
+            first = seen.setdefault(each.name.casefold(), index)
+            if first != index:
+                path = f"evaluation.sets.{index}"
+                what = f'is "{each.name}", like set {first + 1}: their files and metrics would be one'
+                yield Finding((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
 
 
 @dataclass(frozen=True)
@@ -177,84 +196,3 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     if not config.evaluation.problems:
         return ()
     return tuple(resolved(config, each) for each in config.evaluation.sets or [EvaluationSet(name=HELDOUT)])
-
-
-def set_rules(config: Config) -> Iterator[Finding]:
-    """Sets have names of their own, and no key without effect."""
-    evaluation, seen = config.evaluation, dict[str, int]()
-    if evaluation.sets and not evaluation.problems:
-        yield Finding(
-            ("evaluation.problems", "evaluation.sets"),
-            f"is 0, which switches evaluation off, beside {len(evaluation.sets)} [[evaluation.sets]]",
-            "problems = 128, or remove the sets",
-        )
-    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield Finding(
-            ("data.eval_source", "evaluation.sets"),
-            "has no effect: every one of [[evaluation.sets]] has its own source",
-            "remove the line",
-        )
-    for index, each in enumerate(evaluation.sets):
-        path = f"evaluation.sets.{index}"
-        if each.name.casefold() in seen:
-            first = seen[each.name.casefold()] + 1
-            yield Finding(
-                (f"{path}.name", path),
-                f'is "{each.name}", like set {first}: their files and metrics would be one',
-                f'name = "{each.name}_{index + 1}"',
-            )
-        seen.setdefault(each.name.casefold(), index)
-        yield from _data_findings(config, each, path)
-    yield from _cut_findings(config)
-    for index, held_out in enumerate(held_out_sets(config)):
-        if held_out.samples > 1 and held_out.temperature == 0:
-            own = evaluation.sets[index] if evaluation.sets else None
-            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
-            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
-            yield Finding(
-                (f"{path}.samples", f"{greedy}.temperature"),
-                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
-                "samples = 1",
-            )
-
-
-def _cut_findings(config: Config) -> Iterator[Finding]:
-    evaluation, sets = config.evaluation, held_out_sets(config)
-    tables: list[tuple[str, Section]] = []
-    if sets and all(each.temperature == 0 for each in sets):
-        tables.append(("evaluation", evaluation))
-    tables += [
-        (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
-        if held_out.temperature == 0
-    ]
-    for path, table in tables:
-        for key in CUTS:
-            if getattr(table, key) is not None:
-                message = "has no effect at temperature 0, which is greedy"
-                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
-
-
-def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
-        yield Finding((f"{path}.split", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line")
-    if each.levels is not None and source != "arithmetic":
-        yield Finding(
-            (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
-            'remove the line, or source = "arithmetic"',
-        )  # fmt: skip
-    if each.subset is not None and each.source is not None and not has_configurations(source):
-        yield Finding(
-            (f"{path}.subset", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line"
-        )
-    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
-            yield Finding(
-                (f"{path}.{key}", path),
-                "has no effect without a source of the set's own: the problems are those of [data]",
-                f"remove the line, or set {key} in [data]",
-            )
-
-
-RULES = (set_rules,)

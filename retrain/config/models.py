@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -15,15 +15,12 @@ from retrain.config.base import (
     NotNegative,
     OptionalText,
     Plugin,
+    Role,
     Section,
     Text,
     Unavailable,
     UsedWhen,
-    is_plugin,
 )
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 _NO_SERVER = ("the engine samples in-process, and server engines are not available", 'engine = "local"')
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
@@ -36,13 +33,15 @@ def _local_engine(value: Any) -> Any:
 class Model(Section):
     """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     model: Text = "tiny-reasoner"
     """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
     revision: OptionalText = None
     """Branch, tag or commit of a hub model; unset is the default branch."""
-    local_files_only: bool = False
+    local_files_only: Annotated[bool, Role.NAMES] = False
     """Never ask the hub: use only what is in the local cache."""
-    lora_rank: Count = 32
+    lora_rank: Annotated[Count, Role.LEARNS] = 32
     """Rank of the LoRA adapter."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Leave off unless you have read that code."""
@@ -51,20 +50,37 @@ class Model(Section):
 class Lora(Section):
     """The adapter apart from its rank. The defaults follow "LoRA without regret"."""
 
+    role: ClassVar[Role] = Role.LEARNS
+
     alpha: NotNegative = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
     dropout: Decay = 0.0
     """Dropout on the adapter's input while training; sampling never drops anything."""
-    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)], Role.LEARNS | Role.SAMPLES
+    ] = "all-linear"
     """Which layers get an adapter: `all-linear` (every linear layer but the output layer), or a list of module names
     such as `["q_proj", "v_proj"]`."""
     anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
     """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
     40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
 
+    def findings(self) -> Iterator[Finding]:
+        """Dropout has a price."""
+        if self.dropout > 0:
+            yield Finding(
+                ("lora.dropout",),
+                f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
+                "importance ratio is noisy even on-policy",
+                "dropout = 0.0",
+                warning=True,
+            )
+
 
 class Backend(Section):
     """Where the training happens."""
+
+    role: ClassVar[Role] = Role.SAMPLES
 
     backend: Annotated[Literal["local"] | Plugin, Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
     """`local`: torch, transformers and peft in this process. Or a `module:Class` of your own."""
@@ -74,13 +90,15 @@ class Backend(Section):
     """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
     devices: Device = "auto"
     """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
-    adapter_path: OptionalText = None
+    adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
 
 
 class Inference(Section):
     """How completions are sampled."""
+
+    role: ClassVar[Role] = Role.SAMPLES
 
     engine: Annotated[
         Literal["local"],
@@ -93,56 +111,9 @@ class Inference(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU."""
 
-
-def model_rules(config: Config) -> Iterator[Finding]:
-    """Rules over what is trained and on what."""
-    if config.inference.url is not None:
-        yield Finding(
-            ("inference.url", "inference.engine"),
-            'has no effect with engine = "local"',
-            "remove the line",
-        )
-    if is_plugin(config.backend.backend) and config.backpressure.enabled:
-        yield Finding(
-            ("backpressure.enabled", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": it decides itself how much it decodes at once',
-            "enabled = false",
-        )
-    if config.lora.dropout > 0:
-        yield Finding(
-            ("lora.dropout",),
-            f"is {config.lora.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
-            "importance ratio is noisy even on-policy",
-            "dropout = 0.0",
-            warning=True,
-        )
-
-
-def anneal_rules(config: Config) -> Iterator[Finding]:
-    """Stages lower the rank, one after the other, while the run lasts."""
-    step_before, rank_before = 0, config.model.lora_rank
-    for step, rank in config.lora.anneal:
-        if step <= step_before or rank >= rank_before:
+    def findings(self) -> Iterator[Finding]:
+        """An address is a server's."""
+        if self.url is not None:
             yield Finding(
-                ("lora.anneal", "model.lora_rank"),
-                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
-                "and ranks to fall",
-                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
+                ("inference.url", "inference.engine"), 'has no effect with engine = "local"', "remove the line"
             )
-            return
-        step_before, rank_before = step, rank
-    if config.lora.anneal and step_before >= config.training.max_steps:
-        yield Finding(
-            ("lora.anneal", "training.max_steps"),
-            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
-            f"max_steps = {2 * step_before}",
-        )
-    if config.lora.anneal and is_plugin(config.backend.backend):
-        yield Finding(
-            ("lora.anneal", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
-            "remove the line",
-        )
-
-
-RULES = (model_rules, anneal_rules)

@@ -12,6 +12,7 @@ from retrain.config.campaign import Condition
 from retrain.config.conditions import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
 from retrain.config.evaluation import EvaluationSet
+from retrain.config.modes import modes_markdown
 from retrain.config.root import Config, keys, sections
 from retrain.config.tasks import RewardComponent
 
@@ -55,6 +56,10 @@ Conditions cannot override the base model, the engine, the data or the evaluatio
 same, nor the seed, which is the replicate.
 """
 
+MODES_INTRODUCTION = """\
+A is the advantage of a completion, r its reward, h the uncertainty of a token, ρ the importance ratio, sg stops the
+gradient. [Algorithms](algorithms.md) has more about each."""
+
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a configuration file, for editors."""
@@ -88,6 +93,8 @@ def configuration_markdown() -> str:
     parts = [INTRODUCTION]
     for name, section in sections().items():
         parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")
+        if name == "algorithm":
+            parts.append(f"### Modes\n\n{MODES_INTRODUCTION}\n\n{modes_markdown()}")
         if name == "campaign":
             parts.append(f"### [[campaign.conditions]]\n\n{_text(Condition)}\n\n{_table(Condition)}")
         if name == "reward":

@@ -9,26 +9,16 @@ from typing import Any
 from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config import algorithm, campaign, evaluation, models, tasks, training, upkeep
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Section, UsedWhen, fault, is_plugin
+from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
 from retrain.config.describe import show
 from retrain.config.evaluation import Evaluation, HeldOut, held_out_sets
 from retrain.config.models import Backend, Inference, Lora, Model
+from retrain.config.rules import RULES
 from retrain.config.tasks import Data, Environment, Reward
 from retrain.config.training import Optimizer, Training, truncation
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
-
-RULES = (
-    *models.RULES,
-    *training.RULES,
-    *algorithm.RULES,
-    *tasks.RULES,
-    *evaluation.RULES,
-    *upkeep.RULES,
-    *campaign.RULES,
-)
 
 
 class Config(Section):
@@ -109,7 +99,9 @@ class Config(Section):
 
 
 def rule_findings(config: Config) -> Iterator[Finding]:
-    """What all cross-field rules say of this configuration, as a single run with its modes."""
+    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
+    for section in sections():
+        yield from getattr(config, section).findings()
     for rule in RULES:
         yield from rule(config)
 
@@ -128,6 +120,12 @@ def keys() -> dict[str, FieldInfo]:
         for section, model in sections().items()
         for name, field in model.model_fields.items()
     }
+
+
+def role_of(dotted: str) -> Role | None:
+    """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
+    section, _, rest = dotted.partition(".")
+    return sections()[section].roles().get(rest.partition(".")[0]) if section in sections() else None
 
 
 def value_at(config: Config, dotted: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -15,6 +15,7 @@ from retrain.config.base import (
     OptionalCount,
     OptionalText,
     Positive,
+    Role,
     Section,
     Text,
     UsedWhen,
@@ -22,9 +23,6 @@ from retrain.config.base import (
     is_plugin,
 )
 from retrain.plugins import why_no_range
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 SOURCES = ("arithmetic", "gsm8k", "math")
 FILE_ENDINGS = (".jsonl", ".parquet")
@@ -79,6 +77,8 @@ def _without_secrets(value: str | None) -> str | None:
 class Data(Section):
     """The problems to train on and those held out."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
     """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file or directory of a data set (both
     looked for beside the TOML file first), the hub's name of a data set (`owner/name`), or `module:function`."""
@@ -131,8 +131,6 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
 
 MARKED = ("match", "math")
 """Rewards that look for the answer in a completion."""
-CHART_KEYS = ("metrics_ranges", "reward_min", "reward_max")
-"""Keys of [reward] that scale charts and decide nothing."""
 
 
 class Grader(Section):
@@ -174,56 +172,6 @@ class RewardComponent(Grader):
     """Added before weighting: -1 makes it a penalty that a perfect answer does not pay."""
 
 
-class Reward(Grader):
-    """What an answer is worth."""
-
-    type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
-    """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
-    `format`: whether there is a marked answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
-    `[[reward.components]]`."""
-    timeout_s: Positive = 10.0
-    """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
-    workers: Count = 2
-    """Processes (`math`) or connections (`judge`) that grade side by side."""
-    components: list[RewardComponent] = Field(default_factory=list)
-    """The parts of a weighted reward, each logged by its name."""
-    metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges)] = Field(default_factory=dict)
-    """Ranges of components and sample metrics, for scaling charts only: `{ steps = { min = 0, max = 20 } }`, with
-    `invert = true` where less is better. A custom reward or data source may declare them itself."""
-    reward_min: float | None = None
-    """Lower end of the reward, for scaling charts only."""
-    reward_max: float | None = None
-    """Upper end of the reward, for scaling charts only."""
-
-    @property
-    def strict_answers(self) -> bool:
-        """Whether only marked answers count as answers; false for rewards that look for none themselves."""
-        graders = [part for part in (self, *self.components) if part.type in MARKED]
-        return bool(graders) and graders[0].strict
-
-    @property
-    def grading(self) -> str:
-        """Everything that decides grades, as text."""
-        return self.model_dump_json(exclude={*CHART_KEYS})
-
-
-class Environment(Section):
-    """Environments of several turns. Only problems of one turn, from [data], are available."""
-
-    provider: OptionalText = None
-    """Who provides the environment; leave unset."""
-    id: OptionalText = None
-    """Which of the provider's environments."""
-    args: Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
-        default_factory=dict
-    )
-    """Arguments of the environment."""
-    max_turns: Annotated[Count, BeforeValidator(_positive_turns)] = 1
-    """Turns of one episode. Only 1; -1 is read as 1."""
-    auto_install: bool = False
-    """Whether to install the environment from its hub."""
-
-
 def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
     """What one grader needs for its kind, and what it has without using it."""
     owners = {"judge_model": "judge", "judge_url": "judge", "judge_api_key_env": "judge", "custom_module": "custom"}
@@ -245,92 +193,108 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
             yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
 
 
-def reward_rules(config: Config) -> Iterator[Finding]:
-    """Each kind of reward has what it needs, and nothing that it would ignore."""
-    reward = config.reward
-    yield from _grader_findings(reward, reward.type, "reward")
-    if reward.type == "weighted":
-        if not reward.components:
+class Reward(Grader):
+    """What an answer is worth."""
+
+    role: ClassVar[Role] = Role.LEARNS
+
+    type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
+    """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
+    `format`: whether there is a marked answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
+    `[[reward.components]]`."""
+    timeout_s: Annotated[Positive, Role.SPEED] = 10.0
+    """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
+    workers: Annotated[Count, Role.SPEED] = 2
+    """Processes (`math`) or connections (`judge`) that grade side by side."""
+    components: list[RewardComponent] = Field(default_factory=list)
+    """The parts of a weighted reward, each logged by its name."""
+    metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges), Role.RECORDS] = Field(
+        default_factory=dict
+    )
+    """Ranges of components and sample metrics, for scaling charts only: `{ steps = { min = 0, max = 20 } }`, with
+    `invert = true` where less is better. A custom reward or data source may declare them itself."""
+    reward_min: Annotated[float | None, Role.RECORDS] = None
+    """Lower end of the reward, for scaling charts only."""
+    reward_max: Annotated[float | None, Role.RECORDS] = None
+    """Upper end of the reward, for scaling charts only."""
+
+    @property
+    def strict_answers(self) -> bool:
+        """Whether only marked answers count as answers; false for rewards that look for none themselves."""
+        graders = [part for part in (self, *self.components) if part.type in MARKED]
+        return bool(graders) and graders[0].strict
+
+    @property
+    def grading(self) -> str:
+        """Everything that decides grades, as text."""
+        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role == Role.RECORDS})
+
+    def findings(self) -> Iterator[Finding]:
+        """Each kind of reward has what it needs, and nothing that it would ignore."""
+        yield from _grader_findings(self, self.type, "reward")
+        if self.type == "weighted":
+            if not self.components:
+                yield Finding(
+                    ("reward.components", "reward.type"),
+                    'is missing: type = "weighted" needs its parts',
+                    'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
+                )
+        elif self.components:
             yield Finding(
                 ("reward.components", "reward.type"),
-                'is missing: type = "weighted" needs its parts',
-                'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
+                f'has no effect with type = "{self.type}"',
+                'type = "weighted"',
             )
-    elif reward.components:
-        yield Finding(
-            ("reward.components", "reward.type"),
-            f'has no effect with type = "{reward.type}"',
-            'type = "weighted"',
-        )
-    names: set[str] = set()
-    for index, part in enumerate(reward.components):
-        path = f"reward.components.{index}"
-        yield from _grader_findings(part, part.type, path)
-        name = part.shown_name
-        if name in names:
+        names: set[str] = set()
+        for index, part in enumerate(self.components):
+            path = f"reward.components.{index}"
+            yield from _grader_findings(part, part.type, path)
+            name = part.shown_name
+            if name in names:
+                yield Finding(
+                    (f"{path}.name", path),
+                    f'is "{name}", like a part before it: their metrics would be one',
+                    f'name = "{name}_{index + 1}"',
+                )
+            names.add(name)
+        low, high = self.reward_min, self.reward_max
+        if low is not None and high is not None and low >= high:
             yield Finding(
-                (f"{path}.name", path),
-                f'is "{name}", like a part before it: their metrics would be one',
-                f'name = "{name}_{index + 1}"',
+                ("reward.reward_max", "reward.reward_min"),
+                f"is {high:g}, which is not above reward_min = {low:g}",
+                f"reward_max = {low + 1:g}",
             )
-        names.add(name)
-    low, high = reward.reward_min, reward.reward_max
-    if low is not None and high is not None and low >= high:
-        yield Finding(
-            ("reward.reward_max", "reward.reward_min"),
-            f"is {high:g}, which is not above reward_min = {low:g}",
-            f"reward_max = {low + 1:g}",
-        )
 
 
-def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems, configurations those of data sets that people made."""
-    data = config.data
-    sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
-    if data.subset is not None and not any(has_configurations(source) for source in sources):
-        yield Finding(
-            ("data.subset", "data.source"),
-            f'has no effect with source = "{data.source}"',
-            'remove the line, or source = "owner/name"',
-        )
-    if data.levels is not None and "arithmetic" not in sources:
-        yield Finding(
-            ("data.levels", "data.source"),
-            f'has no effect with source = "{data.source}"',
-            'remove the line, or source = "arithmetic"',
-        )
+class Environment(Section):
+    """Environments of several turns. Only problems of one turn, from [data], are available."""
 
+    role: ClassVar[Role] = Role.SAMPLES
 
-def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """MaxRL is defined for rewards in [0, 1]."""
-    reward = config.reward
-    if config.algorithm.advantage_mode != "maxrl" or reward.type != "weighted":
-        return
-    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
-        sum(part.weight for part in reward.components) > 1 + 1e-9
-    ):
-        yield Finding(
-            ("reward.components", "algorithm.advantage_mode"),
-            "can give totals outside [0, 1], for which maxrl is not defined",
-            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
-        )
+    provider: OptionalText = None
+    """Who provides the environment; leave unset."""
+    id: OptionalText = None
+    """Which of the provider's environments."""
+    args: Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
+        default_factory=dict
+    )
+    """Arguments of the environment."""
+    max_turns: Annotated[Count, BeforeValidator(_positive_turns)] = 1
+    """Turns of one episode. Only 1; -1 is read as 1."""
+    auto_install: bool = False
+    """Whether to install the environment from its hub."""
 
-
-def environment_rules(config: Config) -> Iterator[Finding]:
-    """Only single-turn problems exist; nothing about environments is accepted and ignored."""
-    environment = config.environment
-    fix = "remove [environment] and choose problems with [data] source"
-    if environment.provider is not None:
-        yield Finding(("environment.provider",), f'is "{environment.provider}": environments are not available', fix)
-    elif environment.id is not None or environment.args or environment.auto_install:
-        key = "id" if environment.id is not None else "args" if environment.args else "auto_install"
-        yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
-    if environment.max_turns > 1:
-        yield Finding(
-            ("environment.max_turns",),
-            f"is {environment.max_turns}: only one turn is available",
-            "max_turns = 1",
-        )
-
-
-RULES = (data_rules, reward_rules, maxrl_rules, environment_rules)
+    def findings(self) -> Iterator[Finding]:
+        """Only single-turn problems exist; nothing about environments is accepted and ignored."""
+        fix = "remove [environment] and choose problems with [data] source"
+        if self.provider is not None:
+            yield Finding(("environment.provider",), f'is "{self.provider}": environments are not available', fix)
+        elif self.id is not None or self.args or self.auto_install:
+            key = "id" if self.id is not None else "args" if self.args else "auto_install"
+            yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
+        if self.max_turns > 1:
+            yield Finding(
+                ("environment.max_turns",),
+                f"is {self.max_turns}: only one turn is available",
+                "max_turns = 1",
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,14 +18,10 @@ from retrain.config.base import (
     OptionalCount,
     Positive,
     PositiveShare,
+    Role,
     Section,
     Seed,
-    is_plugin,
 )
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
-
 
 MOST_KEPT = 1024
 """Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
@@ -47,7 +43,13 @@ def _zero_follows(value: Any) -> Any:
 class Training(Section):
     """The loop: what one optimizer step is made of, and how many there are."""
 
-    seed: Annotated[Seed, BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value)] = 0
+    role: ClassVar[Role] = Role.LEARNS
+
+    seed: Annotated[
+        Seed,
+        BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value),
+        Role.LEARNS | Role.NAMES,
+    ] = 0
     """Seed of a single run; in a campaign `[campaign] seeds` takes its place. -1 ("no seed") is read as 0."""
     max_steps: Count = 100
     """Optimizer steps of a run."""
@@ -70,15 +72,15 @@ class Training(Section):
     """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0
     """AdamW weight decay, on the adapter."""
-    max_examples: OptionalCount = None
+    max_examples: Annotated[OptionalCount, Role.LEARNS | Role.SAMPLES] = None
     """Use at most this many training problems; unset or 0 is all of them."""
-    save_every: Natural = 20
+    save_every: Annotated[Natural, Role.RECORDS] = 20
     """Steps between checkpoints; 0 saves only the final state."""
-    keep_last: Natural = 2
+    keep_last: Annotated[Natural, Role.RECORDS] = 2
     """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
-    keep_every: Natural = 0
+    keep_every: Annotated[Natural, Role.RECORDS] = 0
     """Checkpoints at multiples of so many steps stay as well; 0 keeps none for that."""
-    eval_every: Natural = 0
+    eval_every: Annotated[Natural, Role.EVALUATES | Role.RECORDS] = 0
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
     clip_eps: Annotated[Decay, *CLIPPED] = 0.2
     """The importance ratio is clipped at 1 − clip_eps below, and above unless `clip_eps_high` is set. 0 switches
@@ -89,13 +91,13 @@ class Training(Section):
         *CLIPPED,
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
-    micro_batch_tokens: Literal["auto"] | Count = "auto"
+    micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
     """Tokens in one forward and backward pass; halved when memory runs out. Changes memory and speed, never the
     update."""
-    nonfinite_limit: Count = 3
+    nonfinite_limit: Annotated[Count, Role.SPEED] = 3
     """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many in a row the run
     fails, saved as it was before. 1 fails at the first."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
     """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
 
     @property
@@ -105,9 +107,44 @@ class Training(Section):
             return 1.0, math.inf
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
+    def findings(self) -> Iterator[Finding]:
+        """Sampling that can teach, an upper clip that needs the lower one, and checkpoints that can be kept."""
+        if self.top_k == 1:
+            yield Finding(
+                ("training.top_k",),
+                "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
+                "top_k = 20, or top_k = 0 for all tokens",
+            )
+        if self.temperature > 2:
+            yield Finding(
+                ("training.temperature",),
+                f"is {self.temperature:g}: above 2 completions are close to noise",
+                "temperature = 1.0",
+                warning=True,
+            )
+        if self.clip_eps == 0 and self.clip_eps_high is not None:
+            yield Finding(
+                ("training.clip_eps_high", "training.clip_eps"),
+                f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off",
+                "clip_eps = 0.2",
+            )
+        every, save = self.keep_every, self.save_every
+        if every and not self.keep_last:
+            what = "has no effect with keep_last = 0, which keeps all"
+            yield Finding(("training.keep_every", "training.keep_last"), what, "remove the line")
+        elif every and (not save or every % save):
+            kept = "no such step is saved" if not save else "not all are saved"
+            fix = (
+                f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
+            )
+            what = f"is {every}: with save_every = {save} {kept}"
+            yield Finding(("training.keep_every", "training.save_every"), what, fix)
+
 
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
+
+    role: ClassVar[Role] = Role.LEARNS
 
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
@@ -121,76 +158,3 @@ class Optimizer(Section):
     """Learning rate after warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises to `lr`."""
-
-
-def sampling_rules(config: Config) -> Iterator[Finding]:
-    """What the importance ratio and the group baseline need of sampling."""
-    training = config.training
-    if training.top_k == 1:
-        yield Finding(
-            ("training.top_k",),
-            "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
-            "top_k = 20, or top_k = 0 for all tokens",
-        )
-    if training.temperature > 2:
-        yield Finding(
-            ("training.temperature",),
-            f"is {training.temperature:g}: above 2 completions are close to noise",
-            "temperature = 1.0",
-            warning=True,
-        )
-    mode = config.algorithm.advantage_mode
-    if training.group_size == 1 and not is_plugin(mode):
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 1: advantages compare the completions of a group, and with one of them all are 0",
-            "group_size = 8",
-        )
-    if training.group_size == 2 and mode == "maxrl":
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 2: with two completions maxrl equals rloo in expectation",
-            "group_size = 8",
-            warning=True,
-        )
-
-
-def clipping_rules(config: Config) -> Iterator[Finding]:
-    """The upper clip needs the lower one."""
-    training = config.training
-    if training.clip_eps == 0 and training.clip_eps_high is not None:
-        yield Finding(
-            ("training.clip_eps_high", "training.clip_eps"),
-            f"is {training.clip_eps_high:g} while clip_eps = 0 switches clipping off",
-            "clip_eps = 0.2",
-        )
-
-
-def schedule_rules(config: Config) -> Iterator[Finding]:
-    """Warm-up, evaluation and saving must fall inside the run."""
-    steps = config.training.max_steps
-    if config.optimizer.warmup_steps >= steps:
-        yield Finding(
-            ("optimizer.warmup_steps", "training.max_steps"),
-            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
-            f"warmup_steps = {steps // 10}",
-        )
-    every, save = config.training.keep_every, config.training.save_every
-    if every and not config.training.keep_last:
-        yield Finding(
-            ("training.keep_every", "training.keep_last"), "has no effect with keep_last = 0, which keeps all",
-            "remove the line",
-        )  # fmt: skip
-    elif every and (not save or every % save):
-        what = f"is {every}: with save_every = {save} " + ("no such step is saved" if not save else "not all are saved")
-        fix = f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
-        yield Finding(("training.keep_every", "training.save_every"), what, fix)
-    if config.training.eval_every and not config.evaluation.problems:
-        yield Finding(
-            ("training.eval_every", "evaluation.problems"),
-            "has no effect with [evaluation] problems = 0",
-            "remove the line, or problems = 128",
-        )
-
-
-RULES = (sampling_rules, clipping_rules, schedule_rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -19,14 +19,12 @@ from retrain.config.base import (
     OptionalRanks,
     OptionalText,
     PositiveShare,
+    Role,
     Section,
     Tags,
     Trackers,
     UsedWhen,
 )
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 Tool = Literal["tinker", "trl", "telescope", "retrain"]
 KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
@@ -42,6 +40,8 @@ def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
 
 class Backpressure(Section):
     """Adapting the load to what the hardware can take (Universal Scalability Law)."""
+
+    role: ClassVar[Role] = Role.SPEED
 
     enabled: bool = False
     """Measure throughput and adapt."""
@@ -62,9 +62,20 @@ class Backpressure(Section):
     peak_bw_gb_s: NotNegative = 0.0
     """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
 
+    def findings(self) -> Iterator[Finding]:
+        """The smallest load is not above the largest."""
+        if self.min_batch_size > self.max_batch_size:
+            yield Finding(
+                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
+                f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
+                f"min_batch_size = {self.max_batch_size}",
+            )
+
 
 class Squeeze(Section):
     """Analysis of the trained adapter's rank after the first run, and compression."""
+
+    role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
     """Analyse the first finished run."""
@@ -91,12 +102,16 @@ class Squeeze(Section):
 class Resume(Section):
     """Starting from what another run left."""
 
+    role: ClassVar[Role] = Role.SAMPLES
+
     from_: Annotated[OptionalText, Field(alias="from")] = None
     """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
 
 
 class Logging(Section):
     """Where records go, and under which names."""
+
+    role: ClassVar[Role] = Role.RECORDS
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` and the name of the TOML file."""
@@ -120,7 +135,7 @@ class Logging(Section):
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """wandb mode; unset leaves it to wandb."""
-    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",))] = None
+    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
     """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
     """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
@@ -137,58 +152,12 @@ class Logging(Section):
         """Whether runs report to wandb."""
         return "wandb" in trackers(self.report_to, self.wandb_project)
 
-
-def backpressure_rules(config: Config) -> Iterator[Finding]:
-    """Adapting the batch size changes the learning problem."""
-    pressure = config.backpressure
-    if pressure.min_batch_size > pressure.max_batch_size:
-        yield Finding(
-            ("backpressure.min_batch_size", "backpressure.max_batch_size"),
-            f"is {pressure.min_batch_size}, above max_batch_size = {pressure.max_batch_size}",
-            f"min_batch_size = {pressure.max_batch_size}",
-        )
-    if pressure.target == "batch_size":
-        if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
-            message = (
-                'is "batch_size": batch sizes would differ between the conditions that are compared, each with '
-                "another learning problem"
-            )
-        else:
-            message = 'is "batch_size", which changes the learning problem and is not available'
-        yield Finding(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
-
-
-def squeeze_rules(config: Config) -> Iterator[Finding]:
-    """Nothing can be compressed to more than it has."""
-    rank, squeeze = config.model.lora_rank, config.squeeze
-    if squeeze.compress_to is not None and squeeze.compress_to > rank:
-        yield Finding(
-            ("squeeze.compress_to", "model.lora_rank"),
-            f"is {squeeze.compress_to}, above lora_rank = {rank}",
-            f"compress_to = {rank}",
-        )
-    if squeeze.target_ranks and max(squeeze.target_ranks) > rank:
-        fitting = [k for k in squeeze.target_ranks if k <= rank] or [rank]
-        yield Finding(
-            ("squeeze.target_ranks", "model.lora_rank"),
-            f"has {max(squeeze.target_ranks)}, above lora_rank = {rank}",
-            f"target_ranks = {fitting}",
-        )
-
-
-def logging_rules(config: Config) -> Iterator[Finding]:
-    """What is chosen for pages or for tensorboard needs them."""
-    asked = config.logging.report_to
-    if config.logging.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
-        fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
-        yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
-    default = Logging.model_fields["num_groups_to_log"].default
-    if config.logging.rollouts_every == 0 and config.logging.num_groups_to_log != default:
-        yield Finding(
-            ("logging.num_groups_to_log", "logging.rollouts_every"),
-            "has no effect with rollouts_every = 0",
-            "remove one of the two",
-        )
-
-
-RULES = (backpressure_rules, squeeze_rules, logging_rules)
+    def findings(self) -> Iterator[Finding]:
+        """What is chosen for pages or for tensorboard needs them."""
+        asked = self.report_to
+        if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
+            fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
+            yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
+        if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
+            what = "has no effect with rollouts_every = 0"
+            yield Finding(("logging.num_groups_to_log", "logging.rollouts_every"), what, "remove one of the two")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import Data
 from retrain.environments.sources import (
     FILE_ENDINGS,
     HUB,
@@ -40,7 +41,7 @@ class Wanted(NamedTuple):
 
     name: str
     problems: int
-    data: Any
+    data: Data
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class Dataset:
 
 
 def load_data(
-    data: Any,
+    data: Data,
     heldout: int | Sequence[Wanted],
     max_examples: int | None = None,
     seed: int = 0,
     base_dir: Path | None = None,
 ) -> Dataset:
-    """The data set of a ``[data]`` section (any object with its attributes).
+    """The data set of a ``[data]`` section.
 
     ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none are set aside),
     ``max_examples`` the most to train on, ``seed`` decides which problems a generated source generates and which of
@@ -105,7 +106,7 @@ def load_data(
                 f"{len(sets[each.name])} problems are held out{named}; "
                 f"[evaluation] problems = {each.problems} asks for more"
             )
-    kept = _at_most(train, max_examples, seed, getattr(data, "shuffle", True))
+    kept = _at_most(train, max_examples, seed, data.shuffle)
     told = tuple(dict.fromkeys(notes))  # sets that share a source share what is said of it
     return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), told)
 
@@ -120,7 +121,7 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     return digest.hexdigest()
 
 
-def _training(data: Any, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
+def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
     if data.source == "arithmetic":
         from retrain.environments import arithmetic
 
@@ -133,7 +134,7 @@ def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) ->
     """What a held-out set is chosen from: all problems of a source or split of its own; None where it is a part of the
     training source, for want of either."""
     data = wanted.data
-    eval_source = getattr(data, "eval_source", None)
+    eval_source = data.eval_source
     source = eval_source or data.source
     if source == "arithmetic":
         from retrain.environments import arithmetic
@@ -160,9 +161,9 @@ def _has_splits(source: str, base_dir: Path | None) -> bool:
     return ":" not in source or takes_split(source, base_dir)
 
 
-def _problems(source: str, split: str, data: Any, base_dir: Path | None) -> list[Problem]:
+def _problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
     columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
-    subset = getattr(data, "subset", None)
+    subset = data.subset
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
     if source in HUB:

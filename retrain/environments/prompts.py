@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import Data
 from retrain.environments.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
 from retrain.types import Action, Message, Problem, Prompt
@@ -23,7 +24,7 @@ SPARE_TOKENS = 16
 class Renderer:
     """Conversations through a tokenizer's chat template, as ``[data]`` says."""
 
-    def __init__(self, tokenizer: Any, data: Any):
+    def __init__(self, tokenizer: Any, data: Data):
         self.tokenizer, self.data = tokenizer, data
 
     def prompt(self, problem: Problem, messages: Sequence[Message]) -> Prompt:
@@ -37,7 +38,7 @@ class Renderer:
             try:
                 text = self._templated(messages)
             except Exception as error:  # a template is a program of its author's: any jinja error, told with its text
-                hint = ": leave [data] system_prompt out" if getattr(self.data, "system_prompt", None) else ""
+                hint = ": leave [data] system_prompt out" if self.data.system_prompt else ""
                 raise ModelError(
                     f"the tokenizer's chat template refuses problem {problem.id}: {error}{hint}"
                 ) from error
@@ -71,7 +72,7 @@ class Renderer:
         return token_ids
 
     def _templated(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
-        extra = getattr(self.data, "chat_template_kwargs", None) or {}
+        extra = self.data.chat_template_kwargs
         return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=begin_answer, **extra
         )
@@ -84,7 +85,7 @@ MARK = "⟪what the model said⟫"
 """Stands for an action while what the template writes behind it is looked for."""
 
 
-def render(problem: Problem, tokenizer: Any, data: Any) -> Prompt:
+def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
     """The problem through ``prompt_template``, ``system_prompt`` and the tokenizer's chat template.
 
     Raises as ``Renderer.prompt``.
@@ -96,7 +97,7 @@ class Room(NamedTuple):
     """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
     and ``why``, where that limit comes from."""
 
-    section: Any
+    section: Data
     limit: int | None
     why: str
 
@@ -120,7 +121,7 @@ def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str,
     lengths = [_too_long(part.problems, tokenizer, part.room) for part in parts]
     if not any(lengths):
         return data
-    if getattr(training.section, "long_prompts", "error") != "skip":
+    if training.section.long_prompts != "skip":
         raise DataError(_first_too_long(parts, lengths))
     kept = []
     for part, longer in zip(parts, lengths, strict=True):
@@ -195,12 +196,12 @@ def _left_out(parts: Sequence[_Part], lengths: Sequence[Mapping[int, int]]) -> I
         )
 
 
-def _bytes(problem: Problem, section: Any) -> int:
+def _bytes(problem: Problem, section: Data) -> int:
     """Bytes of what the model is asked, without chat markup."""
     return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 
-def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> int:
+def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Data) -> int:
     """Tokens of the longest prompt, as far as characters tell it: only those with the most of them are rendered.
 
     0 when there are no problems. Raises as ``render``.
@@ -213,15 +214,13 @@ def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Any) -> in
     return max((len(render(problem, tokenizer, data).token_ids) for problem in longest), default=0)
 
 
-def conversation(problem: Problem, data: Any) -> list[Message]:
+def conversation(problem: Problem, data: Data) -> list[Message]:
     """The chat messages: the system prompt, if one is set, then the problem with the template in its last message."""
-    template = getattr(data, "prompt_template", None) or "{prompt}"
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
     else:
         messages = [dict(message) for message in problem.prompt]
     # Not str.format: a template asks for \boxed{} in so many words.
-    messages[-1] = {**messages[-1], "content": template.replace("{prompt}", messages[-1]["content"])}
-    system = getattr(data, "system_prompt", None)
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    messages[-1] = {**messages[-1], "content": data.prompt_template.replace("{prompt}", messages[-1]["content"])}
+    return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,13 +27,6 @@ from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 MAX_UNCERTAINTY = 50.0
 MIN_MEAN_UNCERTAINTY = 1e-7
 MIN_PAPER_UNCERTAINTY = 1e-6
-UNCERTAINTIES = ("surprisal", "predictive_variance", "shannon_entropy")
-TRANSFORMS = ("none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask")
-NEEDS_PLANNING = frozenset({"gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"})
-NEEDS_ENTROPY = frozenset({"entropy_mask"})
-OWN_ADVANTAGE = frozenset({"gtpo_paper"})
-"""Modes that start from the rewards: whether a group has signal shows in their result, not in the advantages."""
-
 Uncertainty = str | Callable[..., Any]
 Transform = str | Callable[..., Any]
 
@@ -79,6 +72,26 @@ def _clean(what: str, values_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
     return values_B_T
 
 
+def _surprisal(logprobs_B_T: Floats_BT, entropy_B_T: Floats_BT | None, mask_B_T: Mask_BT) -> Floats_BT:
+    return -_clean("logprob", logprobs_B_T, mask_B_T)
+
+
+def _predictive_variance(logprobs_B_T: Floats_BT, entropy_B_T: Floats_BT | None, mask_B_T: Mask_BT) -> Floats_BT:
+    p_B_T = _clean("logprob", logprobs_B_T, mask_B_T).clamp(max=0.0).exp()
+    return p_B_T * (1.0 - p_B_T)
+
+
+def _shannon_entropy(logprobs_B_T: Floats_BT, entropy_B_T: Floats_BT | None, mask_B_T: Mask_BT) -> Floats_BT:
+    return _clean("entropy", _require("entropy_B_T", entropy_B_T, logprobs_B_T, "shannon_entropy"), mask_B_T)
+
+
+UNCERTAINTIES: dict[str, Callable[[Floats_BT, Floats_BT | None, Mask_BT], Floats_BT]] = {
+    "surprisal": _surprisal,
+    "predictive_variance": _predictive_variance,
+    "shannon_entropy": _shannon_entropy,
+}
+
+
 @torch.no_grad()
 def uncertainty(
     kind: Uncertainty, logprobs_B_T: Floats_BT, entropy_B_T: Floats_BT | None, mask_B_T: Mask_BT
@@ -102,13 +115,8 @@ def uncertainty(
         h_B_T = torch.where(mask_B_T, h_B_T.to(logprobs_B_T), 0.0)
         if not bool(torch.isfinite(h_B_T).all()):
             raise PluginError(f"uncertainty plug-in {name} returned NaN or infinity for a trained token")
-    elif kind == "surprisal":
-        h_B_T = -_clean("logprob", logprobs_B_T, mask_B_T)
-    elif kind == "predictive_variance":
-        p_B_T = _clean("logprob", logprobs_B_T, mask_B_T).clamp(max=0.0).exp()
-        h_B_T = p_B_T * (1.0 - p_B_T)
-    elif kind == "shannon_entropy":
-        h_B_T = _clean("entropy", _require("entropy_B_T", entropy_B_T, logprobs_B_T, "shannon_entropy"), mask_B_T)
+    elif kind in UNCERTAINTIES:
+        h_B_T = UNCERTAINTIES[kind](logprobs_B_T, entropy_B_T, mask_B_T)
     else:
         raise ValueError(f"unknown uncertainty kind {kind!r}: one of {', '.join(UNCERTAINTIES)}, or a function")
     return h_B_T.clamp(0.0, MAX_UNCERTAINTY)
@@ -361,6 +369,95 @@ class ModeInputs:
     entropy_denominator: str = "kept"
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """What a transform works on: every token with its rollout's advantage, and the settings of all modes."""
+
+    flat_B_T: Floats_BT
+    h_B_T: Floats_BT
+    entropy_B_T: Floats_BT | None
+    planning_B_T: Mask_BT | None
+    mask_B_T: Mask_BT
+    mode: str
+    beta: float
+    alpha: float
+    sepa_lambda: float
+    inputs: ModeInputs
+
+    def planning(self) -> Mask_BT:
+        """The planning tokens, which must be given."""
+        return _require("planning_B_T", self.planning_B_T, self.mask_B_T, self.mode)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a transform makes: advantages, the GTPO weights and what they were before pooling, and, where not all
+    tokens train, those that do and those that the loss normaliser counts."""
+
+    advantages_B_T: Floats_BT
+    weights_B_T: Floats_BT | None = None
+    unpooled_B_T: Floats_BT | None = None
+    loss_mask_B_T: Mask_BT | None = None
+    denominator_mask_B_T: Mask_BT | None = None
+
+
+def _none(tokens: _Tokens) -> _Result:
+    return _Result(tokens.flat_B_T)
+
+
+def _gtpo(tokens: _Tokens) -> _Result:
+    weights_B_T = gtpo_weights(tokens.h_B_T, tokens.mask_B_T, tokens.beta)
+    return _Result(tokens.flat_B_T * weights_B_T, weights_B_T)
+
+
+def _gtpo_sepa(tokens: _Tokens) -> _Result:
+    h_B_T = sepa_pool(tokens.h_B_T, tokens.planning(), tokens.mask_B_T, tokens.sepa_lambda)
+    unpooled_B_T = gtpo_weights(tokens.h_B_T, tokens.mask_B_T, tokens.beta)
+    return replace(_gtpo(replace(tokens, h_B_T=h_B_T)), unpooled_B_T=unpooled_B_T)
+
+
+def _gtpo_hicra(tokens: _Tokens) -> _Result:
+    result = _gtpo(tokens)
+    return replace(result, advantages_B_T=hicra(result.advantages_B_T, tokens.planning(), tokens.alpha))
+
+
+def _gtpo_hicra_placebo(tokens: _Tokens) -> _Result:
+    tokens.planning()
+    placebo_B_T = _require("placebo_B_T", tokens.inputs.placebo_B_T, tokens.mask_B_T, tokens.mode)
+    return _gtpo_hicra(replace(tokens, planning_B_T=placebo_B_T))
+
+
+def _gtpo_paper(tokens: _Tokens) -> _Result:
+    inputs = tokens.inputs
+    if inputs.rewards_B is None or inputs.correct_B is None or inputs.group_B is None:
+        raise ValueError("gtpo_paper needs rewards_B, correct_B and group_B in its ModeInputs")
+    rows = (inputs.rewards_B, inputs.correct_B, inputs.group_B)
+    result_B_T = gtpo_paper(tokens.h_B_T, *rows, tokens.mask_B_T, inputs.alpha1, inputs.alpha2)
+    return _Result(result_B_T.to(tokens.h_B_T))
+
+
+def _entropy_mask(tokens: _Tokens) -> _Result:
+    denominator = tokens.inputs.entropy_denominator
+    if denominator not in ("kept", "all"):
+        raise ValueError(f"entropy_mask_denominator must be kept or all: got {denominator!r}")
+    given_B_T = _require("entropy_B_T", tokens.entropy_B_T, tokens.mask_B_T, tokens.mode)
+    kept_B_T = entropy_mask(given_B_T, tokens.mask_B_T, tokens.inputs.entropy_rho)
+    counted_B_T = kept_B_T if denominator == "kept" else tokens.mask_B_T
+    result_B_T = torch.where(kept_B_T, tokens.flat_B_T, 0.0)
+    return _Result(result_B_T, loss_mask_B_T=kept_B_T, denominator_mask_B_T=counted_B_T)
+
+
+TRANSFORMS: dict[str, Callable[[_Tokens], _Result]] = {
+    "none": _none,
+    "gtpo": _gtpo,
+    "gtpo_hicra": _gtpo_hicra,
+    "gtpo_hicra_placebo": _gtpo_hicra_placebo,
+    "gtpo_sepa": _gtpo_sepa,
+    "gtpo_paper": _gtpo_paper,
+    "entropy_mask": _entropy_mask,
+}
+
+
 @torch.no_grad()
 def token_advantages(
     transform_mode: Transform,
@@ -388,41 +485,19 @@ def token_advantages(
     mode = transform_mode if isinstance(transform_mode, str) else "plug-in"
     if isinstance(transform_mode, str) and mode not in TRANSFORMS:
         raise ValueError(f"unknown transform mode {mode!r}: one of {', '.join(TRANSFORMS)}, or a function")
-    if mode in NEEDS_PLANNING or planning_B_T is not None:
+    if planning_B_T is not None:
         planning_B_T = _require("planning_B_T", planning_B_T, mask_B_T, mode)
     h_B_T = uncertainty(uncertainty_kind, logprobs_B_T, entropy_B_T, mask_B_T)
     stats, exec_variance = uncertainty_stats(uncertainty_kind, h_B_T, logprobs_B_T, planning_B_T, mask_B_T)
     flat_B_T = _spread(advantages_B, h_B_T, mask_B_T)
-    loss_mask_B_T = denominator_mask_B_T = mask_B_T
-    weights_B_T = None
-
-    if mode == "none":
-        result_B_T = flat_B_T
-    elif callable(transform_mode):
+    if callable(transform_mode):
         arguments = {"advantages_B_T": flat_B_T, "h_B_T": h_B_T, "planning_B_T": planning_B_T, "mask_B_T": mask_B_T}
-        result_B_T = _plugin_transform(transform_mode, arguments).to(h_B_T)
-    elif mode == "gtpo_paper":
-        if inputs.rewards_B is None or inputs.correct_B is None or inputs.group_B is None:
-            raise ValueError("gtpo_paper needs rewards_B, correct_B and group_B in its ModeInputs")
-        rows = (inputs.rewards_B, inputs.correct_B, inputs.group_B)
-        result_B_T = gtpo_paper(h_B_T, *rows, mask_B_T, inputs.alpha1, inputs.alpha2).to(h_B_T)
-    elif mode == "entropy_mask":
-        if inputs.entropy_denominator not in ("kept", "all"):
-            raise ValueError(f"entropy_mask_denominator must be kept or all: got {inputs.entropy_denominator!r}")
-        given_B_T = _require("entropy_B_T", entropy_B_T, mask_B_T, mode)
-        loss_mask_B_T = entropy_mask(given_B_T, mask_B_T, inputs.entropy_rho)
-        denominator_mask_B_T = loss_mask_B_T if inputs.entropy_denominator == "kept" else mask_B_T
-        result_B_T = torch.where(loss_mask_B_T, flat_B_T, 0.0)
+        result = _Result(_plugin_transform(transform_mode, arguments).to(h_B_T))
     else:
-        unpooled_B_T = None
-        if mode == "gtpo_sepa":
-            unpooled_B_T = gtpo_weights(h_B_T, mask_B_T, beta)
-            h_B_T = sepa_pool(h_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), mask_B_T, sepa_lambda)
-        weights_B_T = gtpo_weights(h_B_T, mask_B_T, beta)
-        stats |= weight_stats(weights_B_T, unpooled_B_T, planning_B_T, mask_B_T)
-        result_B_T = flat_B_T * weights_B_T
-        if mode == "gtpo_hicra":
-            result_B_T = hicra(result_B_T, _require("planning_B_T", planning_B_T, mask_B_T, mode), alpha)
-        elif mode == "gtpo_hicra_placebo":
-            result_B_T = hicra(result_B_T, _require("placebo_B_T", inputs.placebo_B_T, mask_B_T, mode), alpha)
-    return TokenCredit(result_B_T, loss_mask_B_T, denominator_mask_B_T, stats, weights_B_T, exec_variance)
+        tokens = _Tokens(flat_B_T, h_B_T, entropy_B_T, planning_B_T, mask_B_T, mode, beta, alpha, sepa_lambda, inputs)
+        result = TRANSFORMS[mode](tokens)
+    if result.weights_B_T is not None:
+        stats |= weight_stats(result.weights_B_T, result.unpooled_B_T, planning_B_T, mask_B_T)
+    loss_mask_B_T = mask_B_T if result.loss_mask_B_T is None else result.loss_mask_B_T
+    counted_B_T = mask_B_T if result.denominator_mask_B_T is None else result.denominator_mask_B_T
+    return TokenCredit(result.advantages_B_T, loss_mask_B_T, counted_B_T, stats, result.weights_B_T, exec_variance)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from retrain.config import Config
 from retrain.errors import ModelError, UsageError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
@@ -157,7 +158,7 @@ def load_base(
     return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
 
 
-def tokenizer_of(config: Any) -> tuple[Any, int]:
+def tokenizer_of(config: Config) -> tuple[Any, int]:
     """Tokenizer and context length (tokens; 0 where it is not told) of the model that a run's configuration names,
     without its weights. Raises ModelError as ``load_base``."""
     from transformers import AutoConfig, AutoTokenizer
@@ -196,7 +197,7 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
     return ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}")
 
 
-def base_of(config: Any) -> BaseModel:
+def base_of(config: Config) -> BaseModel:
     """``load_base`` of what a run's configuration names."""
     return load_base(
         config.model.model,

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
-from retrain.record.context import TOOLS, RunContext
+from retrain.config.upkeep import Tool
+from retrain.record.context import RunContext
+
+TOOLS: tuple[str, ...] = get_args(Tool)
+"""Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
 SCALED_ALIASES: dict[str, tuple[float, float]] = {
     "stop_reason_length_pct": (100.0, 0.0),

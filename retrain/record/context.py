@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.config.evaluation import HELDOUT
-
-TOOLS = ("tinker", "trl", "telescope", "retrain")
-"""Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
+from retrain.config import Config
+from retrain.config.modes import credit_of
 
 
 @dataclass(frozen=True)
 class RunContext:
     """One run as its records name it.
 
-    ``config`` is the resolved configuration (read by attribute: ``config.logging.aliases``). ``tags`` are those the
+    ``config`` is the resolved configuration. ``tags`` are those the
     data source may give a problem and ``reward_names`` the reward's parts and known sample metrics, so that their keys
     stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
     """
@@ -25,7 +23,7 @@ class RunContext:
     condition: str
     run_id: str
     seed: int
-    config: Any
+    config: Config
     max_steps: int
     is_campaign: bool = False
     tags: tuple[str, ...] = ()
@@ -42,12 +40,12 @@ class RunContext:
     @property
     def aliases(self) -> tuple[str, ...]:
         """The tools whose key names are repeated in the rows."""
-        return tuple(setting(self.config, "logging.aliases", TOOLS))
+        return tuple(self.config.logging.aliases)
 
     @property
     def strict_answers(self) -> bool:
         """Whether a vote counts only answers that are marked as such, as the reward does."""
-        return bool(setting(self.config, "reward.strict_answers", True))
+        return self.config.reward.strict_answers
 
     def lowest(self, name: str) -> float | None:
         """The smallest value that ``ranges`` declares for this number; None where it declares none."""
@@ -56,11 +54,7 @@ class RunContext:
     @property
     def evaluations(self) -> dict[str, int]:
         """The held-out sets that are evaluated, in order: samples per problem by name."""
-        if not setting(self.config, "evaluation.problems", 0):
-            return {}
-        samples = int(setting(self.config, "evaluation.samples", 1))
-        sets = setting(self.config, "evaluation.sets", None) or [{"name": HELDOUT}]
-        return {setting(one, "name", HELDOUT): int(setting(one, "samples", samples)) for one in sets}
+        return {each.name: each.samples for each in self.config.held_out}
 
     def tags_of(self, name: str) -> tuple[str, ...]:
         """Tags that problems of a held-out set may have."""
@@ -69,27 +63,13 @@ class RunContext:
     @property
     def component_weights(self) -> dict[str, tuple[float, float]]:
         """Weight and offset of each configured part of a weighted reward: it adds weight · (value + offset)."""
-        parts = setting(self.config, "reward.components", None) or ()
-        weights = ((setting(part, "weight", 1.0), setting(part, "offset", 0.0)) for part in parts)
-        names = (setting(part, "name", None) or setting(part, "type", "") for part in parts)
-        return dict(zip(names, weights, strict=True))
+        return {part.shown_name: (part.weight, part.offset) for part in self.config.reward.components}
 
     @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
-        config, found = self.config, set()
-        if self.evaluations:
-            found.add("evaluation")
-        if setting(config, "algorithm.advantage_mode", "") == "gae":
-            found.add("critic")
-        transform = setting(config, "algorithm.transform_mode", "")
-        if transform in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa"):
-            found.add("weights")
-        if transform == "gtpo_sepa":
-            found.add("pooling")
-        if setting(config, "environment.tools", None):
-            found.add("tools")
-        return frozenset(found)
+        evaluated = {"evaluation"} if self.evaluations else set()
+        return credit_of(self.config.algorithm.transform_mode).features | evaluated
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -102,13 +82,3 @@ def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     for name, limits in (item for owner in declared for item in owner.items()):
         ranges.setdefault(name, {}).update(limits)
     return ranges
-
-
-def setting(config: Any, path: str, default: Any) -> Any:
-    """``config.a.b`` for ``path`` "a.b" over attributes or mapping keys; ``default`` where any part is absent."""
-    value = config
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        if value is None:
-            return default
-    return value

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrain.config import Config
 from retrain.files import sha256, write_bytes, write_json
 from retrain.record.repositories import code_diff, git_state, own_checkout
 from retrain.record.secrets import without_keys
@@ -31,13 +32,12 @@ PACKAGES = (
 TOOL_SECONDS = 20.0
 
 
-def run_facts(config: Any, **facts: Any) -> dict[str, Any]:
+def run_facts(config: Config, **facts: Any) -> dict[str, Any]:
     """The content of ``config.json``: the resolved configuration, then what it ran with.
 
-    ``config`` is a mapping or a pydantic model. ``types`` has the type of every value under its dotted key; ``facts``
-    are further entries, such as the data's hash.
+    ``types`` has the type of every value under its dotted key; ``facts`` are further entries, such as the data's hash.
     """
-    sections = dict(config) if isinstance(config, Mapping) else config.model_dump(mode="json", by_alias=True)
+    sections = config.to_dict()
     return {
         **sections,
         "types": dict(value_types(sections)),
@@ -59,7 +59,7 @@ def code_version() -> dict[str, str]:
     return {"version": retrain.__version__, "sha256": digest.hexdigest()}
 
 
-def module_hashes(config: Any, folder: Path) -> dict[str, str]:
+def module_hashes(config: Config, folder: Path) -> dict[str, str]:
     """SHA-256 of the source of every module of the user's that a configuration names, without importing any.
 
     Found are files and modules in ``folder``, the working directory and on the import path; others are left out.

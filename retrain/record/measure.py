@@ -14,7 +14,7 @@ import numpy as np
 
 from retrain.files import jsonable
 from retrain.record.catalogue import METRICS, TIMED_PARTS, aliases_of, fill, row_metrics
-from retrain.record.context import RunContext, setting
+from retrain.record.context import RunContext
 from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
 from retrain.types import Group, StepRecord
@@ -135,8 +135,8 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
     return {
         "step": record.step,
         "condition": context.condition,
-        "advantage_mode": setting(context.config, "algorithm.advantage_mode", None),
-        "transform_mode": setting(context.config, "algorithm.transform_mode", None),
+        "advantage_mode": context.config.algorithm.advantage_mode,
+        "transform_mode": context.config.algorithm.transform_mode,
         "progress/done_frac": (record.step + 1) / context.max_steps if context.max_steps else None,
         "episode": totals.episodes,
         "num_tokens": totals.tokens,
@@ -183,7 +183,7 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     known = len(entropies) == len(rollouts)
     penalty = record.update.get("objective/non_score_reward")
-    if penalty is None and not setting(context.config, "algorithm.kl_coef", 0):
+    if penalty is None and not context.config.algorithm.kl_coef:
         penalty = 0.0
     score = mean(samples.reward_N)
     return {
@@ -199,7 +199,7 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
 def _credit(record: StepRecord, context: RunContext) -> Row:
     """Which uncertainty; its entropy_* names repeat the surprisal; the share of planning tokens sampled."""
     state = record.state
-    kind = state.get("uncertainty_kind") or setting(context.config, "algorithm.uncertainty_kind", None)
+    kind = state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
     row: Row = {"uncertainty_kind": kind}
     for part in ("exec", "plan"):
         for stat in ("mean", "var"):

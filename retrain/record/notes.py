@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
-from retrain.record.context import setting
+from retrain.config.modes import Need, credit_of
 from retrain.record.numbers import percent
 
 WINDOW = 20
 """Rows that the rules look at: the newest ones, and besides them the first row of the run."""
-
-NEEDS_PLANNING = ("gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa")
-"""Credit modes in which planning tokens decide."""
 
 Row = Mapping[str, Any]
 Finding = tuple[str, str] | None
@@ -49,7 +47,7 @@ class Recent:
     """What a rule may look at: ``rows`` in order, the first of them the run's first, and what the run was asked."""
 
     rows: Sequence[Row]
-    config: Any
+    config: Config
     dtype: str
 
     @property
@@ -67,10 +65,6 @@ class Recent:
         values = [row.get(key) for row in self.rows[-count:]]
         return values if len(values) == count and all(value is not None for value in values) else []
 
-    def asked(self, path: str, default: Any) -> Any:
-        """The configuration's value."""
-        return setting(self.config, path, default)
-
     def cut_off(self) -> float:
         """Mean share of completions that ended by length in the last 3 steps; 0 before there are so many."""
         return _mean(self.last("max_token_hit_rate", 3) or [0.0])
@@ -86,7 +80,7 @@ class Rule:
     needs: tuple[tuple[str, int], ...] = ()
 
 
-def explain(rows: Sequence[Row], config: Any, dtype: str = "float32", told: Collection[str] = ()) -> list[Note]:
+def explain(rows: Sequence[Row], config: Config, dtype: str = "float32", told: Collection[str] = ()) -> list[Note]:
     """Remarks that the newest row gives rise to; ``rows`` are in order, the first of them the run's first.
 
     ``dtype`` is what the model computes in; ``told`` are keys of remarks that were made before.
@@ -135,9 +129,8 @@ def _ungraded(recent: Recent) -> Finding:
     total = recent.now.get("env/all/total_episodes")
     if not failed or not total or failed / total < 0.2:
         return None
-    reward = recent.asked("reward", None)
-    parts = [reward, *(setting(reward, "components", None) or ())]
-    causes = [CAUSES[kind] for part in parts if (kind := setting(part, "type", "")) in CAUSES]
+    reward = recent.config.reward
+    causes = [CAUSES[part.type] for part in (reward, *reward.components) if part.type in CAUSES]
     told = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
@@ -146,10 +139,10 @@ def _ungraded(recent: Recent) -> Finding:
 
 
 def _graded(recent: Recent) -> Finding:
-    declared = recent.asked("campaign.primary_metric", "final")
+    declared = recent.config.campaign.primary_metric
     if not is_graded(recent.now) or sees_reward(declared):
         return None
-    name = "reward_mean" if recent.asked("evaluation.problems", 0) else "mean_reward"
+    name = "reward_mean" if recent.config.evaluation.problems else "mean_reward"
     return (
         "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
         "not (what the reward says, else a reward above 0.5)",
@@ -178,7 +171,10 @@ def _all_uniform(recent: Recent, mixed: list[float]) -> Finding:
     if formats and max(formats) <= 0.02:
         return f"{text}: no answer matched the format", "ask for the format in [data] prompt_template or system_prompt"
     if recent.cut_off() > 0.9:
-        return f"{text}: the answers are cut off", f"raise [training] max_tokens above {_max_tokens(recent)}"
+        return (
+            f"{text}: the answers are cut off",
+            f"raise [training] max_tokens above {recent.config.training.max_tokens}",
+        )
     return (
         f"{text}: the problems are too hard",
         "take easier problems, a larger group_size, or a model that sometimes succeeds",
@@ -262,7 +258,7 @@ def _much_clipped(recent: Recent, shares: list[float]) -> Finding:
 def _grad_clipped(recent: Recent, flags: list[bool], norms: list[float]) -> Finding:
     if not all(flags):
         return None
-    limit, middle = recent.asked("optimizer.grad_clip_norm", 1.0), sorted(norms)[5]
+    limit, middle = recent.config.optimizer.grad_clip_norm, sorted(norms)[5]
     return (
         f"the gradient was clipped in each of the last 10 steps (norm around {middle:.2g}, limit {limit:g}), so the "
         "step size is set by the limit",
@@ -315,7 +311,7 @@ def _kl_blowup(recent: Recent, values: list[float]) -> Finding:
 
 
 def _truncated(recent: Recent) -> Finding:
-    share, limit = recent.cut_off(), _max_tokens(recent)
+    share, limit = recent.cut_off(), recent.config.training.max_tokens
     if share < 0.5:
         return None
     what = "every completion" if share > 0.99 else f"{percent(share)} of the completions"
@@ -326,8 +322,8 @@ def _truncated(recent: Recent) -> Finding:
 
 
 def _no_planning(recent: Recent, shares: list[float]) -> Finding:
-    mode = recent.asked("algorithm.transform_mode", "none")
-    if mode not in NEEDS_PLANNING or max(shares) > 0:
+    mode = recent.config.algorithm.transform_mode
+    if Need.PLANNING not in credit_of(mode).needs or max(shares) > 0:
         return None
     return (
         f"no planning token was found in 5 steps, so {mode} has nothing to tell apart",
@@ -338,10 +334,10 @@ def _no_planning(recent: Recent, shares: list[float]) -> Finding:
 def _sepa_shut(recent: Recent) -> Finding:
     if not _uses_sepa(recent) or recent.now.get("sepa_gate_open") is not False:
         return None
-    step, last = int(recent.now["step"]) + 1, recent.asked("training.max_steps", 0)
+    step, last = int(recent.now["step"]) + 1, recent.config.training.max_steps
     if step < min(50, max(5, last // 2)):
         return None
-    gate = recent.asked("sepa.correct_rate_gate", 0.1)
+    gate = recent.config.sepa.correct_rate_gate
     return (
         f"SEPA has not begun after {step} steps: no batch has reached correct_rate_gate = {gate:g}, so λ is still 0 "
         "and the run equals plain GTPO",
@@ -350,11 +346,11 @@ def _sepa_shut(recent: Recent) -> Finding:
 
 
 def _sepa_too_late(recent: Recent) -> Finding:
-    step, last = int(recent.now["step"]) + 1, recent.asked("training.max_steps", 0)
+    step, last = int(recent.now["step"]) + 1, recent.config.training.max_steps
     value = recent.now.get("sepa_lambda")
     if not _uses_sepa(recent) or step != last or value is None or value >= 0.5 or _sepa_shut(recent):
         return None
-    if value == 0 and recent.asked("sepa.schedule", "linear") == "linear":  # which never falls again
+    if value == 0 and recent.config.sepa.schedule == "linear":  # which never falls again
         return (
             f"SEPA's λ was 0 in every one of the {last} steps: the run equals plain GTPO",
             "raise max_steps, or lower [sepa] steps or delay_steps to fit it",
@@ -366,8 +362,7 @@ def _sepa_too_late(recent: Recent) -> Finding:
 
 
 def _heldout_worse(recent: Recent) -> Finding:
-    for each in recent.asked("evaluation.sets", None) or [{"name": HELDOUT}]:
-        name = setting(each, "name", HELDOUT)
+    for name in recent.config.evaluation.names:
         first, now = recent.first.get(f"eval/{name}/ci_low"), recent.now.get(f"eval/{name}/ci_high")
         if first is None or now is None or len(recent.rows) < 2 or now >= first:
             continue
@@ -384,11 +379,7 @@ def _heldout_worse(recent: Recent) -> Finding:
 
 
 def _uses_sepa(recent: Recent) -> bool:
-    return recent.asked("algorithm.transform_mode", "none") == "gtpo_sepa"
-
-
-def _max_tokens(recent: Recent) -> Any:
-    return recent.asked("training.max_tokens", "?")
+    return credit_of(recent.config.algorithm.transform_mode).pooled
 
 
 RULES: dict[str, Rule] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
-from retrain.record.context import RunContext, setting
+from retrain.record.context import RunContext
 from retrain.record.environment import SystemInfo, without_keys
 from retrain.record.evaluation import answer_of, eval_row, shortened
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
@@ -93,7 +93,7 @@ class RunRecorder:
         if facts is not None:
             self._marker = marker = self.directory / "config.json"
             self._files.write(lambda: write_json(marker, facts))
-            self._dtype = setting(facts, "built.dtype", self._dtype)
+            self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self._files.write(lambda: system.write(self.directory))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
@@ -141,14 +141,14 @@ class RunRecorder:
         self._files.append("emergence/generations.jsonl", generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
         self._files.append("notes.jsonl", [note.as_dict() for note in notes])
-        every = self._setting("rollouts_every", 10)
+        every = self.context.config.logging.rollouts_every
         pages = every and (record.step % every == 0 or record.step + 1 == self.context.max_steps)
         self._write_rollouts(self._batch(TRAIN, record.step, record.groups, record.step_start), bool(pages))
 
     def _write_rollouts(self, batch: Batch, pages: bool) -> None:
         self._files.wrote(write_summaries(self.directory, batch))
         if pages:
-            self._files.wrote(*write_pages(self.directory, batch, self._setting("num_groups_to_log", 4)))
+            self._files.wrote(*write_pages(self.directory, batch, self.context.config.logging.num_groups_to_log))
 
     def _write_timeline(self) -> None:
         write_timeline(self.directory)
@@ -157,9 +157,6 @@ class RunRecorder:
         names = (self.context.run_id, self.context.condition)
         weights = self.context.component_weights
         return Batch(split, iteration, groups, iteration, *names, started, self._token_text, weights)
-
-    def _setting(self, key: str, default: int) -> int:
-        return setting(self.context.config, f"logging.{key}", default)
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -191,7 +188,7 @@ class RunRecorder:
         self._files.append("evals.jsonl", [facts | row])
         self._files.append("emergence/evaluations.jsonl", evaluated(record, self.context.strict_answers))
         batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
-        self._write_rollouts(batch, self._setting("rollouts_every", 10) > 0)
+        self._write_rollouts(batch, self.context.config.logging.rollouts_every > 0)
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from retrain.config.root import value_at
 from retrain.config.upkeep import trackers
 from retrain.errors import PluginError, RetrainError
 from retrain.extras import missing
 from retrain.files import dumps
 from retrain.plugins import load_function
 from retrain.record.catalogue import wandb_name
-from retrain.record.context import RunContext, setting
+from retrain.record.context import RunContext
 
 RUN_CONFIG_KEYS = {
     "advantage_mode": "algorithm.advantage_mode",
@@ -71,17 +72,9 @@ class Tracker(Protocol):
 def make_trackers(context: RunContext, run_dir: Path) -> list[Tracker]:
     """The trackers that ``[logging]`` asks for: ``report_to``, and wandb when ``wandb_project`` is set.
 
-    Raises:
-        RetrainError: a name in ``report_to`` that is neither known nor a ``module:function``; PluginError for one of
-            these that cannot be loaded or returns no tracker.
+    Raises PluginError for one of the user's own that cannot be loaded or returns no tracker.
     """
-    asked = setting(context.config, "logging.report_to", ())
-    wanted = trackers(asked, setting(context.config, "logging.wandb_project", None))
-    unknown = [name for name in wanted if name not in TRACKERS and ":" not in name]
-    if unknown:
-        raise RetrainError(
-            f"logging.report_to: unknown tracker {unknown[0]!r}; known are {', '.join(TRACKERS)}, and module:function"
-        )
+    wanted = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
     return [TRACKERS[name](run_dir) if name in TRACKERS else plugin_tracker(name, context, run_dir) for name in wanted]
 
 
@@ -118,7 +111,7 @@ class TrackedRun:
     def of(cls, context: RunContext) -> TrackedRun:
         """The run of this context; the project is ``logging.wandb_project``, else ``retrain``."""
         identity = run_identity(context)
-        project = setting(context.config, "logging.wandb_project", "") or "retrain"
+        project = context.config.logging.wandb_project or "retrain"
         return cls(identity["name"], identity["group"], identity["tags"] or [], project, run_config(context))
 
 
@@ -158,7 +151,7 @@ class PluginTracker:
 
 def run_config(context: RunContext) -> dict[str, Any]:
     """The run's configuration under the flat names that people filter by."""
-    flat = {name: setting(context.config, path, None) for name, path in RUN_CONFIG_KEYS.items()}
+    flat = {name: value_at(context.config, path) for name, path in RUN_CONFIG_KEYS.items()}
     ranges = {"metrics_ranges": {k: dict(v) for k, v in context.ranges.items()}} if context.ranges else {}
     return flat | {"condition": context.condition, "max_steps": context.max_steps, "seed": context.seed} | ranges
 
@@ -166,17 +159,17 @@ def run_config(context: RunContext) -> dict[str, Any]:
 def run_identity(context: RunContext) -> dict[str, Any]:
     """Name, group and tags, as ``[logging]`` of the planned run has them; a campaign's runs are named, grouped and
     tagged by condition and seed."""
-    tags = setting(context.config, "logging.wandb_tags", ())
-    tags = [tag.strip() for tag in tags.split(",")] if isinstance(tags, str) else list(tags)
+    logging = context.config.logging
+    tags = list(logging.wandb_tags)
     if not context.is_campaign:
         return {
-            "name": setting(context.config, "logging.wandb_run_name", "") or context.condition,
-            "group": setting(context.config, "logging.wandb_group", "") or None,
+            "name": logging.wandb_run_name or context.condition,
+            "group": logging.wandb_group,
             "tags": [tag[:TAG_CHARACTERS] for tag in tags if tag] or None,
         }
     tags += [context.condition, f"seed{context.seed}"]
     return {
-        "name": setting(context.config, "logging.wandb_run_name", "") or f"{context.condition}_s{context.seed}",
+        "name": logging.wandb_run_name or f"{context.condition}_s{context.seed}",
         "group": context.condition,
         "tags": [tag[:TAG_CHARACTERS] for tag in dict.fromkeys(tags) if tag],
     }
@@ -256,12 +249,12 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Mapping[s
 
 def _wandb_init(wandb: Any, context: RunContext, directory: Path, **arguments: Any) -> Any:
     """A new wandb run beside any others of this process; RetrainError when there can be none."""
-    logging = setting(context.config, "logging", {})
+    logging = context.config.logging
     try:
         return wandb.init(
-            project=setting(logging, "wandb_project", "") or "retrain",
-            entity=setting(logging, "wandb_entity", "") or None,
-            mode=setting(logging, "wandb_mode", "") or None,
+            project=logging.wandb_project or "retrain",
+            entity=logging.wandb_entity,
+            mode=logging.wandb_mode,
             dir=str(directory),
             reinit="create_new",
             settings=wandb.Settings(console="off", silent=True),
@@ -298,7 +291,7 @@ class TensorboardTracker:
         return {}
 
     def _directory(self, context: RunContext) -> Path:
-        chosen = setting(context.config, "logging.logging_dir", None)
+        chosen = context.config.logging.logging_dir
         if chosen is None:
             return self.run_dir / "tensorboard"
         return Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
@@ -337,7 +330,7 @@ class TrackioTracker:
         """Open the run, or go on with the one of the same name."""
         trackio = _import("trackio", "logging.report_to")
         identity = run_identity(context)
-        project = setting(context.config, "logging.wandb_project", "") or "retrain"
+        project = context.config.logging.wandb_project or "retrain"
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints hints into the live view
                 self.run = trackio.init(

@@ -7,7 +7,7 @@ Python, a subclass of ``Reward`` handed to ``Grader``.
 from __future__ import annotations
 
 from retrain.rewards.base import Grader, Reward
-from retrain.rewards.build import build_grader, build_reward
+from retrain.rewards.build import build_grader
 from retrain.types import RewardResult
 
-__all__ = ["Grader", "Reward", "RewardResult", "build_grader", "build_reward"]
+__all__ = ["Grader", "Reward", "RewardResult", "build_grader"]

@@ -16,8 +16,9 @@ import numpy as np
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.results import Measure
 from retrain.campaign.planning.plan import RunSpec
-from retrain.config.algorithm import lambda_stays_zero
+from retrain.config.modes import advantage_of
 from retrain.config.root import unused
+from retrain.config.rules import lambda_stays_zero
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, pairs_needed, spread_interval
 from retrain.maths.statistics import pairs_for_verdict
@@ -25,14 +26,6 @@ from retrain.maths.statistics import pairs_for_verdict
 ASSUMED_SPREAD = 0.04
 """Standard deviation of a paired difference of held-out accuracy where no pilot measured it: 4 points."""
 POWER = 0.8
-SCALES = {
-    "grpo": lambda p: 1.0,
-    "dr_grpo": lambda p: math.sqrt(p * (1.0 - p)),
-    "rloo": lambda p: math.sqrt(p * (1.0 - p)),
-    "maxrl": lambda p: math.sqrt((1.0 - p) / p),
-    "reinforce_pp": lambda p: 1.0,
-}
-"""Root mean square advantage of 0/1 rewards at success rate p, in large groups."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +146,11 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
     """Advantage modes whose advantages differ in size while the learning rate is one for all."""
-    known = [spec for spec in conditions if spec.config.algorithm.advantage_mode in SCALES]
-    modes = list(dict.fromkeys(spec.config.algorithm.advantage_mode for spec in known))
-    rates = {spec.config.training.lr for spec in known}
-    sizes = {mode: [SCALES[mode](p) for p in (0.1, 0.5, 0.9)] for mode in modes}
+    found = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
+    known = [(spec, scale) for spec, scale in found if scale is not None]
+    rates = {spec.config.training.lr for spec, _ in known}
+    sizes = {spec.config.algorithm.advantage_mode: [scale(p) for p in (0.1, 0.5, 0.9)] for spec, scale in known}
+    modes = list(sizes)
     if len(modes) < 2 or len(rates) > 1 or len({tuple(size) for size in sizes.values()}) < 2:
         return []
     told = "; ".join(f"{mode} {', '.join(f'{size:.2g}' for size in sizes[mode])}" for mode in modes)

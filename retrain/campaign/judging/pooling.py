@@ -16,18 +16,14 @@ from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run
 from retrain.campaign.planning.changes import flat
 from retrain.campaign.planning.manifest import MANIFEST, read_manifest
+from retrain.config.base import Role
 from retrain.config.evaluation import HELDOUT
-from retrain.config.tasks import CHART_KEYS
+from retrain.config.root import role_of
 from retrain.errors import UsageError
 
-WITHOUT_EFFECT = (
-    "campaign", "logging", "squeeze", "backpressure", "resume", "training.seed", "training.save_every",
-    "training.keep_last", "training.keep_every", "training.micro_batch_tokens", "training.nonfinite_limit",
-    "backend.adapter_path", "model.local_files_only", "evaluation.at_start", "training.eval_every",
-    "reward.timeout_s", *(f"reward.{key}" for key in CHART_KEYS),
-)  # fmt: skip
-"""Sections and keys in which runs of one condition may differ: they change records, speed and when something is
-given up, not what is learned."""
+MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
+"""In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
+SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 TOLD_KEYS = 4
 
 
@@ -127,7 +123,7 @@ def _same_evaluation(sources: Sequence[Source], held_out: str) -> None:
             hashes = run.facts.get("heldout_hashes") or {HELDOUT: run.facts.get("heldout_hash")}
             own = next((each for each in evaluation.get("sets") or () if each["name"] == held_out), {})
             own = {key: value for key, value in own.items() if value is not None}
-            sampling = {key: own.get(key, evaluation.get(key)) for key in ("samples", "temperature", "max_tokens")}
+            sampling = {key: own.get(key, evaluation.get(key)) for key in SAMPLING}
             facts = {
                 "held-out problems": hashes.get(held_out) or run.facts.get("data_hash"),
                 **{f"[evaluation] {key}": value for key, value in sampling.items()},
@@ -169,11 +165,13 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]
     """Dotted keys whose values differ in a way that changes what is learned, with both values."""
     left, right = dict(flat(a)), dict(flat(b))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    return {
-        key: (left.get(key), right.get(key))
-        for key in keys
-        if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_EFFECT)
-    }
+    return {key: (left.get(key), right.get(key)) for key in keys if tells_apart(key)}
+
+
+def tells_apart(key: str) -> bool:
+    """Whether runs with different values of this dotted key are no replicates of each other."""
+    role = role_of(key)
+    return role is None or not role & MAY_DIFFER
 
 
 def _told(keys: dict[str, tuple[Any, Any]]) -> str:

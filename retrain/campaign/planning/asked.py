@@ -9,6 +9,7 @@ from typing import Any
 
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
+from retrain.config.tasks import Data
 from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import Wanted
 from retrain.environments.prompts import Room, fitting
@@ -53,7 +54,7 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
     return training, heldout
 
 
-def _room(config: Config, section: Any, completion: int, context: int, key: str) -> Room:
+def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
     limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
     room = context - completion
     if context and room < 1:

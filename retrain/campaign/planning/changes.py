@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.planning.plan import RunSpec
-from retrain.config.tasks import CHART_KEYS
+from retrain.config.base import Role
+from retrain.config.root import role_of
 from retrain.errors import UsageError
 from retrain.record.environment import code_version, module_hashes, package_versions
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
-QUIET_SECTIONS = ("logging", "squeeze")
-"""Sections that name outputs or act after training."""
-QUIET_KEYS = (
-    "campaign.name", "campaign.seeds", "campaign.conditions", "campaign.lanes", "campaign.max_steps",
-    "campaign.primary_metric", "campaign.equivalence_margin", "training.keep_last", "training.keep_every",
-    "campaign.sequential", "model.local_files_only", "backend.adapter_path", *(f"reward.{key}" for key in CHART_KEYS),
-)  # fmt: skip
-"""Keys that change nothing of what one run learns or records."""
+QUIET = Role.RECORDS | Role.NAMES
+"""What may change without a word when a run goes on."""
 EXTENSION = "training.max_steps"
 BASE_WEIGHTS = "weights of the base model"
 MISSING = "(not recorded)"
@@ -74,8 +69,8 @@ def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def counts(key: str) -> bool:
     """Whether a run with another value of this dotted key would be another run."""
-    quiet = (*QUIET_SECTIONS, *QUIET_KEYS)
-    return not any(key == name or key.startswith(f"{name}.") for name in quiet)
+    role = role_of(key)
+    return role is None or role not in QUIET
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

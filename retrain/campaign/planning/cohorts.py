@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import RunSpec
+from retrain.config.base import Role
+from retrain.config.root import keys, role_of, value_at
 from retrain.errors import UsageError
 
 CPU_LANES, GPU_LANES = 10, 8
@@ -28,15 +30,8 @@ def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
 
 def base_key(spec: RunSpec) -> str:
     """Runs with the same text here can share one base model, its wrapped layers and the held-out problems."""
-    config = spec.config
-    return repr(
-        (
-            config.backend.backend, config.model.model, config.model.revision, config.model.trust_remote_code,
-            config.backend.devices, config.backend.options,
-            config.inference.dtype, config.lora.target_modules, config.data, config.held_out,
-            config.training.max_examples, config.training.deterministic,
-        )
-    )  # fmt: skip
+    sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
+    return repr((sampled, spec.config.held_out))
 
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:

@@ -11,12 +11,15 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.files import read_json
 from retrain.models import find_config
 from retrain.models.sizes import cpu_token_budget, kept_numbers
 from retrain.models.targets import targeted
+
+if TYPE_CHECKING:
+    from retrain.config import Config
 
 PROMPT_TOKENS = {"arithmetic": 12}
 """Typical prompt length by data source, of the bundled model's tokenizer."""
@@ -44,13 +47,13 @@ TRAINING_OPERATIONS, FORWARD_OPERATIONS = 4, 2
 and of one forward pass more."""
 
 
-def training_operations(config: Any) -> int:
+def training_operations(config: Config) -> int:
     """Operations per active parameter for training one token: the KL to the base needs the base's own pass."""
     reference = config.algorithm.kl_coef > 0 or config.logging.log_kl
     return TRAINING_OPERATIONS + (FORWARD_OPERATIONS if reference else 0)
 
 
-def assumptions(config: Any) -> tuple[str, ...]:
+def assumptions(config: Config) -> tuple[str, ...]:
     """What the estimates of one run take for granted."""
     operations = training_operations(config)
     passes = "one forward, and one backward that makes no gradients of the base"
@@ -266,7 +269,7 @@ class Work:
         return self.prompt + self.tokens
 
 
-def work_of(config: Any, prompt_tokens: int | None = None) -> Work:
+def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
     training, evaluation = config.training, config.evaluation
     evaluated = sum(each.problems * each.samples for each in config.held_out)
@@ -282,7 +285,7 @@ def work_of(config: Any, prompt_tokens: int | None = None) -> Work:
 
 
 def estimate_run(
-    config: Any, architecture: Architecture | None, device: Device, prompt_tokens: int | None = None
+    config: Config, architecture: Architecture | None, device: Device, prompt_tokens: int | None = None
 ) -> Estimate:
     """Costs of one resolved run configuration."""
     work = work_of(config, prompt_tokens)
@@ -317,7 +320,7 @@ def estimate_run(
 
 
 def cohort_seconds(
-    configs: Sequence[Any], architecture: Architecture, device: Device, prompt_tokens: int | None = None
+    configs: Sequence[Config], architecture: Architecture, device: Device, prompt_tokens: int | None = None
 ) -> float:
     """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
     update after the other. They are taken to have equally many steps."""
@@ -341,7 +344,7 @@ def cohort_seconds(
     return seconds
 
 
-def _width(config: Any, device: Device) -> int:
+def _width(config: Config, device: Device) -> int:
     """Bytes of one number of the base."""
     wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
     return 4 if wide else 2

@@ -13,11 +13,13 @@ from typing import Any
 from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
-from retrain.config import Loaded
+from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
 from retrain.config.checking import Places
+from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake
 from retrain.config.problems import Path as KeyPath
+from retrain.config.tasks import Data, Reward
 from retrain.config.upkeep import trackers
 from retrain.environments import load_data
 from retrain.environments.sources import directory_of, on_hub
@@ -89,7 +91,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             yield from _reward_problems(loaded.places, spec.config.reward, folder)
 
 
-def absent_packages(config: Any, folder: Path) -> Iterator[tuple[str, Any, str]]:
+def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
     """(key, its value, module) for every optional package that a run needs and that is not installed."""
     reward, logging = config.reward, config.logging
     wanted: list[tuple[str, Any, str]] = []
@@ -110,7 +112,7 @@ def absent_packages(config: Any, folder: Path) -> Iterator[tuple[str, Any, str]]
     yield from (each for each in wanted if not is_installed(each[2]))
 
 
-def require_packages(configs: Iterable[Any], folder: Path) -> None:
+def require_packages(configs: Iterable[Config], folder: Path) -> None:
     """Raise MissingExtra for the first package that one of these runs needs and that is not installed."""
     for config in configs:
         for key, value, module in absent_packages(config, folder):
@@ -118,14 +120,14 @@ def require_packages(configs: Iterable[Any], folder: Path) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, config: Any, folder: Path) -> Iterator[Problem]:
+def _package_problems(loaded: Loaded, config: Config, folder: Path) -> Iterator[Problem]:
     """Packages that the run needs and that are not installed."""
     for key, value, module in absent_packages(config, folder):
         message = f'is "{value}", which needs the package {package_of(module)}'
         yield _problem_at(loaded, key, value, message, install_line(module))
 
 
-def _model_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
+def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
     model = config.model
@@ -150,7 +152,7 @@ def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
     return [problem for problem in found.values() if problem is not None]
 
 
-def _data_problem(loaded: Loaded, config: Any, folder: Path) -> Problem | None:
+def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
     """The first mistake in the problems of one configuration."""
     sources = sources_of(config)
     absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
@@ -174,7 +176,7 @@ def _data_problem(loaded: Loaded, config: Any, folder: Path) -> Problem | None:
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
 
 
-def _alone(config: Any, key: str) -> Any:
+def _alone(config: Config, key: str) -> Data:
     """[data] with the source of this key as that of its training problems."""
     if key == "data.source":
         return config.data
@@ -187,7 +189,7 @@ def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Proble
     return _problem_at(loaded, key, value, message)
 
 
-def sources_of(config: Any) -> dict[str, str]:
+def sources_of(config: Config) -> dict[str, str]:
     """Every source of problems that a run reads, by its key."""
     found, sets = {"data.source": config.data.source}, config.evaluation.sets
     if not config.held_out:
@@ -197,7 +199,7 @@ def sources_of(config: Any) -> dict[str, str]:
     return found | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
 
 
-def named_code(config: Any) -> Iterator[tuple[str, str]]:
+def named_code(config: Config) -> Iterator[tuple[str, str]]:
     """(key, ``module:function``) of all code besides rewards that a configuration names."""
     for key in (*KEYS, *SOURCES):
         section, _, name = key.partition(".")
@@ -214,7 +216,7 @@ def is_source(key: str) -> bool:
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
-def _capability_problems(loaded: Loaded, config: Any, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:
     """Token credit that needs what this backend does not do."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
@@ -222,15 +224,18 @@ def _capability_problems(loaded: Loaded, config: Any, backend: Any) -> Iterator[
         where = _place(loaded, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
         yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
-    wants = "entropy_mask" if mode == "entropy_mask" else algorithm.uncertainty_kind
-    if wants in ("entropy_mask", "shannon_entropy") and not getattr(backend, "gives_entropy", False):
-        key = "algorithm.transform_mode" if wants == "entropy_mask" else "algorithm.uncertainty_kind"
-        message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
-        fix = 'transform_mode = "gtpo"' if wants == "entropy_mask" else 'uncertainty_kind = "surprisal"'
-        yield Problem(_place(loaded, key, wants), key, message, fix)
+    for key, fix in (
+        ("transform_mode", 'transform_mode = "gtpo"'),
+        ("uncertainty_kind", 'uncertainty_kind = "surprisal"'),
+    ):
+        wants, dotted = getattr(algorithm, key), f"algorithm.{key}"
+        if Need.ENTROPY in mode_of(key, wants).needs and not getattr(backend, "gives_entropy", False):
+            message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
+            yield Problem(_place(loaded, dotted, wants), dotted, message, fix)
+            return
 
 
-def _target_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
+def _target_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_config(config.model.model, config.model.revision)
@@ -240,7 +245,7 @@ def _target_problems(loaded: Loaded, config: Any) -> Iterator[Problem]:
             yield Problem(_place(loaded, key, targets), key, message, fix)
 
 
-def _reward_problems(places: Places, reward: Any, folder: Path) -> Iterator[Problem]:
+def _reward_problems(places: Places, reward: Reward, folder: Path) -> Iterator[Problem]:
     """Modules and functions of rewards of type ``custom``."""
     from retrain.rewards.custom import found_file, is_path, scorer
 

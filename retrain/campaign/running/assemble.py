@@ -374,7 +374,7 @@ def _facts(run: Run, context: RunContext, begin: ResumePoint) -> dict[str, Any]:
     )
 
 
-def _declared_ranges(config: Any, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:
+def _declared_ranges(config: Config, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:
     """In which ranges numbers lie, for charts: those of plug-ins under their own keys, and those of components and
     sample metrics, as data source, reward and [reward] say; where they differ, the last of these counts."""
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]

@@ -1,0 +1,258 @@
+"""The modes of [algorithm], one row each: what it is called, its formula, its paper, and what it needs.
+
+Everything that is said of a mode outside its function in ``retrain.maths`` is read from here: the choices of the TOML
+keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
+documents. A new mode is a row here and a function under the same name in the table of ``retrain.maths``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Need(StrEnum):
+    """What an algorithm cannot do without."""
+
+    ENTROPY = "entropy"
+    """Full-vocabulary entropies of the distributions sampled from, by the engine."""
+    PLANNING = "planning"
+    """Which tokens plan."""
+    LOGPROBS = "logprobs"
+    """The trainer's own log-probabilities of the rollouts, before the update."""
+    VALUES = "values"
+    """What a critic expects at each token."""
+    REFERENCE = "reference"
+    """The frozen base's log-probabilities."""
+    GROUP = "group"
+    """Several rollouts of a prompt, to be compared with each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """``formula`` may hold values of the configuration in braces, as in ``{gtpo.beta:g}``; ``keys`` are the further
+    keys or sections that have an effect with this mode."""
+
+    formula: str
+    paper: str = ""
+    words: str = ""
+    needs: frozenset[Need] = frozenset()
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Mode):
+    """From the rewards of a group to one number per rollout.
+
+    ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None where it is not
+    known. ``unit_rewards``: defined for rewards in [0, 1] alone. With fewer than ``smallest_group`` rewards a group
+    takes no part. ``whitened`` advantages are normalised over the batch afterwards.
+    """
+
+    needs: frozenset[Need] = frozenset({Need.GROUP})
+    scale: Callable[[float], float] | None = None
+    unit_rewards: bool = False
+    smallest_group: int = 1
+    whitened: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credit(Mode):
+    """From a rollout's advantage to one per token.
+
+    ``own_advantage``: starts from the rewards, so whether a group has signal shows in the result alone. ``features``
+    are the groups of metrics that it fills (``Metric.requires``).
+    """
+
+    own_advantage: bool = False
+    features: frozenset[str] = frozenset()
+
+    @property
+    def pooled(self) -> bool:
+        """Whether SEPA's schedule decides how far uncertainties are pooled."""
+        return "pooling" in self.features
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Advantage(
+        formula="(r − mean) / std of its group",
+        paper="2402.03300",
+        scale=lambda p: 1.0,
+    ),
+    "dr_grpo": Advantage(
+        formula="r − mean of its group",
+        paper="2503.20783",
+        scale=lambda p: math.sqrt(p * (1.0 - p)),
+    ),
+    "rloo": Advantage(
+        formula="r − mean of the others in its group",
+        paper="2402.14740",
+        scale=lambda p: math.sqrt(p * (1.0 - p)),
+        smallest_group=2,
+    ),
+    "maxrl": Advantage(
+        formula="(r − mean) / mean of its group",
+        paper="2602.02710",
+        scale=lambda p: math.sqrt((1.0 - p) / p),
+        unit_rewards=True,
+    ),
+    "reinforce_pp": Advantage(
+        formula="r − mean of its group, whitened over the batch",
+        paper="2501.03262",
+        scale=lambda p: 1.0,
+        whitened=True,
+    ),
+}
+
+_WEIGHTED = "A·max(0, 1 + {gtpo.beta:g}·(h/mean h − 1))"
+_UNCERTAINTY = "algorithm.uncertainty_kind"
+_WEIGHTS = (_UNCERTAINTY, "gtpo.beta")
+TOKEN_CREDIT: dict[str, Credit] = {
+    "none": Credit(formula="A", words="every token alike"),
+    "gtpo": Credit(
+        formula=_WEIGHTED,
+        words="uncertain tokens more",
+        keys=_WEIGHTS,
+        features=frozenset({"weights"}),
+    ),
+    "gtpo_hicra": Credit(
+        formula="x + {hicra.alpha:g}·|x| on planning tokens ({detector}), x elsewhere; x = " + _WEIGHTED,
+        paper="2509.03646",
+        words="uncertain tokens more, planning tokens amplified",
+        needs=frozenset({Need.PLANNING}),
+        keys=(*_WEIGHTS, "hicra"),
+        features=frozenset({"weights"}),
+    ),
+    "gtpo_hicra_placebo": Credit(
+        formula="x + {hicra.alpha:g}·|x| on as many random tokens, x elsewhere; x = " + _WEIGHTED,
+        words="uncertain tokens more, random tokens amplified at the rate of planning tokens",
+        needs=frozenset({Need.PLANNING}),
+        keys=(*_WEIGHTS, "hicra"),
+        features=frozenset({"weights"}),
+    ),
+    "gtpo_sepa": Credit(
+        formula=_WEIGHTED
+        + " with execution pooled: h → λ·mean + (1 − λ)·h but on planning tokens ({detector}); {ramp}",
+        words="uncertain tokens more, execution tokens pooled step by step",
+        needs=frozenset({Need.PLANNING}),
+        keys=(*_WEIGHTS, "sepa"),
+        features=frozenset({"weights", "pooling"}),
+    ),
+    "gtpo_paper": Credit(
+        formula="{gtpo.alpha1:g}·r + {gtpo.alpha2:g}·d·h/Σh where correct, "
+        "−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h) where wrong, then (x − mean)/std over the group's tokens",
+        paper="2508.04349",
+        words="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
+        keys=(_UNCERTAINTY, "gtpo.alpha1", "gtpo.alpha2"),
+        own_advantage=True,
+    ),
+    "entropy_mask": Credit(
+        formula="A on {algorithm.entropy_mask_rho:.3g} of the batch's tokens, those of highest entropy, 0 elsewhere; "
+        "{counted} count in the divisor",
+        paper="2506.01939",
+        words="only the most uncertain tokens",
+        needs=frozenset({Need.ENTROPY}),
+        keys=("algorithm.entropy_mask_rho", "algorithm.entropy_mask_denominator"),
+    ),
+}
+
+UNCERTAINTIES: dict[str, Mode] = {
+    "surprisal": Mode(formula="h = −log p of the sampled token"),
+    "predictive_variance": Mode(formula="h = p(1 − p) of the sampled token"),
+    "shannon_entropy": Mode(formula="h = entropy of the whole distribution", needs=frozenset({Need.ENTROPY})),
+}
+
+_CLIPPING = ("training.clip_eps", "training.clip_eps_high", "algorithm.dual_clip")
+LOSSES: dict[str, Mode] = {
+    "ppo": Mode(
+        formula="−min(ρA, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)",
+        paper="1707.06347",
+        words="ratio clipped",
+        keys=_CLIPPING,
+    ),
+    "reinforce": Mode(formula="−sg(ρ)·A·log π", words="ratio as a constant weight"),
+    "gspo": Mode(
+        formula="as ppo, with exp(mean log ρ) of the completion",
+        paper="2507.18071",
+        words="ratio of the whole completion clipped",
+        keys=_CLIPPING,
+    ),
+    "cispo": Mode(
+        formula="−sg(min(ρ, cispo_cap))·A·log π",
+        paper="2506.13585",
+        words="ratio as a constant weight, capped",
+        keys=("algorithm.cispo_cap",),
+    ),
+}
+
+WORKED_OUT = {
+    "detector": "[planning] detector",
+    "ramp": "λ rises as [sepa] says",
+    "counted": "the kept tokens or all tokens",
+}
+"""Values of formulas that are not a key's, and what they are in general."""
+
+MODES: dict[str, Mapping[str, Mode]] = {
+    "advantage_mode": ADVANTAGES,
+    "transform_mode": TOKEN_CREDIT,
+    "uncertainty_kind": UNCERTAINTIES,
+    "loss": LOSSES,
+}
+"""By their keys of [algorithm]."""
+
+UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
+    "advantage_mode": {"gae": ("it needs a value head, which is not available", 'advantage_mode = "rloo"')},
+    "transform_mode": {
+        name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
+        for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
+    },
+}
+"""Modes that other tools know: why each cannot be used here, and what to type instead."""
+
+Named = str | Callable[..., Any]
+"""A mode as a configuration names it, or code of the user's, loaded."""
+
+
+def mode_of(key: str, mode: Named) -> Mode:
+    """What is known of a mode of ``[algorithm] key``; of code of the user's nothing but that it is theirs."""
+    return MODES[key].get(mode if isinstance(mode, str) else "", Mode(formula="your own"))
+
+
+def advantage_of(mode: Named) -> Advantage:
+    """As ``mode_of``, for advantages."""
+    return ADVANTAGES.get(mode if isinstance(mode, str) else "", Advantage(formula="your own", needs=frozenset()))
+
+
+def credit_of(mode: Named) -> Credit:
+    """As ``mode_of``, for token credit; one of the user's starts from whatever it likes."""
+    return TOKEN_CREDIT.get(mode if isinstance(mode, str) else "", Credit(formula="your own", own_advantage=True))
+
+
+def used_by(key: str, dotted: str) -> tuple[str, ...]:
+    """The modes of ``[algorithm] key`` with which the key ``dotted`` has an effect."""
+    section = dotted.partition(".")[0]
+    return tuple(name for name, mode in MODES[key].items() if dotted in mode.keys or section in mode.keys)
+
+
+def modes_markdown() -> str:
+    """A table of all modes, for the reference page."""
+    return "\n".join(["| key | mode | formula | paper | needs |", "|---|---|---|---|---|", *_rows()]) + "\n"
+
+
+def _rows() -> Iterator[str]:
+    for key, table in MODES.items():
+        for name, mode in table.items():
+            formula = re.sub(r"\{([\w.]+)[^}]*\}", lambda match: _named(match[1]), mode.formula)
+            told = f"{mode.words}: {formula}" if mode.words else formula
+            paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
+            cells = (f"`{key}`", f"`{name}`", told, paper, ", ".join(sorted(mode.needs)))
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _named(value: str) -> str:
+    """A value of a formula where there is no configuration."""
+    return WORKED_OUT.get(value) or value.rpartition(".")[2]

@@ -1,0 +1,319 @@
+"""Rules between sections. A rule gets a whole configuration, as one run, and yields what it finds; what is wrong within
+one section its own ``findings`` say."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retrain.config.base import Finding, Section, is_plugin
+from retrain.config.evaluation import CUTS, EvaluationSet
+from retrain.config.modes import Need, advantage_of, credit_of
+from retrain.config.tasks import FILE_ENDINGS, has_configurations
+
+if TYPE_CHECKING:
+    from retrain.config.root import Config
+
+
+def model_rules(config: Config) -> Iterator[Finding]:
+    """A backend of the user's own decides itself how it runs."""
+    backend = config.backend.backend
+    if is_plugin(backend) and config.backpressure.enabled:
+        yield Finding(
+            ("backpressure.enabled", "backend.backend"),
+            f'has no effect with backend = "{backend}": it decides itself how much it decodes at once',
+            "enabled = false",
+        )
+
+
+def anneal_rules(config: Config) -> Iterator[Finding]:
+    """Stages lower the rank, one after the other, while the run lasts."""
+    step_before, rank_before = 0, config.model.lora_rank
+    for step, rank in config.lora.anneal:
+        if step <= step_before or rank >= rank_before:
+            yield Finding(
+                ("lora.anneal", "model.lora_rank"),
+                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
+                "and ranks to fall",
+                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
+            )
+            return
+        step_before, rank_before = step, rank
+    if config.lora.anneal and step_before >= config.training.max_steps:
+        yield Finding(
+            ("lora.anneal", "training.max_steps"),
+            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
+            f"max_steps = {2 * step_before}",
+        )
+    if config.lora.anneal and is_plugin(config.backend.backend):
+        yield Finding(
+            ("lora.anneal", "backend.backend"),
+            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
+            "remove the line",
+        )
+
+
+def group_rules(config: Config) -> Iterator[Finding]:
+    """What an advantage needs of its group."""
+    size, mode = config.training.group_size, config.algorithm.advantage_mode
+    if size == 1 and Need.GROUP in advantage_of(mode).needs:
+        yield Finding(
+            ("training.group_size", "algorithm.advantage_mode"),
+            "is 1: advantages compare the completions of a group, and with one of them all are 0",
+            "group_size = 8",
+        )
+    if size == 2 and mode == "maxrl":
+        yield Finding(
+            ("training.group_size", "algorithm.advantage_mode"),
+            "is 2: with two completions maxrl equals rloo in expectation",
+            "group_size = 8",
+            warning=True,
+        )
+
+
+def schedule_rules(config: Config) -> Iterator[Finding]:
+    """Warm-up and evaluation must fall inside the run."""
+    steps = config.training.max_steps
+    if config.optimizer.warmup_steps >= steps:
+        yield Finding(
+            ("optimizer.warmup_steps", "training.max_steps"),
+            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
+            f"warmup_steps = {steps // 10}",
+        )
+    if config.training.eval_every and not config.evaluation.problems:
+        yield Finding(
+            ("training.eval_every", "evaluation.problems"),
+            "has no effect with [evaluation] problems = 0",
+            "remove the line, or problems = 128",
+        )
+
+
+def _flat_steps(config: Config) -> int:
+    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
+    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
+
+
+def lambda_stays_zero(config: Config) -> bool:
+    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
+    if not credit_of(config.algorithm.transform_mode).pooled:
+        return False
+    sepa, steps = config.sepa, config.training.max_steps
+    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
+    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
+    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
+
+
+def sepa_rules(config: Config) -> Iterator[Finding]:
+    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
+    note where the run is short, as a first try of a file with few steps is."""
+    if not credit_of(config.algorithm.transform_mode).pooled:
+        return
+    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
+    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
+    if lambda_stays_zero(config):
+        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
+        yield Finding(
+            ("sepa.delay_steps", length, "algorithm.transform_mode"),
+            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
+            "gtpo; enough to see it run, no test of SEPA, which takes",
+            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
+            warning=True,
+        )
+    if sepa.steps == 0 and sepa.schedule == "linear":
+        yield Finding(
+            ("sepa.steps", "sepa.schedule", "algorithm.transform_mode"),
+            "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
+            f"steps = {max(1, steps - flat)}",
+        )
+    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
+        yield Finding(
+            ("sepa.steps", "sepa.delay_steps", length, "algorithm.transform_mode"),
+            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
+            f"steps = {steps - flat}",
+            warning=True,
+        )
+
+
+def data_rules(config: Config) -> Iterator[Finding]:
+    """Levels are those of generated problems, configurations those of data sets that people made."""
+    data = config.data
+    sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
+    if data.subset is not None and not any(has_configurations(source) for source in sources):
+        yield Finding(
+            ("data.subset", "data.source"),
+            f'has no effect with source = "{data.source}"',
+            'remove the line, or source = "owner/name"',
+        )
+    if data.levels is not None and "arithmetic" not in sources:
+        yield Finding(
+            ("data.levels", "data.source"),
+            f'has no effect with source = "{data.source}"',
+            'remove the line, or source = "arithmetic"',
+        )
+
+
+def maxrl_rules(config: Config) -> Iterator[Finding]:
+    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
+    reward, mode = config.reward, config.algorithm.advantage_mode
+    if not advantage_of(mode).unit_rewards or reward.type != "weighted":
+        return
+    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
+        sum(part.weight for part in reward.components) > 1 + 1e-9
+    ):
+        yield Finding(
+            ("reward.components", "algorithm.advantage_mode"),
+            f"can give totals outside [0, 1], for which {mode} is not defined",
+            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
+        )
+
+
+def set_rules(config: Config) -> Iterator[Finding]:
+    """Sets are sampled so that it tells something, and no key is without effect."""
+    evaluation = config.evaluation
+    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
+        yield Finding(
+            ("data.eval_source", "evaluation.sets"),
+            "has no effect: every one of [[evaluation.sets]] has its own source",
+            "remove the line",
+        )
+    for index, each in enumerate(evaluation.sets):
+        yield from _data_findings(config, each, f"evaluation.sets.{index}")
+    yield from _cut_findings(config)
+    for index, held_out in enumerate(config.held_out):
+        if held_out.samples > 1 and held_out.temperature == 0:
+            own = evaluation.sets[index] if evaluation.sets else None
+            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
+            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
+            yield Finding(
+                (f"{path}.samples", f"{greedy}.temperature"),
+                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
+                "samples = 1",
+            )
+
+
+def _cut_findings(config: Config) -> Iterator[Finding]:
+    evaluation, sets = config.evaluation, config.held_out
+    tables: list[tuple[str, Section]] = []
+    if sets and all(each.temperature == 0 for each in sets):
+        tables.append(("evaluation", evaluation))
+    tables += [
+        (f"evaluation.sets.{index}", own)
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        if held_out.temperature == 0
+    ]
+    for path, table in tables:
+        for key in CUTS:
+            if getattr(table, key) is not None:
+                message = "has no effect at temperature 0, which is greedy"
+                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+
+
+def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
+    source = each.source or config.data.eval_source or config.data.source
+    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+        yield Finding((f"{path}.split", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line")
+    if each.levels is not None and source != "arithmetic":
+        yield Finding(
+            (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
+            'remove the line, or source = "arithmetic"',
+        )  # fmt: skip
+    if each.subset is not None and each.source is not None and not has_configurations(source):
+        yield Finding(
+            (f"{path}.subset", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line"
+        )
+    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
+        if getattr(each, key) is not None and each.source is None:
+            yield Finding(
+                (f"{path}.{key}", path),
+                "has no effect without a source of the set's own: the problems are those of [data]",
+                f"remove the line, or set {key} in [data]",
+            )
+
+
+def backpressure_rules(config: Config) -> Iterator[Finding]:
+    """Adapting the batch size changes the learning problem."""
+    if config.backpressure.target == "batch_size":
+        if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
+            message = (
+                'is "batch_size": batch sizes would differ between the conditions that are compared, each with '
+                "another learning problem"
+            )
+        else:
+            message = 'is "batch_size", which changes the learning problem and is not available'
+        yield Finding(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
+
+
+def squeeze_rules(config: Config) -> Iterator[Finding]:
+    """Nothing can be compressed to more than it has."""
+    rank, squeeze = config.model.lora_rank, config.squeeze
+    if squeeze.compress_to is not None and squeeze.compress_to > rank:
+        yield Finding(
+            ("squeeze.compress_to", "model.lora_rank"),
+            f"is {squeeze.compress_to}, above lora_rank = {rank}",
+            f"compress_to = {rank}",
+        )
+    if squeeze.target_ranks and max(squeeze.target_ranks) > rank:
+        fitting = [k for k in squeeze.target_ranks if k <= rank] or [rank]
+        yield Finding(
+            ("squeeze.target_ranks", "model.lora_rank"),
+            f"has {max(squeeze.target_ranks)}, above lora_rank = {rank}",
+            f"target_ranks = {fitting}",
+        )
+
+
+def declared_rules(config: Config) -> Iterator[Finding]:
+    """What is declared as deciding can be measured with the evaluation that is asked for."""
+    if not config.is_campaign:
+        return
+    metric, evaluation = config.campaign.primary_metric, config.evaluation
+    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
+    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+    measured = metric == "auc" or key.startswith("eval/") or at_k is not None
+    if measured and evaluation.problems == 0:
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.problems"),
+            f'is "{metric}", which needs held-out problems',
+            "problems = 128",
+        )
+    elif summary == "auc" and (measured or "/" not in key) and config.training.eval_every == 0 and evaluation.problems:
+        yield Finding(
+            ("campaign.primary_metric", "training.eval_every"),
+            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
+            f"eval_every = {max(1, config.training.max_steps // 5)}",
+        )
+    if not evaluation.names:
+        return
+    name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
+    if name not in evaluation.names:
+        meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.sets"),
+            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
+            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
+        )
+        return
+    samples = next(each.samples for each in config.held_out if each.name == name)
+    if at_k is not None and int(at_k[1]) > samples:
+        own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
+        yield Finding(
+            ("campaign.primary_metric", f"evaluation{own}.samples"),
+            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
+            f"samples = {at_k[1]}",
+        )
+
+
+RULES = (
+    model_rules,
+    anneal_rules,
+    group_rules,
+    schedule_rules,
+    sepa_rules,
+    data_rules,
+    maxrl_rules,
+    set_rules,
+    backpressure_rules,
+    squeeze_rules,
+    declared_rules,
+)

@@ -1,0 +1,116 @@
+"""Every key has a role, and what follows from the roles is what the tool promises of a key: these lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrain.campaign.judging.pooling import tells_apart
+from retrain.campaign.planning.changes import counts
+from retrain.campaign.planning.cohorts import base_key
+from retrain.campaign.planning.plan import RunSpec
+from retrain.config import parse_dict
+from retrain.config.base import Role
+from retrain.config.conditions import why_fixed
+from retrain.config.root import keys, role_of
+
+
+def expanded(*names: str) -> set[str]:
+    """The keys themselves, and all keys of the sections."""
+    return {dotted for dotted in keys() for name in names if dotted == name or dotted.startswith(f"{name}.")}
+
+
+CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")
+
+
+def test_every_key_has_a_role():
+    assert [dotted for dotted in keys() if not role_of(dotted)] == []
+    assert role_of("training.no_such_key") is None
+    assert role_of("nothing.of_it") is None
+    assert role_of("backend.options.address") == role_of("backend.options") == Role.SAMPLES
+
+
+def test_what_may_change_without_a_word_when_a_run_goes_on():
+    quiet = {dotted for dotted in keys() if not counts(dotted)}
+    assert quiet == (expanded("logging", "squeeze", "campaign") - {"logging.strategic_grams", "campaign.seed"}) | {
+        "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
+        "backend.adapter_path", *CHARTS,
+    }  # fmt: skip
+    assert counts("a.key_of_another_release")
+
+
+def test_in_what_replicates_may_differ():
+    may = {dotted for dotted in keys() if not tells_apart(dotted)}
+    assert may == (expanded("campaign", "logging", "squeeze", "backpressure") - {"logging.strategic_grams"}) | {
+        "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
+        "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
+        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", *CHARTS,
+    }  # fmt: skip
+
+
+def test_what_a_condition_may_override():
+    whole = ("campaign", "model", "backend", "inference", "data", "environment", "evaluation", "backpressure",
+             "squeeze", "resume", "logging", "training.seed")  # fmt: skip
+    fixed = {dotted for dotted in keys() if why_fixed(dotted)}
+    assert fixed == expanded(*whole) - {"model.lora_rank", "logging.strategic_grams"}
+
+
+def test_what_decides_grades():
+    plain = parse_dict({}).reward
+    for key in ("metrics_ranges", "reward_min", "reward_max"):
+        assert f'"{key}"' not in plain.grading
+    shown = parse_dict({"reward": {"reward_max": 2.0, "reward_min": -1.0}}).reward
+    assert shown.grading == plain.grading
+    for other in (
+        {"type": "math"}, {"workers": 3}, {"timeout_s": 1.0}, {"custom_function": "own"}, {"strict": False},
+        {"name": "own"},
+    ):  # fmt: skip
+        assert parse_dict({"reward": {**other}}).reward.grading != plain.grading
+
+
+OTHER_BASE = [
+    {"model": {"model": "elsewhere/model"}},
+    {"model": {"revision": "main"}},
+    {"model": {"trust_remote_code": True}},
+    {"backend": {"devices": "cpu"}},
+    {"backend": {"backend": "mine:Own"}},
+    {"backend": {"backend": "mine:Own", "options": {"a": 1}}},
+    {"inference": {"dtype": "float64"}},
+    {"lora": {"target_modules": ["q_proj"]}},
+    {"data": {"source": "gsm8k"}},
+    {"data": {"system_prompt": "Think."}},
+    {"data": {"source": "owner/name"}},
+    {"data": {"source": "owner/name", "subset": "main"}},
+    {"data": {"source": "owner/name", "answer_column": "solution"}},
+    {"data": {"max_prompt_tokens": 50}},
+    {"data": {"long_prompts": "skip"}},
+    {"evaluation": {"problems": 3}},
+    {"evaluation": {"temperature": 0.0}},
+    {"training": {"temperature": 0.5}},  # which is also that of the evaluation
+    {"training": {"max_examples": 5}},
+    {"training": {"deterministic": True}},
+]
+SAME_BASE = [
+    {"training": {"seed": 3, "lr": 0.1, "batch_size": 3, "save_every": 1, "eval_every": 2, "max_steps": 3}},
+    {"algorithm": {"advantage_mode": "rloo", "transform_mode": "gtpo"}},
+    {"model": {"lora_rank": 2, "local_files_only": True}},
+    {"lora": {"alpha": 3.0}},
+    {"reward": {"type": "math"}},
+    {"reward": {"strict": False, "name": "own"}},
+    {"evaluation": {"at_start": False}},
+    {"logging": {"log_dir": "elsewhere", "strategic_grams": ["hm"]}},
+    {"backend": {"adapter_path": "elsewhere"}},
+]
+
+
+def base_of(data) -> str:
+    return base_key(RunSpec("run", "label", 1, 0, parse_dict(data), False))
+
+
+@pytest.mark.parametrize("data", OTHER_BASE, ids=str)
+def test_runs_that_sample_from_something_else_have_a_base_of_their_own(data):
+    assert base_of(data) != base_of({})
+
+
+def test_bases_are_all_different_and_shared_by_what_learns_otherwise():
+    assert len({base_of(data) for data in OTHER_BASE}) == len(OTHER_BASE)
+    assert {base_of(data) for data in SAME_BASE} == {base_of({})}
