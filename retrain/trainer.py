@@ -152,10 +152,8 @@ class Cohort:
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
         now = time.time()
         with run.span("record"):
-            shared = {
-                "perf/peak_memory_gib": peak_memory_gib(),
-                "timing_weight_sync_inference_total": self.sync_seconds,
-            }
+            peak, sync = peak_memory_gib(), self.sync_seconds
+            shared = {"perf/peak_memory_gib": peak, "timing_weight_sync_inference_total": sync}
             row = run.record_step(groups, update, {**state, **shared}, now)
         self.observer.step(run.spec, row)
 
@@ -229,10 +227,8 @@ class Cohort:
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
         for run in runs:
-            self.guarded(
-                run,
-                lambda run=run: self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record)),
-            )
+            tell = partial(self.observer.evaluated, run.spec, record.name)
+            self.guarded(run, lambda run=run, tell=tell: tell(run.recorder.record_eval(record)))
 
     # -- one run's fault ----------------------------------------------------------------------------------------
 

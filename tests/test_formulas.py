@@ -44,7 +44,7 @@ def test_the_formula_of_gtpo_is_what_is_computed():
     mask = torch.ones(1, 3, dtype=torch.bool)
     computed = credit.token_advantages(
         "gtpo", torch.tensor([1.5], dtype=torch.float64), logprobs, None, None, mask, beta=0.3
-    ).advantages_B_T[0]
+    ).advantages_BT[0]
     for h, value in zip(-logprobs[0], computed, strict=True):
         assert eval(formula, {"A": 1.5, "h": h, "mean": -logprobs.mean(), "max": max}) == pytest.approx(float(value))
 

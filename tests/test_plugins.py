@@ -49,35 +49,35 @@ def longer_is_better(rewards, context):
     return torch.tensor([float(len(completion)) for completion in context.completions])
 
 
-def gtpo(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
-    assert planning_B_T.shape == mask_B_T.shape
-    mean = (h_B_T * mask_B_T).sum(1, keepdim=True) / mask_B_T.sum(1, keepdim=True)
-    return advantages_B_T * (1 + BETA * (h_B_T / mean - 1)).clamp(min=0)
+def gtpo(advantages_BT, h_BT, planning_BT, mask_BT):
+    assert planning_BT.shape == mask_BT.shape
+    mean = (h_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True)
+    return advantages_BT * (1 + BETA * (h_BT / mean - 1)).clamp(min=0)
 
 
-def bonus(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
-    return torch.ones_like(advantages_B_T)
+def bonus(advantages_BT, h_BT, planning_BT, mask_BT):
+    return torch.ones_like(advantages_BT)
 
 
-def surprisal(logprobs_B_T, entropy_B_T, mask_B_T):
-    return -logprobs_B_T
+def surprisal(logprobs_BT, entropy_BT, mask_BT):
+    return -logprobs_BT
 
 
-def reinforce(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
-    ratio = (logprobs_B_T - sampler_logprobs_B_T).exp().detach()
-    return -ratio * advantages_B_T * logprobs_B_T
+def reinforce(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
+    ratio = (logprobs_BT - sampler_logprobs_BT).exp().detach()
+    return -ratio * advantages_BT * logprobs_BT
 
 
-def summed(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
-    return (logprobs_B_T * advantages_B_T).sum()
+def summed(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
+    return (logprobs_BT * advantages_BT).sum()
 
 
-def constant(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
-    return advantages_B_T * 1.0
+def constant(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
+    return advantages_BT * 1.0
 
 
-def undefined_loss(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T):
-    return logprobs_B_T * float("nan")
+def undefined_loss(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
+    return logprobs_BT * float("nan")
 
 
 def checking(texts, offsets):
@@ -101,8 +101,8 @@ def not_numbers(texts, offsets):
     return [[float("nan")] * len(pairs) for pairs in offsets]
 
 
-def infinite(logprobs_B_T, entropy_B_T, mask_B_T):
-    return logprobs_B_T / 0
+def infinite(logprobs_BT, entropy_BT, mask_BT):
+    return logprobs_BT / 0
 
 
 def one_number(rewards):

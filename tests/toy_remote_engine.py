@@ -1,15 +1,12 @@
 """A toy engine behind a wire: weights reach it as PEFT files, tokens and log-probabilities come back as JSON."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import uniforms
 from retrain.tokenizer import Tokenizer
@@ -29,13 +26,10 @@ class RemoteEngine:
         self.published: dict[PolicyRef, Path] = {}
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        place = self.folder / f"{ref.run_id}@{ref.version}"
+        place = self.published[ref] = self.folder / f"{ref.run_id}@{ref.version}"
         weights.export(place, place)
-        self.published[ref] = place
 
-    def sample(
-        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
-    ) -> list[list[Action]]:
+    def sample(self, requests: list[SampleRequest], *, max_rows=None, finished=None) -> list[list[Action]]:
         groups = []
         for place, request in enumerate(requests):
             found = [json.loads(self._answer(request, k)) for k in range(request.samples)]

@@ -211,7 +211,7 @@ def assign_credit(
     if not rows:
         return CreditResult(Denominators(0, 0), {}, None)
     credit = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
-    advantages_BT, loss_mask_BT = credit.advantages_B_T.numpy(), credit.loss_mask_B_T.numpy()
+    advantages_BT, loss_mask_BT = credit.advantages_BT.numpy(), credit.loss_mask_BT.numpy()
     for (_, rollout), advantages_T, mask_T in zip(rows, advantages_BT, loss_mask_BT, strict=True):
         rollout.token_advantages_T = advantages_T[: len(rollout)]
         rollout.loss_mask_T = mask_T[: len(rollout)]
@@ -220,7 +220,7 @@ def assign_credit(
         for group, _ in rows:
             group.discarded = None if group in signal else "zero_advantage"
     denominators = Denominators(
-        tokens=int(credit.denominator_mask_B_T.sum()),
+        tokens=int(credit.denominator_mask_BT.sum()),
         sequences=sum(len(rollout) > 0 for _, rollout in rows),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
     )
@@ -260,7 +260,7 @@ def _token_credit(
             rewards_B=torch.tensor([rollout.reward.total_reward for rollout in rollouts], dtype=torch.float64),
             correct_B=torch.tensor([rollout.reward.is_correct for rollout in rollouts]),
             group_B=torch.tensor([number[group] for group, _ in rows]),
-            placebo_B_T=placebo_BT,
+            placebo_BT=placebo_BT,
             alpha1=config.gtpo.alpha1,
             alpha2=config.gtpo.alpha2,
             entropy_rho=config.algorithm.entropy_mask_rho,

@@ -7,7 +7,7 @@ policy all four have the same gradient.
 
 A step is loss = Σ token_weights · per-token loss over every micro-batch. The denominators are counted over the whole
 optimizer step beforehand, so cutting it into micro-batches, or skipping a group whose advantages are 0, cannot change
-the update. Only ``logprobs_B_T`` (and the entropy of the bonus) carry a gradient. Padding may hold any value.
+the update. Only ``logprobs_BT`` (and the entropy of the bonus) carry a gradient. Padding may hold any value.
 """
 
 from __future__ import annotations
@@ -49,45 +49,43 @@ class NotFiniteError(ValueError):
     """A NaN or an infinity where the loss needs a number."""
 
 
-def _require_finite(what: str, values_B_T: Floats_BT, mask_B_T: Mask_BT) -> None:
-    bad_B_T = ~torch.isfinite(values_B_T.detach()) & mask_B_T
-    if bool(bad_B_T.any()):
-        row, column = torch.nonzero(bad_B_T)[0].tolist()
-        raise NotFiniteError(f"{what} is {values_B_T[row, column].item()} at completion {row}, token {column}")
+def _require_finite(what: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> None:
+    bad_BT = ~torch.isfinite(values_BT.detach()) & mask_BT
+    if bool(bad_BT.any()):
+        row, column = torch.nonzero(bad_BT)[0].tolist()
+        raise NotFiniteError(f"{what} is {values_BT[row, column].item()} at completion {row}, token {column}")
 
 
-def log_ratio(logprobs_B_T: Floats_BT, sampler_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
+def log_ratio(logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Clamped log ρ = log π_train − log π_sampler, 0 (and without gradient) in the padding, within ±20."""
-    difference_B_T = (
-        torch.where(mask_B_T, logprobs_B_T, 0.0) - torch.where(mask_B_T, sampler_logprobs_B_T, 0.0).detach()
-    )
-    return difference_B_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference_BT = torch.where(mask_BT, logprobs_BT, 0.0) - torch.where(mask_BT, sampler_logprobs_BT, 0.0).detach()
+    return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def importance_ratio(logprobs_B_T: Floats_BT, sampler_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
+def importance_ratio(logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """ρ = π_train/π_sampler of every token, 1 in the padding."""
-    return log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T).exp()
+    return log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).exp()
 
 
-def sequence_log_ratio(log_ratio_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_B1:
+def sequence_log_ratio(log_ratio_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_B1:
     """Mean of log ρ over each completion's trained tokens, [B, 1]; 0 for an empty one."""
-    return (log_ratio_B_T * mask_B_T).sum(1, keepdim=True) / mask_B_T.sum(1, keepdim=True).clamp(min=1)
+    return (log_ratio_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
 
 
-def _clipped_objective(ratio_B_T: Floats_BT, advantages_B_T: Floats_BT, options: dict[str, Any]) -> Floats_BT:
-    clipped_B_T = ratio_B_T.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
-    objective_B_T = torch.minimum(ratio_B_T * advantages_B_T, clipped_B_T * advantages_B_T)
+def _clipped_objective(ratio_BT: Floats_BT, advantages_BT: Floats_BT, options: dict[str, Any]) -> Floats_BT:
+    clipped_BT = ratio_BT.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
+    objective_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if options["dual_clip"] is not None:
-        floor_B_T = options["dual_clip"] * advantages_B_T
-        objective_B_T = torch.where(advantages_B_T < 0.0, torch.maximum(objective_B_T, floor_B_T), objective_B_T)
-    return objective_B_T
+        floor_BT = options["dual_clip"] * advantages_BT
+        objective_BT = torch.where(advantages_BT < 0.0, torch.maximum(objective_BT, floor_BT), objective_BT)
+    return objective_BT
 
 
-def _clip_marks(ratio_B_T: Floats_BT, advantages_B_T: Floats_BT, options: dict[str, Any]) -> tuple[Mask_BT, Mask_BT]:
+def _clip_marks(ratio_BT: Floats_BT, advantages_BT: Floats_BT, options: dict[str, Any]) -> tuple[Mask_BT, Mask_BT]:
     """Where clipping bites: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0."""
-    low_B_T = (ratio_B_T < 1.0 - options["clip_low"]) & (advantages_B_T < 0.0)
-    high_B_T = (ratio_B_T > 1.0 + options["clip_high"]) & (advantages_B_T > 0.0)
-    return low_B_T, high_B_T
+    low_BT = (ratio_BT < 1.0 - options["clip_low"]) & (advantages_BT < 0.0)
+    high_BT = (ratio_BT > 1.0 + options["clip_high"]) & (advantages_BT > 0.0)
+    return low_BT, high_BT
 
 
 LossParts = tuple[Floats_BT, Mask_BT, Mask_BT]
@@ -95,39 +93,39 @@ LossParts = tuple[Floats_BT, Mask_BT, Mask_BT]
 
 
 def reinforce(
-    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−sg(ρ)·A·log π: importance-sampled policy gradient, never clipped."""
-    nowhere_B_T = torch.zeros_like(mask_B_T)
-    return -log_ratio_B_T.detach().exp() * adv_B_T * logp_B_T, nowhere_B_T, nowhere_B_T
+    nowhere_BT = torch.zeros_like(mask_BT)
+    return -log_ratio_BT.detach().exp() * adv_BT * logp_BT, nowhere_BT, nowhere_BT
 
 
 def ppo(
-    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), for A < 0 at most −c·A with ``dual_clip`` = c."""
-    ratio_B_T = log_ratio_B_T.exp()
-    marks = _clip_marks(ratio_B_T.detach(), adv_B_T, options)
-    return -_clipped_objective(ratio_B_T, adv_B_T, options), *marks
+    ratio_BT = log_ratio_BT.exp()
+    marks = _clip_marks(ratio_BT.detach(), adv_BT, options)
+    return -_clipped_objective(ratio_BT, adv_BT, options), *marks
 
 
 def gspo(
-    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """The PPO form with the sequence ratio exp(mean_t log ρ_t), its gradient taken through each token's own log π."""
-    sequence_B_1 = sequence_log_ratio(log_ratio_B_T.detach(), mask_B_T)
-    ratio_B_T = (sequence_B_1 + log_ratio_B_T - log_ratio_B_T.detach()).exp()
-    marks = _clip_marks(ratio_B_T.detach(), adv_B_T, options)
-    return -_clipped_objective(ratio_B_T, adv_B_T, options), *marks
+    sequence_B_1 = sequence_log_ratio(log_ratio_BT.detach(), mask_BT)
+    ratio_BT = (sequence_B_1 + log_ratio_BT - log_ratio_BT.detach()).exp()
+    marks = _clip_marks(ratio_BT.detach(), adv_BT, options)
+    return -_clipped_objective(ratio_BT, adv_BT, options), *marks
 
 
 def cispo(
-    logp_B_T: Floats_BT, log_ratio_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
 ) -> LossParts:
     """−sg(min(ρ, cap))·A·log π: the weight is capped, no token loses its gradient."""
-    ratio_B_T = log_ratio_B_T.detach().exp()
-    capped_B_T = ratio_B_T > options["ratio_cap"]
-    return -ratio_B_T.clamp(max=options["ratio_cap"]) * adv_B_T * logp_B_T, torch.zeros_like(mask_B_T), capped_B_T
+    ratio_BT = log_ratio_BT.detach().exp()
+    capped_BT = ratio_BT > options["ratio_cap"]
+    return -ratio_BT.clamp(max=options["ratio_cap"]) * adv_BT * logp_BT, torch.zeros_like(mask_BT), capped_BT
 
 
 POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, dict[str, Any]], LossParts]] = {
@@ -139,46 +137,46 @@ POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, dic
 
 
 def plugin_loss(
-    function: Callable[..., Any], logp_B_T: Floats_BT, sampler_B_T: Floats_BT, adv_B_T: Floats_BT, mask_B_T: Mask_BT
+    function: Callable[..., Any], logp_BT: Floats_BT, sampler_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT
 ) -> LossParts:
-    """A user's ``function(logprobs_B_T, sampler_logprobs_B_T, advantages_B_T, mask_B_T)``: the loss of every token.
+    """A user's ``function(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT)``: the loss of every token.
 
     It gets 0 in the padding, and only the first argument carries a gradient. Raises PluginError naming the plug-in
     when the result has another shape, is not finite for a trained token, or does not depend on the policy.
     """
     name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-    loss_B_T = torch.as_tensor(function(logp_B_T, sampler_B_T, adv_B_T, mask_B_T))
-    if loss_B_T.shape != mask_B_T.shape:
+    loss_BT = torch.as_tensor(function(logp_BT, sampler_BT, adv_BT, mask_BT))
+    if loss_BT.shape != mask_BT.shape:
         raise PluginError(
-            f"loss plug-in {name} returned shape {tuple(loss_B_T.shape)} for tokens of shape "
-            f"{tuple(mask_B_T.shape)}: return the loss of every token, not their sum"
+            f"loss plug-in {name} returned shape {tuple(loss_BT.shape)} for tokens of shape "
+            f"{tuple(mask_BT.shape)}: return the loss of every token, not their sum"
         )
-    if not bool((torch.isfinite(loss_B_T.detach()) | ~mask_B_T).all()):
+    if not bool((torch.isfinite(loss_BT.detach()) | ~mask_BT).all()):
         raise PluginError(f"loss plug-in {name} returned NaN or infinity for a trained token")
-    if logp_B_T.requires_grad and not loss_B_T.requires_grad:
-        raise PluginError(f"loss plug-in {name} has no gradient: compute it from logprobs_B_T without detaching it")
-    nowhere_B_T = torch.zeros_like(mask_B_T)
-    return loss_B_T.to(logp_B_T), nowhere_B_T, nowhere_B_T
+    if logp_BT.requires_grad and not loss_BT.requires_grad:
+        raise PluginError(f"loss plug-in {name} has no gradient: compute it from logprobs_BT without detaching it")
+    nowhere_BT = torch.zeros_like(mask_BT)
+    return loss_BT.to(logp_BT), nowhere_BT, nowhere_BT
 
 
 def policy_loss(
     name: Loss,
-    logprobs_B_T: Floats_BT,
-    sampler_logprobs_B_T: Floats_BT,
-    advantages_B_T: Floats_BT,
-    mask_B_T: Mask_BT,
+    logprobs_BT: Floats_BT,
+    sampler_logprobs_BT: Floats_BT,
+    advantages_BT: Floats_BT,
+    mask_BT: Mask_BT,
     *,
     clip_low: float = 0.2,
     clip_high: float | None = None,
     dual_clip: float | None = None,
     ratio_cap: float = 5.0,
-    weights_B_T: Floats_BT | None = None,
+    weights_BT: Floats_BT | None = None,
 ) -> tuple[Floats_BT, Sums]:
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
 
     ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no clipping applies. ``clip_high =
-    None`` takes ``clip_low``; ``weights_B_T`` are TIS or IcePop weights (``mismatch_weights``). Gradient flows through
-    ``logprobs_B_T`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and non-finite
+    None`` takes ``clip_low``; ``weights_BT`` are TIS or IcePop weights (``mismatch_weights``). Gradient flows through
+    ``logprobs_BT`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and non-finite
     values of trained tokens (one device synchronisation), PluginError for a plug-in's bad result.
     """
     if not callable(name) and name not in POLICY_LOSSES:
@@ -189,53 +187,53 @@ def policy_loss(
             "loss bounds must be 0 <= clip_low <= 1, clip_high >= 0, ratio_cap > 0 and dual_clip > 1: got "
             f"{clip_low}, {clip_high}, {ratio_cap}, {dual_clip}"
         )
-    given = {"sampler logprob": sampler_logprobs_B_T, "advantage": advantages_B_T, "trainer logprob": logprobs_B_T}
-    for what, values_B_T in given.items():
-        if values_B_T.shape != mask_B_T.shape:
-            raise ValueError(f"{what}s have shape {tuple(values_B_T.shape)}, the mask {tuple(mask_B_T.shape)}")
-        _require_finite(what, values_B_T, mask_B_T)
+    given = {"sampler logprob": sampler_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
+    for what, values_BT in given.items():
+        if values_BT.shape != mask_BT.shape:
+            raise ValueError(f"{what}s have shape {tuple(values_BT.shape)}, the mask {tuple(mask_BT.shape)}")
+        _require_finite(what, values_BT, mask_BT)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "ratio_cap": ratio_cap}
-    adv_B_T = torch.where(mask_B_T, advantages_B_T.detach(), 0.0).to(logprobs_B_T.dtype)
-    ratio_B_T = log_ratio(logprobs_B_T, sampler_logprobs_B_T, mask_B_T)
-    logp_B_T = torch.where(mask_B_T, logprobs_B_T, 0.0)
+    adv_BT = torch.where(mask_BT, advantages_BT.detach(), 0.0).to(logprobs_BT.dtype)
+    ratio_BT = log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT)
+    logp_BT = torch.where(mask_BT, logprobs_BT, 0.0)
     if callable(name):
-        sampler_B_T = torch.where(mask_B_T, sampler_logprobs_B_T.detach(), 0.0).to(logp_B_T.dtype)
-        loss_B_T, low_B_T, high_B_T = plugin_loss(name, logp_B_T, sampler_B_T, adv_B_T, mask_B_T)
+        sampler_BT = torch.where(mask_BT, sampler_logprobs_BT.detach(), 0.0).to(logp_BT.dtype)
+        loss_BT, low_BT, high_BT = plugin_loss(name, logp_BT, sampler_BT, adv_BT, mask_BT)
     else:
-        loss_B_T, low_B_T, high_B_T = POLICY_LOSSES[name](logp_B_T, ratio_B_T, adv_B_T, mask_B_T, options)
-    if weights_B_T is not None:
-        loss_B_T = loss_B_T * weights_B_T.detach()
-    loss_B_T = torch.where(mask_B_T, loss_B_T, 0.0)
-    return loss_B_T, ratio_sums(ratio_B_T, mask_B_T, low_B_T, high_B_T)
+        loss_BT, low_BT, high_BT = POLICY_LOSSES[name](logp_BT, ratio_BT, adv_BT, mask_BT, options)
+    if weights_BT is not None:
+        loss_BT = loss_BT * weights_BT.detach()
+    loss_BT = torch.where(mask_BT, loss_BT, 0.0)
+    return loss_BT, ratio_sums(ratio_BT, mask_BT, low_BT, high_BT)
 
 
 @torch.no_grad()
-def ratio_sums(log_ratio_B_T: Floats_BT, mask_B_T: Mask_BT, low_B_T: Mask_BT, high_B_T: Mask_BT) -> Sums:
+def ratio_sums(log_ratio_BT: Floats_BT, mask_BT: Mask_BT, low_BT: Mask_BT, high_BT: Mask_BT) -> Sums:
     """What micro-batches must add up for the ratio and clipping metrics: 0-dim float64 tensors, no synchronisation.
 
     With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d). ``clip_low_min`` and
     ``clip_high_max`` are extremes over completions (combined by min and max, see ``add_sums``).
     """
-    mask_B_T = mask_B_T.to(torch.bool)
-    weight_B_T = mask_B_T.to(torch.float64)
-    d_B_T = -log_ratio_B_T.detach().to(torch.float64) * weight_B_T
-    ratio_B_T = (-d_B_T).exp() * weight_B_T
-    low_B, high_B = (low_B_T & mask_B_T).sum(1).double(), (high_B_T & mask_B_T).sum(1).double()
-    length_B = weight_B_T.sum(1)
+    mask_BT = mask_BT.to(torch.bool)
+    weight_BT = mask_BT.to(torch.float64)
+    d_BT = -log_ratio_BT.detach().to(torch.float64) * weight_BT
+    ratio_BT = (-d_BT).exp() * weight_BT
+    low_B, high_B = (low_BT & mask_BT).sum(1).double(), (high_BT & mask_BT).sum(1).double()
+    length_B = weight_BT.sum(1)
     share_low_B = torch.where(length_B > 0, low_B / length_B.clamp(min=1.0), torch.inf)
     share_high_B = torch.where(length_B > 0, high_B / length_B.clamp(min=1.0), -torch.inf)
-    empty = mask_B_T.shape[0] == 0
+    empty = mask_BT.shape[0] == 0
     return {
         "tokens": length_B.sum(),
-        "ratio": ratio_B_T.sum(),
-        "ratio_sq": ratio_B_T.square().sum(),
-        "k1": d_B_T.sum(),
-        "k2": 0.5 * d_B_T.square().sum(),
-        "k3": (torch.expm1(-d_B_T) + d_B_T).sum(),
+        "ratio": ratio_BT.sum(),
+        "ratio_sq": ratio_BT.square().sum(),
+        "k1": d_BT.sum(),
+        "k2": 0.5 * d_BT.square().sum(),
+        "k3": (torch.expm1(-d_BT) + d_BT).sum(),
         "clip_low": low_B.sum(),
         "clip_high": high_B.sum(),
-        "clip_low_min": d_B_T.new_tensor(torch.inf) if empty else share_low_B.min(),
-        "clip_high_max": d_B_T.new_tensor(-torch.inf) if empty else share_high_B.max(),
+        "clip_low_min": d_BT.new_tensor(torch.inf) if empty else share_low_B.min(),
+        "clip_high_max": d_BT.new_tensor(-torch.inf) if empty else share_high_B.max(),
     }
 
 
@@ -276,9 +274,9 @@ def loss_metrics(sums: Sums) -> dict[str, float | None]:
 
 @torch.no_grad()
 def mismatch_weights(
-    old_logprobs_B_T: Floats_BT,
-    sampler_logprobs_B_T: Floats_BT,
-    mask_B_T: Mask_BT,
+    old_logprobs_BT: Floats_BT,
+    sampler_logprobs_BT: Floats_BT,
+    mask_BT: Mask_BT,
     *,
     cap: float | None = None,
     band: tuple[float, float] | None = None,
@@ -288,66 +286,66 @@ def mismatch_weights(
     With w = π_train_old/π_sampler: ``cap`` = C gives min(w, C) (truncated importance sampling); ``band`` = (α, β)
     gives w inside and 0 outside (IcePop). Raises ValueError unless exactly one is given and sensible.
     """
-    ratio_B_T = importance_ratio(old_logprobs_B_T, sampler_logprobs_B_T, mask_B_T)
+    ratio_BT = importance_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT)
     if cap is not None and band is None and cap > 0.0:
-        weights_B_T = ratio_B_T.clamp(max=cap)
+        weights_BT = ratio_BT.clamp(max=cap)
     elif band is not None and cap is None and 0.0 <= band[0] < band[1]:
-        weights_B_T = torch.where((ratio_B_T >= band[0]) & (ratio_B_T <= band[1]), ratio_B_T, 0.0)
+        weights_BT = torch.where((ratio_BT >= band[0]) & (ratio_BT <= band[1]), ratio_BT, 0.0)
     else:
         raise ValueError(f"give either cap > 0 or a band 0 <= alpha < beta: got cap={cap}, band={band}")
-    return torch.where(mask_B_T, weights_B_T, 0.0)
+    return torch.where(mask_BT, weights_BT, 0.0)
 
 
-def kl_terms(kind: str, logprobs_B_T: Floats_BT, reference_logprobs_B_T: Floats_BT, mask_B_T: Mask_BT) -> Floats_BT:
+def kl_terms(kind: str, logprobs_BT: Floats_BT, reference_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Per-token estimate of KL(π ‖ reference) on sampled tokens, [B, T], 0 in the padding.
 
     With l = log π − log ref: ``k1`` = l (for the reward; detach it), ``k2`` = ½l² (for the loss: its gradient is the
-    reverse KL's on policy), ``k3`` = e^−l − 1 + l (for logging only). Only ``logprobs_B_T`` carries a gradient.
+    reverse KL's on policy), ``k3`` = e^−l − 1 + l (for logging only). Only ``logprobs_BT`` carries a gradient.
     """
-    l_B_T = torch.where(mask_B_T, logprobs_B_T, 0.0) - torch.where(mask_B_T, reference_logprobs_B_T, 0.0).detach()
+    l_BT = torch.where(mask_BT, logprobs_BT, 0.0) - torch.where(mask_BT, reference_logprobs_BT, 0.0).detach()
     if kind == "k1":
-        return l_B_T
+        return l_BT
     if kind == "k2":
-        return 0.5 * l_B_T.square()
+        return 0.5 * l_BT.square()
     if kind == "k3":
-        return torch.expm1(-l_B_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + l_B_T
+        return torch.expm1(-l_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + l_BT
     raise ValueError(f"unknown KL estimator {kind!r}: one of k1, k2, k3")
 
 
-def entropy_loss(entropy_B_T: Floats_BT, mask_B_T: Mask_BT, entropy_coef: float) -> Floats_BT:
+def entropy_loss(entropy_BT: Floats_BT, mask_BT: Mask_BT, entropy_coef: float) -> Floats_BT:
     """−entropy_coef·H per token, [B, T]: a bonus on full-vocabulary entropy, which carries the gradient."""
-    return torch.where(mask_B_T, -entropy_coef * entropy_B_T, 0.0)
+    return torch.where(mask_BT, -entropy_coef * entropy_BT, 0.0)
 
 
 @torch.no_grad()
 def token_weights(
     normalizer: str,
-    mask_B_T: Mask_BT,
+    mask_BT: Mask_BT,
     *,
     total_tokens: int,
     total_sequences: int,
     max_tokens: int,
-    denominator_mask_B_T: Mask_BT | None = None,
+    denominator_mask_BT: Mask_BT | None = None,
 ) -> Floats_BT:
-    """Weights with loss = Σ weights·per-token loss, float32 [B, T], 0 outside ``mask_B_T``.
+    """Weights with loss = Σ weights·per-token loss, float32 [B, T], 0 outside ``mask_BT``.
 
     ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);
     ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). The totals count the whole optimizer step, skipped groups
-    included; tokens are counted (also T_i) by ``denominator_mask_B_T``, by default ``mask_B_T``. Totals of 0 give 0.
+    included; tokens are counted (also T_i) by ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
     """
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):
         raise ValueError(f"loss denominators must be >= 0: got {totals}")
     if normalizer == "tokens":
-        denominator_B_1 = torch.full((mask_B_T.shape[0], 1), float(total_tokens), device=mask_B_T.device)
+        denominator_B_1 = torch.full((mask_BT.shape[0], 1), float(total_tokens), device=mask_BT.device)
     elif normalizer == "sequences":
-        counted_B_T = mask_B_T if denominator_mask_B_T is None else denominator_mask_B_T
-        denominator_B_1 = counted_B_T.sum(1, keepdim=True) * float(total_sequences)
+        counted_BT = mask_BT if denominator_mask_BT is None else denominator_mask_BT
+        denominator_B_1 = counted_BT.sum(1, keepdim=True) * float(total_sequences)
     elif normalizer == "constant":
         denominator_B_1 = torch.full(
-            (mask_B_T.shape[0], 1), float(total_sequences) * float(max_tokens), device=mask_B_T.device
+            (mask_BT.shape[0], 1), float(total_sequences) * float(max_tokens), device=mask_BT.device
         )
     else:
         raise ValueError(f"unknown loss normalizer {normalizer!r}: one of {', '.join(NORMALIZERS)}")
     weight_B_1 = torch.where(denominator_B_1 > 0, 1.0 / denominator_B_1.clamp(min=1.0), 0.0)
-    return torch.where(mask_B_T, weight_B_1, 0.0)
+    return torch.where(mask_BT, weight_B_1, 0.0)

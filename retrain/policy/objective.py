@@ -109,7 +109,7 @@ class PolicyTerm:
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             ratio_cap=self.ratio_cap,
-            weights_B_T=weights_BT,
+            weights_BT=weights_BT,
         )
         if corrected:
             low, high = band or (0.0, cap or math.inf)
@@ -219,7 +219,7 @@ class Objective:
             total_tokens=denominators.tokens,
             total_sequences=denominators.sequences,
             max_tokens=self.max_tokens,
-            denominator_mask_B_T=batch.action_BT if denominators.all_tokens else None,
+            denominator_mask_BT=batch.action_BT if denominators.all_tokens else None,
         )
         return (total_BT * weights_BT).sum(), sums
 

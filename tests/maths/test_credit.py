@@ -48,7 +48,7 @@ class Batch:
 
     def inputs(self, **changes):
         values = {
-            "placebo_B_T": placebo_mask(self.uniforms, self.planning, self.mask),
+            "placebo_BT": placebo_mask(self.uniforms, self.planning, self.mask),
             "rewards_B": self.correct.double(),
             "correct_B": self.correct,
             "group_B": self.groups,
@@ -75,22 +75,22 @@ def looped_gtpo(batch: Batch, beta: float, lam: float | None = None) -> list[lis
 def test_gtpo_matches_a_loop(beta):
     batch = Batch()
     expected = torch.tensor(looped_gtpo(batch, beta), dtype=torch.float64)
-    assert torch.allclose(batch.credit("gtpo", beta=beta).advantages_B_T, expected, atol=1e-12)
+    assert torch.allclose(batch.credit("gtpo", beta=beta).advantages_BT, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.4, 1.0])
 def test_sepa_matches_a_loop(lam):
     batch = Batch()
     expected = torch.tensor(looped_gtpo(batch, 0.5, lam), dtype=torch.float64)
-    assert torch.allclose(batch.credit("gtpo_sepa", beta=0.5, sepa_lambda=lam).advantages_B_T, expected, atol=1e-12)
+    assert torch.allclose(batch.credit("gtpo_sepa", beta=0.5, sepa_lambda=lam).advantages_BT, expected, atol=1e-12)
 
 
 def test_none_spreads_the_advantage():
     batch = Batch()
     credit = batch.credit("none")
-    assert torch.equal(credit.advantages_B_T, torch.where(batch.mask, batch.advantages[:, None], 0.0))
-    assert torch.equal(credit.loss_mask_B_T, batch.mask)
-    assert credit.weights_B_T is None
+    assert torch.equal(credit.advantages_BT, torch.where(batch.mask, batch.advantages[:, None], 0.0))
+    assert torch.equal(credit.loss_mask_BT, batch.mask)
+    assert credit.weights_BT is None
 
 
 @given(SEEDS, st.floats(0.0, 1.0))
@@ -105,7 +105,7 @@ def test_mean_gtpo_weight_is_one(seed, beta):
 
 def test_beta_zero_is_an_exact_no_op():
     batch = Batch(dtype=torch.float32)
-    assert torch.equal(batch.credit("gtpo", beta=0.0).advantages_B_T, batch.credit("none").advantages_B_T)
+    assert torch.equal(batch.credit("gtpo", beta=0.0).advantages_BT, batch.credit("none").advantages_BT)
 
 
 def test_certain_completions_get_weight_one():
@@ -150,7 +150,7 @@ def test_hicra_raises_and_dampens():
 
 def test_hicra_acts_on_planning_tokens_only():
     batch = Batch()
-    plain, raised = batch.credit("gtpo").advantages_B_T, batch.credit("gtpo_hicra", alpha=0.3).advantages_B_T
+    plain, raised = batch.credit("gtpo").advantages_BT, batch.credit("gtpo_hicra", alpha=0.3).advantages_BT
     plan = batch.planning & batch.mask
     assert torch.allclose(raised[plan], plain[plan] + 0.3 * plain[plan].abs())
     assert torch.equal(raised[~plan], plain[~plan])
@@ -175,9 +175,9 @@ def test_placebo_ignores_where_planning_is():
 def test_placebo_mode_uses_the_given_mask():
     batch = Batch()
     inputs = batch.inputs()
-    placebo = inputs.placebo_B_T
+    placebo = inputs.placebo_BT
     credit = batch.credit("gtpo_hicra_placebo", alpha=0.2, inputs=inputs)
-    assert torch.equal(credit.advantages_B_T, hicra(batch.credit("gtpo").advantages_B_T, placebo, 0.2))
+    assert torch.equal(credit.advantages_BT, hicra(batch.credit("gtpo").advantages_BT, placebo, 0.2))
 
 
 @given(SEEDS, st.sampled_from([0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 1.0]))
@@ -216,10 +216,10 @@ def test_entropy_mask_denominators():
     batch = Batch()
     kept = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2))
     both = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2, entropy_denominator="all"))
-    assert torch.equal(kept.denominator_mask_B_T, kept.loss_mask_B_T)
-    assert torch.equal(both.denominator_mask_B_T, batch.mask)
-    assert torch.equal(kept.advantages_B_T, both.advantages_B_T)
-    assert torch.equal(kept.advantages_B_T != 0, kept.loss_mask_B_T)
+    assert torch.equal(kept.denominator_mask_BT, kept.loss_mask_BT)
+    assert torch.equal(both.denominator_mask_BT, batch.mask)
+    assert torch.equal(kept.advantages_BT, both.advantages_BT)
+    assert torch.equal(kept.advantages_BT != 0, kept.loss_mask_BT)
     with pytest.raises(ValueError, match="kept or all"):
         batch.credit("entropy_mask", inputs=ModeInputs(entropy_denominator="some"))
 
@@ -258,12 +258,12 @@ def test_gtpo_paper_matches_a_loop(seed):
     assert torch.allclose(got, looped_paper(h, *lists, 1.0, 0.1), atol=1e-9)
     assert got[4:].abs().max() == 0.0  # group 9 is all correct
     credit = batch.credit("gtpo_paper", inputs=batch.inputs())
-    assert torch.allclose(credit.advantages_B_T, got, atol=1e-9)
+    assert torch.allclose(credit.advantages_BT, got, atol=1e-9)
 
 
 def test_gtpo_paper_normalises_jointly():
     batch = Batch(3)
-    advantages = batch.credit("gtpo_paper", inputs=batch.inputs()).advantages_B_T
+    advantages = batch.credit("gtpo_paper", inputs=batch.inputs()).advantages_BT
     group = batch.mask & (batch.groups == 7)[:, None]
     assert float(advantages[group].mean()) == pytest.approx(0.0, abs=1e-12)
     assert float(advantages[group].square().mean()) == pytest.approx(1.0)
@@ -292,7 +292,7 @@ def test_uncertainty_kinds():
     assert uncertainty("shannon_entropy", logprobs, entropy, mask).tolist()[0] == [1.5, 0.0, 50.0, 0.0]
     with pytest.raises(ValueError, match="unknown uncertainty kind"):
         uncertainty("varentropy", logprobs, entropy, mask)
-    with pytest.raises(ValueError, match="needs entropy_B_T, which was not given"):
+    with pytest.raises(ValueError, match="needs entropy_BT, which was not given"):
         uncertainty("shannon_entropy", logprobs, None, mask)
 
 
@@ -316,9 +316,9 @@ def test_wrong_calls_are_named():
     batch = Batch()
     with pytest.raises(ValueError, match="unknown transform mode 'sepa'"):
         batch.credit("sepa")
-    with pytest.raises(ValueError, match="gtpo_sepa needs planning_B_T"):
+    with pytest.raises(ValueError, match="gtpo_sepa needs planning_BT"):
         token_advantages("gtpo_sepa", batch.advantages, batch.logprobs, None, None, batch.mask)
-    with pytest.raises(ValueError, match="gtpo_hicra_placebo needs placebo_B_T"):
+    with pytest.raises(ValueError, match="gtpo_hicra_placebo needs placebo_BT"):
         batch.credit("gtpo_hicra_placebo")
     with pytest.raises(ValueError, match="one advantage per row"):
         token_advantages("none", batch.advantages[:2], batch.logprobs, None, None, batch.mask)
@@ -337,11 +337,11 @@ def test_every_mode_is_finite_constant_and_zero_in_the_padding(mode, seed):
     batch.entropy.requires_grad_()
     batch.advantages.requires_grad_()
     credit = batch.credit(mode, inputs=batch.inputs(), sepa_lambda=0.5)
-    assert torch.isfinite(credit.advantages_B_T).all()
-    assert not credit.advantages_B_T.requires_grad
-    assert (credit.advantages_B_T[~credit.loss_mask_B_T] == 0).all()
-    assert not (credit.loss_mask_B_T & ~batch.mask).any()
-    assert credit.weights_B_T is None or not credit.weights_B_T.requires_grad
+    assert torch.isfinite(credit.advantages_BT).all()
+    assert not credit.advantages_BT.requires_grad
+    assert (credit.advantages_BT[~credit.loss_mask_BT] == 0).all()
+    assert not (credit.loss_mask_BT & ~batch.mask).any()
+    assert credit.weights_BT is None or not credit.weights_BT.requires_grad
 
 
 @pytest.mark.parametrize("mode", TRANSFORMS)
@@ -352,8 +352,8 @@ def test_empty_batches(mode, shape):
     rows = torch.zeros(shape[0])
     inputs = ModeInputs(mask, rows, rows.bool(), rows.long())
     credit = token_advantages(mode, rows, filler, filler, mask, mask, inputs=inputs)
-    assert credit.advantages_B_T.shape == shape
-    assert (credit.advantages_B_T == 0).all()
+    assert credit.advantages_BT.shape == shape
+    assert (credit.advantages_BT == 0).all()
     assert credit.stats["planning_fraction"] is None
     assert credit.exec_variance is None
 
@@ -392,14 +392,14 @@ def test_stats_by_kind():
 def test_transform_and_uncertainty_plugins():
     batch = Batch()
 
-    def halve(advantages_B_T, h_B_T, planning_B_T, mask_B_T):
-        return advantages_B_T / 2
+    def halve(advantages_BT, h_BT, planning_BT, mask_BT):
+        return advantages_BT / 2
 
-    def flat(advantages_B_T, **rest):
-        return advantages_B_T[0]
+    def flat(advantages_BT, **rest):
+        return advantages_BT[0]
 
-    def broken(advantages_B_T, **rest):
-        return advantages_B_T / 0
+    def broken(advantages_BT, **rest):
+        return advantages_BT / 0
 
     def squared(logprobs, entropy, mask):
         return logprobs**2
@@ -407,13 +407,13 @@ def test_transform_and_uncertainty_plugins():
     def nan(logprobs, entropy, mask):
         return logprobs * math.nan
 
-    assert torch.equal(batch.credit(halve).advantages_B_T, batch.credit("none").advantages_B_T / 2)
+    assert torch.equal(batch.credit(halve).advantages_BT, batch.credit("none").advantages_BT / 2)
     with pytest.raises(PluginError, match=r"test_credit:.*flat returned shape"):
         batch.credit(flat)
     with pytest.raises(PluginError, match="broken returned NaN or infinity"):
         batch.credit(broken)
     h = torch.where(batch.mask, batch.logprobs, 0.0) ** 2
     weights = gtpo_weights(h, batch.mask, 0.1)
-    assert torch.allclose(batch.credit("gtpo", uncertainty_kind=squared).weights_B_T, weights)
+    assert torch.allclose(batch.credit("gtpo", uncertainty_kind=squared).weights_BT, weights)
     with pytest.raises(PluginError, match="nan returned NaN or infinity"):
         batch.credit("gtpo", uncertainty_kind=nan)

@@ -180,7 +180,7 @@ def test_normalizers_by_hand():
     assert token_weights("sequences", mask, **totals).flatten().tolist() == pytest.approx([0.25, 0.25, 0, 0.5, 0, 0])
     assert token_weights("constant", mask, **totals)[1].tolist() == pytest.approx([0.1, 0.0, 0.0])
     kept = torch.tensor([[True, False, False], [False, False, False]])
-    of_all = token_weights("sequences", kept, **totals, denominator_mask_B_T=mask)
+    of_all = token_weights("sequences", kept, **totals, denominator_mask_BT=mask)
     assert of_all.flatten().tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0])
     nothing = token_weights("tokens", mask, total_tokens=0, total_sequences=0, max_tokens=0)
     assert (nothing == 0).all()
@@ -197,7 +197,7 @@ def test_padding_and_weights_carry_no_gradient(name):
     sampler = torch.tensor([[-1.1, -1.9, -math.inf]], requires_grad=True)
     advantages = torch.tensor([[1.0, -1.0, math.nan]], requires_grad=True)
     weights = torch.tensor([[0.5, 2.0, math.nan]], requires_grad=True)
-    loss, _ = policy_loss(name, logprobs, sampler, advantages, mask, weights_B_T=weights)
+    loss, _ = policy_loss(name, logprobs, sampler, advantages, mask, weights_BT=weights)
     loss.sum().backward()
     assert loss[0, 2] == 0.0
     assert logprobs.grad[0, 2] == 0.0
