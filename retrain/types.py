@@ -25,8 +25,8 @@ DIMENSIONS = {
     "G": "groups of a step",
     "B": "rows of a padded batch, one rollout each",
     "T": "tokens that the policy drew, of one action or of a rollout's actions one after the other",
-    "L": "all tokens of a sequence, what was read and what was drawn",
-    "M": "drawn tokens of a micro-batch, one after the other",
+    "L": "all tokens of a sequence, what was read and what was sampled",
+    "M": "sampled tokens of a micro-batch, one after the other",
     "R": "rows of a decode batch",
     "K": "columns of its cache; tokens that a draw kept",
     "V": "vocabulary",
@@ -65,9 +65,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens that each token was drawn among when sampling is truncated (top-p, top-k, min-p).
+    """The tokens that each token was sampled from when sampling is truncated (top-p, top-k, min-p).
 
-    Token t was drawn among ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
+    Token t was sampled from ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
     [T + 1].
     """
 
@@ -165,7 +165,7 @@ class Rollout:
 
     @property
     def entropy_T(self) -> np.ndarray | None:
-        """The entropy of the distribution that each was drawn from; None where the engine gives none."""
+        """The entropy of the distribution that each was sampled from; None where the engine gives none."""
         parts = [turn.action.entropy_T for turn in self.turns]
         known = [part for part in parts if part is not None]
         return _joined(known) if len(known) == len(parts) else None
@@ -253,13 +253,13 @@ class Sample:
         support: Support | None = None,
     ) -> Sample:
         """One action after one prompt, with what the sampler and credit say of each of its tokens."""
-        read, drawn = len(prompt_ids), len(token_ids)
-        mask = np.ones(drawn, dtype=bool) if loss_mask_T is None else loss_mask_T
+        read, sampled = len(prompt_ids), len(token_ids)
+        mask = np.ones(sampled, dtype=bool) if loss_mask_T is None else loss_mask_T
         return cls(
             token_ids=np.array([*prompt_ids, *token_ids], dtype=np.int64),
-            action_mask=np.repeat([False, True], [read, drawn]),
+            action_mask=np.repeat([False, True], [read, sampled]),
             logprobs=np.concatenate([np.zeros(read), logprobs_T]),
-            versions=np.repeat([-1, 0], [read, drawn]),
+            versions=np.repeat([-1, 0], [read, sampled]),
             advantages=np.concatenate([np.zeros(read), advantages_T]),
             loss_mask=np.concatenate([np.zeros(read, dtype=bool), mask]),
             support=support,
@@ -308,7 +308,7 @@ def _joined_support(parts: Sequence[Support | None]) -> Support | None:
 
 
 def without_advantages(sample: Sample) -> Sample:
-    """The sample with an advantage of 0 for every token that was drawn, all of which count."""
+    """The sample with an advantage of 0 for every token that was sampled, all of which count."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 

@@ -1,4 +1,4 @@
-"""Truncated sampling (top-k, top-p, min-p), and the record of which tokens each token was sampled among.
+"""Truncated sampling (top-k, top-p, min-p), and the record of which tokens each token was sampled from.
 
 A truncated sampler draws from π(·|S) = π/π(S) on a kept set S. With π over the whole vocabulary in the update, every
 importance ratio would be wrong by π(S). The kept set is therefore recorded token by token as it was sampled, and the

@@ -53,7 +53,7 @@ class Renderer:
     def answer(self, before: Sequence[Message], action: Action, messages: Sequence[Message]) -> tuple[int, ...]:
         """What the model reads after ``action``: what the template writes behind the text of an assistant's turn for
         these messages, up to where the next one begins. An end token that the action drew itself is not repeated.
-        Nothing of it depends on what the action says, which the model keeps reading as it was drawn.
+        Nothing of it depends on what the action says, which the model keeps reading as it was sampled.
 
         Raises ModelError when the template rewrites what stood there before.
         """

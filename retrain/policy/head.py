@@ -30,7 +30,7 @@ def no_lap(part: str) -> None:
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens that each of M rows was drawn among (``engines.truncation``): row ``rows_K[k]`` may be ``ids_K[k]``.
+    """The tokens that each of M rows was sampled from (``engines.truncation``): row ``rows_K[k]`` may be ``ids_K[k]``.
     Row m has the places ``offsets[m]`` to ``offsets[m + 1]``, on the host."""
 
     rows_K: torch.Tensor

@@ -1,4 +1,4 @@
-"""Trainer log-probabilities: one fresh forward pass over a sample, with the output layer for drawn tokens alone."""
+"""Trainer log-probabilities: one fresh forward pass over a sample, with the output layer for sampled tokens alone."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
 
 
 def _supports(samples: Sequence[Sample]) -> Supports | None:
-    """What the action tokens were drawn among, sample after sample; None where it was the whole vocabulary."""
+    """What the action tokens were sampled from, sample after sample; None where it was the whole vocabulary."""
     known = [sample.support for sample in samples if sample.support is not None]
     if not known:
         return None
     if len(known) < len(samples):
-        raise ValueError("some samples were drawn from truncated distributions and some were not")
+        raise ValueError("some samples were sampled from truncated distributions and some were not")
     counts_M = np.concatenate([np.diff(support.offsets) for support in known])
     rows_K = np.repeat(np.arange(len(counts_M)), counts_M)
     ids_K = np.concatenate([support.ids for support in known]).astype(np.int64)

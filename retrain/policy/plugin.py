@@ -38,7 +38,7 @@ FILES = "backend"
 class TrainSequence:
     """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say.
 
-    ``support``: the tokens that each was drawn among, where the backend said so when it sampled.
+    ``support``: the tokens that each was sampled from, where the backend said so when it sampled.
     """
 
     prompt_ids: Sequence[int]
@@ -50,7 +50,7 @@ class TrainSequence:
 
     @classmethod
     def of(cls, sample: Sample) -> TrainSequence:
-        """Prompt and completion of a sample; what was read between several actions counts as completion, was drawn
+        """Prompt and completion of a sample; what was read between several actions counts as completion, was sampled
         among nothing and does not train."""
         width, support = sample.prefix, sample.support
         if support is not None:
@@ -99,7 +99,7 @@ class Backend(Protocol):
     preserves_token_advantages: bool
 
     def sample(self, requests: Sequence[SampleRequest]) -> Sequence[Sequence[Action]]:
-        """``request.samples`` completions of every request, in order, with the log-probabilities they were drawn at."""
+        """``request.samples`` completions of every request, in order, with the log-probabilities of their tokens."""
         ...
 
     def train_step(self, batch: TrainBatch) -> Mapping[str, Any]:

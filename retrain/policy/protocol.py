@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Want(StrEnum):
-    """What a policy can say of the tokens that were drawn."""
+    """What a policy can say of the tokens that were sampled."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"

@@ -1,1 +1,1 @@
-"""Rollouts: drawn turn by turn for many problems at once, graded, and handed to the updates."""
+"""Rollouts: sampled turn by turn for many problems at once, graded, and handed to the updates."""

@@ -1,7 +1,7 @@
 """Rollouts of many problems at once: turn k of all living episodes is one decode batch, then the episodes step.
 
 Episodes step and are graded in a thread of their own, beside decoding: what belongs to a group is done as soon as its
-actions are there, while others are still being drawn.
+actions are there, while others are still being sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retrain.types import Action, Group, Message, Problem, Prompt, RewardResult,
 
 @dataclass(frozen=True)
 class Sampling:
-    """How actions are drawn."""
+    """How actions are sampled."""
 
     max_tokens: int
     temperature: float
@@ -125,10 +125,10 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
                 max_rows=max_rows,
                 finished=lambda i, actions, asked=asked: stepping.add(*asked[i], actions),
             )
-            drawn = time.time()
+            sampled = time.time()
             syncs += [engine.sync_seconds] if engine.sync_seconds is not None else []
             asked = stepping.living(groups)
-            spans += [("rollout", start, drawn), ("score", drawn, time.time())]
+            spans += [("rollout", start, sampled), ("score", sampled, time.time())]
             if not asked:
                 break
     ended = [each if isinstance(each, Exception) else each.error or each.group() for each in begun]

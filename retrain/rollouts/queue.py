@@ -1,6 +1,6 @@
 """Rollouts for the next update of every run, at most so many versions of its policy old.
 
-With ``max_staleness = 0`` nothing is drawn ahead: what an update asks for is drawn by the very weights that it changes.
+With ``max_staleness = 0`` nothing is sampled ahead: every update trains on samples of the weights that it changes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class RolloutQueue(Generic[Owner]):
     def _observe(
         self, pressure: Pressure, groups: Sequence[Group | Exception], spans: Sequence[tuple[str, float, float]]
     ) -> None:
-        """How fast it went: tokens drawn, seconds of decoding, and how many tokens came before one on average."""
+        """How fast it went: tokens sampled, seconds of decoding, and how many tokens came before one on average."""
         rollouts = [rollout for group in groups if isinstance(group, Group) for rollout in group.rollouts]
         if not rollouts:
             return
-        drawn, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)
+        sampled, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)
         seconds = sum(end - start for name, start, end in spans if name == "rollout")
-        pressure.observe(drawn, seconds, read / len(rollouts) + drawn / (2 * len(rollouts)))
+        pressure.observe(sampled, seconds, read / len(rollouts) + sampled / (2 * len(rollouts)))
