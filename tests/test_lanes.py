@@ -129,21 +129,21 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
     free = sample(LocalEngine(base, lanes, dense=dense), asked, adapters)
     told: list[str] = []
     engine = LocalEngine(base, lanes, dense=dense, tell=told.append)
-    forward, burst = base.model.forward, DenseDecoder.burst
+    forward, decode_steps = base.model.forward, DenseDecoder.decode_steps
 
     def limited(rows):
         if rows > 8:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
 
-    def narrow_burst(self, blocks, rows, *rest):
+    def narrow_steps(self, blocks, rows, *rest):
         limited(len(rows.token_R))
-        return burst(self, blocks, rows, *rest)
+        return decode_steps(self, blocks, rows, *rest)
 
     def narrow_forward(*args, **options):
         limited(len(options["input_ids"]) if options["input_ids"].shape[1] == 1 else 0)
         return forward(*args, **options)
 
-    monkeypatch.setattr(DenseDecoder, "burst", narrow_burst)
+    monkeypatch.setattr(DenseDecoder, "decode_steps", narrow_steps)
     monkeypatch.setattr(base.model, "forward", narrow_forward)
     reported = []
     tight = sample(engine, asked, adapters, finished=lambda request, actions: reported.append(request))
