@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +43,8 @@ class Lengths(Grader):
             assert self.gate.wait(10)
         if any(text == "raise" for _, text in items):
             raise RuntimeError("a grader that breaks its promise")
+        if any(text == "exit" for _, text in items):
+            sys.exit(3)
         return [RewardResult(float(len(text))) for _, text in items]
 
 
@@ -147,12 +151,14 @@ def test_grading_runs_while_others_are_still_drawn_and_takes_what_gathered_toget
     assert [rewards(group) for group in groups] == [[1.0], [1.0], [2.0], [3.0], [4.0]]
 
 
-def test_what_a_grader_raises_is_found_at_its_requests_only():
+@pytest.mark.parametrize(("does", "reason"), [("raise", "breaks its promise"), ("exit", r"called exit\(3\)")])
+def test_what_a_grader_raises_is_found_at_its_requests_only(does, reason):
     good, bad = Lengths(), Lengths()
-    engine = Scripted({"b": ["raise"], "a": ["xy"]})
+    engine = Scripted({"b": [does], "a": ["xy"]})
     groups = collect(engine, [asked(good, "a"), asked(bad, "b")]).groups
     assert rewards(groups[0]) == [2.0]
     assert isinstance(groups[1], RuntimeError)
+    assert re.search(reason, str(groups[1]))
 
 
 def test_what_a_grading_says_went_wrong_holds_no_key(monkeypatch):
@@ -236,6 +242,8 @@ class TwoTurnsEpisode:
     def step(self, action):
         if action.text == "fail":
             raise RuntimeError("an environment with a mistake")
+        if action.text == "exit":
+            sys.exit("enough")
         self.said.append(action.text)
         done = action.text == "last" or len(self.said) == 2
         return Step(() if done else ({"role": "user", "content": "more?"},), done)
@@ -272,12 +280,13 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
 
 def test_what_an_environment_raises_is_found_at_its_requests_only():
     environment, good = TwoTurns(), Lengths()
-    engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"]})
-    requests = [asked(environment, "a", 2), asked(environment, "unknown"), asked(environment, "b"), asked(good, "c")]
-    groups = collect(engine, requests).groups
+    engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"], "d": ["exit"]})
+    named = [(environment, "a", 2), (environment, "unknown"), (environment, "b"), (good, "c"), (environment, "d")]
+    groups = collect(engine, [asked(*each) for each in named]).groups
     assert str(groups[0]) == "an environment with a mistake"
     assert isinstance(groups[1], LookupError)
-    assert [rewards(group) for group in groups[2:]] == [[2.0], [3.0]]
+    assert str(groups[4]) == "it called exit('enough')"
+    assert [rewards(group) for group in groups[2:4]] == [[2.0], [3.0]]
     assert [request.stream for request in engine.requests[1]] == [("b", "turn", 1, 0)]  # the failed group is over
 
 

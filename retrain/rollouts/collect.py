@@ -209,8 +209,8 @@ class _Stepping:
             try:
                 for sample, action in zip(samples, actions, strict=True):
                     group.step(sample, action)
-            except Exception as error:  # belongs to the group's run; the trainer ends it
-                group.error = error
+            except (Exception, SystemExit) as error:  # belongs to the group's run; the trainer ends it
+                group.error = _exception(error)
                 continue
             if group.done:
                 over.setdefault(group.request.environment, []).append(group)
@@ -219,9 +219,14 @@ class _Stepping:
                 rewards = iter(environment.results([episode for group in groups for episode in group.episodes]))
                 for group in groups:
                     group.rewards = [_without_secrets(next(rewards)) for _ in group.episodes]
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 for group in groups:
-                    group.error = error
+                    group.error = _exception(error)
+
+
+def _exception(error: Exception | SystemExit) -> Exception:
+    """What an environment's or grader's code raised; that it wants to exit ends its run, not the thread."""
+    return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 
 def _without_secrets(reward: RewardResult) -> RewardResult:

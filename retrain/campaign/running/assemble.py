@@ -101,13 +101,7 @@ def assemble(
     planned = [parse_dict(config) for config in planned_configs(directory).values()]
     longest = longest_completions([*planned, *(spec.config for spec in (*others, *specs))])
     if _is_local(specs[0].config):
-        tokenizer, context = tokenizer_of(specs[0].config)  # found before weights are loaded
-        if not getattr(tokenizer, "chat_template", None):
-            observer.message(
-                f"{specs[0].config.model.model} has no chat template: prompts are plain text, messages joined by blank "
-                "lines; for a model that is trained to chat, give one with its template"
-            )
-        data = askable(data, specs[0].config, longest, tokenizer, context)
+        data = askable(data, specs[0].config, longest, *tokenizer_of(specs[0].config))  # before weights are loaded
     model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
     if not _is_local(specs[0].config):
         data = askable(data, specs[0].config, longest, model.tokenizer.source, context=0)

@@ -96,8 +96,15 @@ class LocalModel:
 
     def notes(self) -> list[str]:
         """See ``CohortModel.notes``."""
-        slow = f"{self.base.name} decodes through transformers' own forward pass, slower than plain products"
-        return [] if self.engine.fast else [slow]
+        notes = []
+        if not getattr(self.base.tokenizer, "chat_template", None):
+            notes.append(
+                f"{self.base.name} has no chat template: prompts are plain text, messages joined by blank lines; for a "
+                "model that is trained to chat, give one with its template"
+            )
+        if not self.engine.fast:
+            notes.append(f"{self.base.name} decodes through transformers' own forward pass, slower than plain products")
+        return notes
 
 
 class PluginModel:
