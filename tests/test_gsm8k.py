@@ -96,8 +96,10 @@ def test_the_recipe_gives_its_three_values(gsm8k: Dataset) -> None:
     with build_grader(tasks.Reward.model_validate(RECIPE)) as grader:
         right = grader.grade([(p, rf"{p.metadata['solution']} \boxed{{{p.answer}}}") for p in gsm8k.heldout])
         wrong = grader.grade([(p, rf"\boxed{{{changed(p.answer)}}}") for p in gsm8k.heldout])
-        unboxed = grader.grade([(p, p.metadata["solution"]) for p in gsm8k.heldout])
+        written = grader.grade([(p, p.metadata["solution"]) for p in gsm8k.heldout])
+        unmarked = grader.grade([(p, p.metadata["solution"].rpartition("####")[0]) for p in gsm8k.heldout])
     assert {result.total_reward for result in right} == {1.0}
     assert {result.total_reward for result in wrong} == {0.0}
-    assert {result.total_reward for result in unboxed} == {-0.1}
-    assert all(result.components == {"correct": 0.0, "format": 0.0} for result in unboxed)
+    assert {result.total_reward for result in written} == {1.0}  # the data set's own way of marking an answer
+    assert {result.total_reward for result in unmarked} == {-0.1}
+    assert all(result.components == {"correct": 0.0, "format": 0.0} for result in unmarked)
