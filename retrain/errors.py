@@ -86,7 +86,14 @@ class LeaseLost(RetrainError):
 
 
 class RunFailed(RetrainError):
-    """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log."""
+    """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log.
+
+    ``shared``: no run can go on, through no fault of theirs. All of them stop, none has failed, and ``advice`` says
+    what helps before they are resumed.
+    """
+
+    shared = False
+    advice = ""
 
 
 OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY})
@@ -94,16 +101,23 @@ OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, 
 
 
 class StorageError(RunFailed):
-    """A file of a run directory cannot be written.
+    """A file of a run directory cannot be written. ``shared``: disk full, quota, read-only, vanished."""
 
-    ``shared`` (disk full, quota, read-only, vanished): no run can write any more, all of them stop and none failed.
-    """
+    advice = "Make room, or make the directory writable"
 
     def __init__(self, path: object, error: OSError | str):
         self.path = path
         self.shared = not (isinstance(error, OSError) and error.errno in OWN_FAULTS)
         self.reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
         super().__init__(f"{path} cannot be written: {self.reason}")
+
+
+class DeviceLost(RunFailed):
+    """The GPU's context is gone (an assert in a kernel, an illegal access, an ECC error): every later call fails, and
+    what lies in its memory may be wrong. Nothing is saved from it; a new process goes on from the last checkpoint."""
+
+    shared = True
+    advice = "See what nvidia-smi says of the GPU"
 
 
 class NonFinite(RunFailed):

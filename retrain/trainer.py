@@ -15,8 +15,9 @@ from typing import Any
 
 from retrain.config.evaluation import HeldOut
 from retrain.engines.protocol import Engine
-from retrain.errors import Interrupted, StorageError
+from retrain.errors import DeviceLost, Interrupted, RunFailed
 from retrain.evaluation import Evaluator, Subject
+from retrain.gpus import lost
 from retrain.policy.memory import peak_memory_gib
 from retrain.policy.threads import Workers
 from retrain.pressure import Pressure
@@ -53,8 +54,8 @@ class Cohort:
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
 
-        Raises Interrupted, with all saved, when asked to stop. Closed in a pause, it ends as with KeyboardInterrupt:
-        without saving.
+        Raises Interrupted, with all saved, when asked to stop. Closed in a pause, or when the GPU's context is lost, it
+        ends as with KeyboardInterrupt: without saving.
         """
         for run in self.runs:
             run.begin(time.time())
@@ -68,7 +69,7 @@ class Cohort:
                 self.step(active)
                 yield
             self.saver.settle()
-        except (KeyboardInterrupt, GeneratorExit):
+        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
             self.saver.close(abandon=True)
             raise
         finally:
@@ -238,11 +239,11 @@ class Cohort:
         before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
         try:
             work()
-        except StorageError as error:
-            if error.shared:  # the fault of no run: nobody can write any more
-                raise
-            run.fail(error)
         except Exception as error:  # one lane's fault must not take the others along
+            if gone := lost(error):
+                raise gone from error
+            if isinstance(error, RunFailed) and error.shared:  # the fault of no run
+                raise
             run.fail(error)
         if run.error is not None and before is None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)

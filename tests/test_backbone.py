@@ -259,6 +259,7 @@ def test_every_action_token_of_several_turns_is_scored_in_its_whole_context(pack
     batch = collate(samples, base)
     with torch.no_grad(), lanes.single(adapter):
         chosen_BT, entropy_BT = token_logprobs(base, batch, 1.0, entropy=True)
+    assert batch.targets_M.tolist() == [token for s in samples for token in drawn(s)]
     for row, s in enumerate(samples):
         logprobs_TV = torch.log_softmax(fresh_logits(lanes, adapter, s).detach(), -1)
         expected_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
@@ -266,7 +267,6 @@ def test_every_action_token_of_several_turns_is_scored_in_its_whole_context(pack
         torch.testing.assert_close(chosen_BT[row, :count], expected_T, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(entropy_BT[row, :count], entropy_T, rtol=1e-9, atol=1e-9)
         assert batch.action_BT[row].sum() == batch.loss_mask_BT[row].sum() == count
-        assert batch.targets_BT[row, :count].tolist() == drawn(s).tolist()
     if packed:
         prompts, rest = 4 + 2, sum(len(s) - 1 - s.prefix for s in samples)
         assert batch.layout.ids_BL.shape == (1, prompts + rest)

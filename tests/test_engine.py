@@ -314,7 +314,7 @@ def test_steps_stay_in_place_so_that_they_can_be_replayed(base, lanes, monkeypat
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
     for rows in (None, 5):
         engine = LocalEngine(base, lanes)
-        engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
+        engine.graphs = StepGraphs(lambda: capture, engine.tell)
         again = sample(engine, asked, adapters, max_rows=rows)
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
     assert len(replays) > 20
@@ -331,7 +331,7 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
     told, adapter, asked = [], trained(lanes, 0), requests(max_tokens=12)
     engine = LocalEngine(base, lanes, tell=told.append)
     free = sample(engine, asked, [adapter])
-    engine.graphs = StepGraphs(True, told.append, lambda: capture)
+    engine.graphs = StepGraphs(lambda: capture, told.append)
     for _ in range(2):
         again = sample(engine, asked, [adapter])
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
@@ -348,7 +348,7 @@ def test_graphs_of_moved_buffers_are_dropped_with_their_memory():
         log.append([])
         return lambda step: lambda: log[pool].append(step())
 
-    graphs = StepGraphs(True, print, new_capture)
+    graphs = StepGraphs(new_capture, print)
     for place in range(2):
         for key in ("a", "b"):
             for _ in range(6):

@@ -90,7 +90,7 @@ def test_what_is_scored_lies_where_the_base_is(policy, monkeypatch):
     moved, to = [], MicroBatch.to
 
     def noted(self, device):
-        moved.append((len(self.targets_BT), device))
+        moved.append((len(self.action_BT), device))
         return to(self, device)
 
     monkeypatch.setattr(MicroBatch, "to", noted)

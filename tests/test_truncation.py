@@ -214,7 +214,7 @@ def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monk
 
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
     engine = LocalEngine(base, lanes)
-    engine.graphs = StepGraphs(True, engine.tell, lambda: capture)
+    engine.graphs = StepGraphs(lambda: capture, engine.tell)
     again = sample(engine, asked, adapters)
     for one, other in zip(free, again, strict=True):
         for a, b in zip(one, other, strict=True):

@@ -57,7 +57,7 @@ class LocalEngine:
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.fitting: int | None = None
         self._syncs: list[float] = []
-        self.graphs = StepGraphs(base.device.type == "cuda", tell)
+        self.graphs = StepGraphs.of(base.device, tell)
         self.decoder = dense_decoder(base) if dense else None
         self._published: dict[str, tuple[int, LoraWeights]] = {}
 

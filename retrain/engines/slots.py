@@ -20,6 +20,7 @@ from retrain.engines.protocol import Finished
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
+from retrain.errors import RunFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.threads import is_small
 from retrain.rng import uniforms
@@ -176,6 +177,8 @@ class SlotBatch:
         """Evict sequences that have ended, admit those that wait, compact the batch; False when all work is done."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
+            if self.graphs.in_use:
+                self._check_progress(alive)
             ended = np.flatnonzero((self.sequence != self.scratch) & ~alive)
             if len(ended):
                 self._evict(ended)
@@ -186,6 +189,16 @@ class SlotBatch:
                 self._compact(alive)
             if not waiting or not self._admit():  # a sequence may end with its very first token: look again
                 return True
+
+    def _check_progress(self, alive: np.ndarray) -> None:
+        """Rows that are alive have taken every step. Raises RunFailed when they have not: a replay that does nothing
+        would go on for ever."""
+        stuck = alive & (self.rows.position_R.cpu().numpy() != self.at)
+        if stuck.any():
+            raise RunFailed(
+                f"replaying the CUDA graph of a decode step moved {int(stuck.sum())} of {int(alive.sum())} sequences "
+                "not at all, or too far"
+            )
 
     def _evict(self, rows: np.ndarray) -> None:
         """Free the rows and report requests that are complete."""

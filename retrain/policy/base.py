@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from retrain.config import Config
-from retrain.errors import ModelError, UsageError
+from retrain.errors import ModelError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
+from retrain.policy.device import resolve_device, resolve_dtype, set_up
 from retrain.tokenizer import Tokenizer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,26 +73,6 @@ class BaseModel:
         return Tokenizer(self.tokenizer)
 
 
-def resolve_device(devices: str) -> torch.device:
-    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. Raises UsageError when that GPU is not there."""
-    if devices == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if devices == "cpu":
-        return torch.device("cpu")
-    index = int(devices.partition(":")[2] or 0)
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= found:
-        raise UsageError(f'devices = "{devices}": this machine shows {found} GPU(s); type devices = "auto" or "cpu"')
-    return torch.device(f"cuda:{index}")
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU and float32 on a CPU, where fp32 is exact and as fast."""
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
-
-
 def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     found: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
@@ -140,6 +121,7 @@ def load_base(
     from transformers.utils.logging import disable_progress_bar
 
     device = resolve_device(devices)
+    set_up(device)
     source, options = _whence(name, revision, local_files_only, trust_remote_code)
     torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled_model_path(name) or not sys.stderr.isatty():

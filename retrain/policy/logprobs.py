@@ -18,10 +18,11 @@ from retrain.types import Sample
 
 @dataclass
 class MicroBatch:
-    """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads."""
+    """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads; ``targets_M`` are
+    the action tokens themselves, sequence after sequence."""
 
     layout: Layout
-    targets_BT: torch.Tensor
+    targets_M: torch.Tensor
     action_BT: torch.Tensor
     loss_mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
@@ -32,7 +33,7 @@ class MicroBatch:
         """The same on another device."""
         return MicroBatch(
             self.layout.to(device),
-            self.targets_BT.to(device),
+            self.targets_M.to(device),
             self.action_BT.to(device),
             self.loss_mask_BT.to(device),
             self.advantages_BT.to(device),
@@ -85,17 +86,15 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
     counts = [int(sample.action_mask.sum()) for sample in samples]
     shape = (len(samples), max(counts))
     real = np.float64 if base.dtype == torch.float64 else np.float32
-    targets = np.full(shape, base.pad_id, dtype=np.int64)
     floats = np.zeros((2, *shape), dtype=real)
     masks = np.zeros((2, *shape), dtype=bool)
     for i, (sample, count) in enumerate(zip(samples, counts, strict=True)):
         own = sample.action_mask
-        targets[i, :count] = sample.token_ids[own]
         floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
         masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
     return MicroBatch(
         layout=backbone_of(base).layout(samples, base, share),
-        targets_BT=torch.from_numpy(targets),
+        targets_M=torch.from_numpy(np.concatenate([sample.token_ids[sample.action_mask] for sample in samples])),
         action_BT=torch.from_numpy(masks[0]),
         loss_mask_BT=torch.from_numpy(masks[1]),
         advantages_BT=torch.from_numpy(floats[0]),
@@ -128,10 +127,9 @@ def token_logprobs(
     base's device; ``lap`` as in ``Head.logprobs``.
     """
     backbone, layout = backbone_of(base), batch.layout
-    targets_M = batch.targets_BT[batch.action_BT]
     if backbone.head is not None:
         chosen_M, entropy_M = backbone.head.logprobs(
-            backbone.hidden(layout), targets_M, temperature, entropy=entropy, lap=lap, supports=batch.supports
+            backbone.hidden(layout), batch.targets_M, temperature, entropy=entropy, lap=lap, supports=batch.supports
         )
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
@@ -139,7 +137,7 @@ def token_logprobs(
         if batch.supports is not None:
             z_MV = batch.supports.only(z_MV)
         logprobs_MV = torch.log_softmax(z_MV, dim=-1)
-        chosen_M = logprobs_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
+        chosen_M = logprobs_MV.gather(-1, batch.targets_M.unsqueeze(-1)).squeeze(-1)
         entropy_M = None
         if entropy:
             lap("forward")

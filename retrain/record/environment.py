@@ -11,15 +11,15 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.config import Config
 from retrain.files import sha256, write_bytes, write_json
+from retrain.gpus import nvidia_gpus
 from retrain.record.repositories import code_diff, git_state, own_checkout
 from retrain.record.secrets import without_keys
 
@@ -29,7 +29,6 @@ PACKAGES = (
     "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
 )
 # fmt: on
-TOOL_SECONDS = 20.0
 
 
 def run_facts(config: Config, **facts: Any) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def environment_facts() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "gpus": [asdict(gpu) for gpu in nvidia_gpus()],
         "python": sys.version,
         "executable": sys.executable,
         "argv": [without_keys(argument) for argument in sys.argv],
@@ -156,23 +155,6 @@ class SystemInfo:
         """Write both files into ``directory``."""
         write_json(directory / "environment.json", self.facts)
         write_bytes(directory / "code.diff", self.diff.encode("utf-8", "surrogateescape"))
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=TOOL_SECONDS, check=True, encoding="utf-8", errors="replace"
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def _gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each NVIDIA GPU as the driver's own tool reports them; empty without one."""
-    text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    rows = [line.split(", ") for line in (text or "").splitlines()]
-    return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows if len(row) == 3]
 
 
 def _processor() -> str:

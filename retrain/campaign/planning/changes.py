@@ -140,8 +140,10 @@ def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what only rounding depends on, which no one need accept: device, number format, threads."""
+    """Differences in what only rounding depends on, which no one need accept: device and what drives it, number format,
+    threads. The same kind of GPU at another index is none."""
     names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
+    names |= {"gpu.driver": "GPU driver", "gpu.cuda": "CUDA", "gpu.cudnn": "cuDNN"}
     return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})
 
 

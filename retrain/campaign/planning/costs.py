@@ -7,13 +7,12 @@ to attention biases. Units: bytes, seconds, floating-point operations, tokens.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retrain.files import read_json
+from retrain.gpus import usable_gpu
 from retrain.models import find_config
 from retrain.models.sizes import cpu_token_budget, kept_numbers
 from retrain.models.targets import targeted
@@ -217,7 +216,7 @@ def architecture_of(model: str, revision: str | None = None) -> Architecture | N
 
 def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float = 0) -> Device:
     """The device that ``[backend] devices`` would use here; peaks given in ``[backpressure]`` win over the table."""
-    gpu = "" if devices == "cpu" else gpu_name()
+    gpu = "" if devices == "cpu" else usable_gpu()
     if gpu:
         tflops, gigabytes = next((peaks for part, peaks in GPU_PEAKS.items() if part in gpu), (150, 900))
         kind, name, flops, bandwidth = "gpu", gpu, tflops * 1e12, gigabytes * 1e9
@@ -231,17 +230,6 @@ def reference_gpu() -> Device:
     """An H100, to say what a file would take there when this machine has no GPU."""
     tflops, gigabytes = GPU_PEAKS["H100"]
     return Device("gpu", "one H100", tflops * 1e12, gigabytes * 1e9)
-
-
-def gpu_name() -> str:
-    """Name of the first NVIDIA GPU as the driver's own tool tells it, "" without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    answer = subprocess.run(
-        [tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=False
-    )
-    return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
 def evaluations(max_steps: int, eval_every: int, at_start: bool) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.planning.asked import data_of
+from retrain.campaign.planning.costs import architecture_of
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, Loaded
@@ -26,8 +27,10 @@ from retrain.environments.sources import directory_of, on_hub
 from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
+from retrain.gpus import build_fault
 from retrain.models import find_config
 from retrain.models.directory import model_fault
+from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.models.targets import dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
 
@@ -83,7 +86,8 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
                 yield from _capability_problems(loaded, spec.config, found)
         yield from _package_problems(loaded, spec.config, folder)
         model, targets = spec.config.model, spec.config.lora.target_modules
-        wanted = repr((spec.config.backend.backend, model.model, model.revision, model.trust_remote_code, targets))
+        backend = (spec.config.backend.backend, spec.config.backend.devices)
+        wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets))
         if wanted not in examined:  # one look at files for all runs that want them
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
@@ -136,8 +140,17 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
         where = _place(loaded, "model.model", model.model)
         yield Problem(where, "model.model", f'is "{model.model}": {fault}')
+    elif not fits_a_cpu(config) and (fault := build_fault(config.backend.devices)):
+        devices = config.backend.devices
+        yield Problem(_place(loaded, "backend.devices", devices), "backend.devices", f'is "{devices}": {fault}')
     else:
         yield from _target_problems(loaded, config)
+
+
+def fits_a_cpu(config: Config) -> bool:
+    """Whether the model is so small that nobody misses a GPU."""
+    architecture = architecture_of(config.model.model, config.model.revision)
+    return architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
 
 
 def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:

@@ -46,7 +46,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
-from retrain.errors import Interrupted, RetrainError, StorageError
+from retrain.errors import DeviceLost, Interrupted, RetrainError, RunFailed, StorageError
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
@@ -244,7 +244,7 @@ class Controller:
                     self.lock.check()
                     if self.stop.signal is not None:
                         handle.stop()
-        except StorageError as error:
+        except (StorageError, DeviceLost) as error:
             for entry in map(self.manifest.run, (spec.run_id for spec in specs)):
                 if entry["state"] == "running":
                     entry.update(state="interrupted", reason=str(error))
@@ -333,10 +333,9 @@ def summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _with_advice(error: StorageError, directory: Path) -> RetrainError:
+def _with_advice(error: RunFailed, directory: Path) -> RetrainError:
     return RetrainError(
-        f"{error}\nEverything up to the last checkpoint is whole. Make room, or make the directory writable, "
-        f"then type: retrain resume {directory}"
+        f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume {directory}"
     )
 
 

@@ -27,7 +27,8 @@ from retrain.campaign.running.protocol import (
     SqueezeJob,
     StepDone,
 )
-from retrain.errors import Interrupted, RetrainError, StorageError
+from retrain.errors import DeviceLost, Interrupted, RetrainError, StorageError
+from retrain.gpus import lost
 from retrain.record.observer import NullObserver, SpecLike
 
 if TYPE_CHECKING:
@@ -107,8 +108,11 @@ class InProcess:
                     end = yield from self._train(mine, mine.job, outbox)
                 else:
                     end = self._squeeze(mine, mine.job, outbox)
-            except (Exception, KeyboardInterrupt):
+            except (Exception, KeyboardInterrupt) as error:
                 yield from outbox.drain()
+                if gone := lost(error):
+                    self._bases = None  # nothing on the device can be undone any more
+                    raise gone from error
                 raise
             yield from outbox.drain()
             yield end
@@ -139,8 +143,8 @@ class InProcess:
             except Changed as changed:
                 return JobEnded(mine.id, "changed", str(changed), changes=changed.lines)
             except RetrainError as error:
-                if error.exit_status == 2 or isinstance(error, StorageError):
-                    raise  # a wrong model name or data file, or a full disk: no run has failed
+                if error.exit_status == 2 or isinstance(error, StorageError | DeviceLost):
+                    raise  # a wrong model name or data file, a full disk, a dead GPU: no run has failed
                 for spec in specs:
                     outbox.run_finished(spec, "failed", str(error))
                 return JobEnded(mine.id)
@@ -153,6 +157,8 @@ class InProcess:
             except StorageError:  # no run's fault: all of them go on once there is room
                 raise
             except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+                if lost(error):  # but a new process can go on with them
+                    raise
                 active = [run for run in cohort.runs if run.active]
                 if is_out_of_memory(error) and len(active) > 1 and specs[0].config.campaign.lanes == "auto":
                     reason = f"{len(active)} runs ran out of memory together"
@@ -163,6 +169,7 @@ class InProcess:
             finally:
                 for run in cohort.runs:
                     run.recorder.close(failed=run.error is not None)
+                self._base().forget_adapters()
         return JobEnded(mine.id)
 
     def _squeeze(self, mine: Submitted, job: SqueezeJob, outbox: Outbox) -> JobEnded:
@@ -174,6 +181,8 @@ class InProcess:
             found = squeeze_after_run(Path(job.directory), spec, Path(job.folder), self._base().take)
             outbox.facts({"squeeze": found})
         except RetrainError as error:
+            if lost(error):
+                raise
             outbox.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
         return JobEnded(mine.id)
 

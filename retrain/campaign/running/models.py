@@ -21,6 +21,7 @@ from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, base_of
+from retrain.policy.device import described, gpu_facts
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.plugin import PluginPolicy, load_backend
@@ -85,7 +86,8 @@ class LocalModel:
             "tokenizer": type(self.base.tokenizer).__name__,
             "engine": type(self.engine).__name__,
             "dtype": str(self.base.dtype).removeprefix("torch."),
-            "device": str(self.base.device),
+            "device": described(self.base.device),
+            "gpu": gpu_facts(self.base.device),
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
             "optimizer": "AdamW",
         }
@@ -180,9 +182,13 @@ class Bases:
             lanes = Lanes(self._base, config.lora.target_modules)
             self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets
         lanes, engine = self._prepared
-        engine.forget()
         engine.tell = tell
         return self._base, lanes, engine
+
+    def forget_adapters(self) -> None:
+        """Let go of what the last cohort sampled with."""
+        if self._prepared is not None:
+            self._prepared[1].forget()
 
     def release(self) -> None:
         """Take everything off the base and let go of it."""

@@ -1,0 +1,81 @@
+"""Where the base lives: which device a setting means, how a GPU is set up, and what it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from retrain.errors import UsageError
+from retrain.gpus import cpu_build, nvidia_gpus
+
+ALLOCATOR = "expandable_segments:True"
+"""Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
+
+
+def resolve_device(devices: str) -> torch.device:
+    """``auto`` | ``cpu`` | ``gpu:N`` → torch device.
+
+    Raises UsageError when that GPU is not there, or when a torch that was built for GPUs cannot use the machine's and
+    nobody asked for the CPU.
+    """
+    if devices == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count and devices == "auto":
+        if not cpu_build() and (gpus := nvidia_gpus()):
+            raise UsageError(
+                f"this machine has a GPU ({gpus[0].name}, driver {gpus[0].driver}), but torch {torch.__version__} "
+                'cannot use it: update the driver, or set [backend] devices = "cpu"'
+            )
+        return torch.device("cpu")
+    index = int(devices.partition(":")[2] or 0)
+    if index >= count:
+        raise UsageError(f'devices = "{devices}": this machine shows {count} GPU(s); type devices = "auto" or "cpu"')
+    return torch.device(f"cuda:{index}")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU that computes in it, else float32. Raises UsageError for bfloat16 on a GPU that
+    would emulate it."""
+    native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" and native else torch.float32
+    if dtype == "bfloat16" and not native:
+        raise UsageError(f'{described(device)} has no bfloat16 arithmetic: type dtype = "float32" in [inference]')
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
+
+
+def set_up(device: torch.device) -> None:
+    """Make a GPU the one that this thread works on, before anything is allocated on it.
+
+    Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894).
+    """
+    if device.type != "cuda":
+        return
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
+    torch.cuda.set_device(device)
+
+
+def described(device: torch.device) -> str:
+    """What a device is called in records: the same card at another index has the same name."""
+    if device.type != "cuda":
+        return str(device)
+    facts = torch.cuda.get_device_properties(device)
+    return f"{facts.name} (compute capability {facts.major}.{facts.minor})"
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
+    if device.type != "cuda":
+        return {}
+    drivers = {gpu.driver for gpu in nvidia_gpus()}
+    return {
+        "index": device.index or 0,
+        "driver": ", ".join(sorted(drivers)) or None,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }

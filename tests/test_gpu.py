@@ -1,0 +1,455 @@
+"""What would bite on a GPU, shown without one: graphs by an emulator, devices by fakes, errors by injection."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import stat
+import warnings
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from graph_emulator import MESSAGE, GraphEmulator
+from lane_cases import requests, sample, trained
+from toycampaign import campaign
+from toymodels import qwen3_directory, toy_base
+
+from retrain.campaign.planning.changes import machine_changes
+from retrain.campaign.planning.manifest import read_manifest
+from retrain.campaign.running.controller import launch, resume
+from retrain.config import load
+from retrain.engines import dense, graphs, slots
+from retrain.engines.graphs import EmptyCapture, StepGraphs
+from retrain.engines.local import LocalEngine
+from retrain.engines.step import decode_steps
+from retrain.errors import ConfigError, DeviceLost, RetrainError, RunFailed, UsageError
+from retrain.gpus import build_fault, cpu_build, lost, nvidia_gpus, usable_gpu
+from retrain.policy import device as devices
+from retrain.policy.budget import is_out_of_memory
+from retrain.policy.lora import Lanes
+from retrain.policy.update import train_step
+from retrain.record.observer import NullObserver
+
+STICKY = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def either(request, tmp_path_factory):
+    """A toy base with its lanes, in each number format that a GPU trains in."""
+    base = toy_base(tmp_path_factory.mktemp(request.param), request.param)
+    yield base, Lanes(base)
+    base.release()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The engine's steps as a GPU takes them: not compiled, looked at every few tokens, many columns at once."""
+    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
+    monkeypatch.setattr(slots, "CHECK", {"cpu": 8})
+    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
+
+
+def bits(groups):
+    """Everything that was sampled, exactly."""
+    return [[(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist(), c.stop_reason) for c in g] for g in groups]
+
+
+def with_capture(base, lanes, new_capture, tell=lambda line: None):
+    engine = LocalEngine(base, lanes, tell=tell)
+    engine.graphs = StepGraphs(new_capture, tell)
+    return engine
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}], ids=["whole", "top_p"])
+def test_replayed_steps_give_the_bits_of_eager_ones(either, as_on_a_gpu, cut):
+    """Three lanes of unequal work, more sequences than rows: captures at several widths, dropped when rows move."""
+    from dataclasses import replace
+
+    base, lanes = either
+    adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
+    asked = [
+        replace(request, **cut)
+        for lane in range(3)
+        for request in requests(lane, prompts=3, samples=4, max_tokens=14 + 20 * lane, temperature=0.9)
+    ]
+    eager = sample(LocalEngine(base, lanes), asked, adapters, max_rows=18)
+    emulator, told, places = GraphEmulator(), [], []
+
+    def new_capture():
+        places.append(emulator.captures)
+        return emulator.capture
+
+    engine = with_capture(base, lanes, new_capture, told.append)
+    assert bits(sample(engine, asked, adapters, max_rows=18)) == bits(eager)
+    assert told == []
+    assert emulator.captures >= 3
+    assert len(places) >= 2  # dropped and captured anew, because the rows had moved
+    assert emulator.replays > 20
+
+
+@pytest.mark.parametrize(
+    "forbidden",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x[x > 0],
+        lambda x: bool((x > 0).all()),
+    ],
+    ids=["item", "tolist", "cpu", "tensor", "index", "bool"],
+)
+def test_the_emulator_refuses_what_a_capturing_stream_refuses(forbidden):
+    x, emulator = torch.ones(3), GraphEmulator()
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        emulator.capture(lambda: (x.add_(1), forbidden(x)))
+    assert x.tolist() == [1, 1, 1]  # what was captured has not run
+
+
+def test_the_emulator_replays_operations_and_not_python():
+    """A number that the host has changed since, and a buffer that is made anew, are those of the capture."""
+    x, y, emulator, state = torch.zeros(2), torch.zeros(2), GraphEmulator(), {"by": 1.0}
+
+    def step():
+        made = torch.zeros(2).add_(state["by"])
+        x.add_(made)
+        y.copy_(x * 2)
+
+    replay = emulator.capture(step)
+    assert x.tolist() == [0, 0]
+    state["by"] = 100.0
+    replay()
+    replay()
+    assert (x.tolist(), y.tolist()) == ([2, 2], [4, 4])
+
+
+def test_a_capture_that_recorded_nothing_ends_the_run(base, lanes, as_on_a_gpu):
+    """Launched on another device, the step has run already: going on eagerly would be a step too many."""
+    emulator, asked = GraphEmulator(), requests(max_tokens=30)
+
+    def capture(step):
+        step()
+        return emulator.capture(lambda: None)
+
+    with pytest.raises(EmptyCapture, match="empty"):
+        sample(with_capture(base, lanes, lambda: capture), asked, [trained(lanes, 0)])
+
+
+@pytest.mark.parametrize("often", [0, 2])
+def test_a_replay_that_makes_no_progress_ends_the_run(base, lanes, as_on_a_gpu, often):
+    def capture(step):
+        return lambda: [step() for _ in range(often)]
+
+    with pytest.raises(RunFailed, match="not at all, or too far"):
+        sample(with_capture(base, lanes, lambda: capture), requests(max_tokens=30), [trained(lanes, 0)])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["allocator", "cublas"],
+)
+def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base, lanes, as_on_a_gpu, error):
+    emulator, told, failures = GraphEmulator(), [], [error]
+
+    def capture(step):
+        if failures:
+            raise failures.pop()
+        return emulator.capture(step)
+
+    asked, adapters = requests(max_tokens=30), [trained(lanes, 0)]
+    engine = with_capture(base, lanes, lambda: capture, told.append)
+    again = sample(engine, asked, adapters)
+    assert [[c.token_ids for c in g] for g in again] == [
+        [c.token_ids for c in g] for g in sample(LocalEngine(base, lanes), asked, adapters)
+    ]
+    assert told == ["out of memory while decoding: goes on with 6 sequences at once"]
+    assert emulator.replays > 10
+
+
+class FakeCuda:
+    """The parts of ``torch.cuda`` that a capture uses. ``launch`` is what a kernel does; ``ending`` what happens at the
+    end of a capture."""
+
+    def __init__(self, monkeypatch, ending=None):
+        self.current, self.stream, self.ended, self.ending, self.launches = 0, "default", [], ending, 0
+        self.pool, self.replayed = (0, 7), 0
+        fakes = {
+            "device": self._device,
+            "graph_pool_handle": lambda: (self.current, 7),
+            "Stream": lambda device: f"stream of {device}",
+            "CUDAGraph": lambda: SimpleNamespace(replay=self._replay),
+            "graph": self._graph,
+            "current_stream": lambda: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: self.ended.append(args))
+
+    @contextmanager
+    def _device(self, device):
+        before, self.current = self.current, device.index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def _graph(self, graph, *, pool, stream, capture_error_mode):
+        assert (pool, stream) == ((1, 7), "stream of cuda:1")
+        before, self.stream, launches = self.stream, stream, self.launches
+        try:
+            yield
+        finally:
+            if self.ending:
+                raise self.ending
+            if self.launches == launches:
+                warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
+            self.stream = before
+
+    def _replay(self):
+        self.replayed += 1
+
+    def kernel(self):
+        """A launch, which is captured where it goes to the capturing stream's device."""
+        self.launches += self.current == 1 and self.stream == "stream of cuda:1"
+
+
+def test_captures_happen_on_the_device_of_the_base_and_on_their_own_stream(monkeypatch):
+    """pytorch#87894: with cuda:0 current, a capture for cuda:1 records nothing."""
+    cuda = FakeCuda(monkeypatch)
+    replay = graphs.cuda_capture(torch.device("cuda:1"))(cuda.kernel)
+    replay()
+    assert (cuda.replayed, cuda.current, cuda.stream, cuda.ended) == (1, 0, "default", [])
+    with pytest.raises(EmptyCapture):
+        graphs.cuda_capture(torch.device("cuda:1"))(lambda: None)
+
+
+def test_a_capture_that_fails_leaves_neither_its_stream_nor_the_allocator_in_it(monkeypatch):
+    """The reason is the step's error, not that the capture could then not be ended."""
+    cuda = FakeCuda(monkeypatch, RuntimeError("CUDA error: operation failed due to a previous error during capture"))
+
+    def step():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.cuda_capture(torch.device("cuda:1"))(step)
+    assert (cuda.current, cuda.stream, cuda.ended) == (0, "default", [(1, (1, 7))])
+    FakeCuda(monkeypatch, RuntimeError("CUDA error: operation failed due to a previous error during capture"))
+    with pytest.raises(RuntimeError, match="previous error") as caught:
+        graphs.cuda_capture(torch.device("cuda:1"))(cuda.kernel)
+    assert not is_out_of_memory(caught.value)
+
+
+# -- errors of the device -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "gone"),
+    [
+        (STICKY, True),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: out of memory", False),
+        (MESSAGE, False),
+        ("CUDA error: invalid argument", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_only_errors_after_which_the_context_is_dead_count_as_lost(message, gone):
+    error = RuntimeError(message)
+    assert (lost(error) is not None) == gone
+    try:
+        try:
+            raise error
+        except RuntimeError as first:
+            raise ValueError("while saying so") from first
+    except ValueError as outer:
+        assert (lost(outer) is not None) == gone
+    assert is_out_of_memory(error) == ("out of memory" in message)
+
+
+def numbers(directory: Path) -> list[dict]:
+    """The rows of every run without what clocks say."""
+    rows = []
+    for path in sorted(directory.glob("runs/*/metrics.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows.append({key: row[key] for key in ("step", "loss", "reward/total", "optim/grad_norm", "kl_sample_train_v2")
+                         if key in row})  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("place", ["sampling", "update"])
+def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_path, model, monkeypatch, place):
+    file = campaign(tmp_path, model, steps=5)
+    launch(load(file), tmp_path / "whole", NullObserver())
+    calls = {"sampling": 0, "update": 0}
+    sampled, updated = LocalEngine.sample, train_step
+
+    def count(kind, work):
+        def counted(*args, **options):
+            calls[kind] += 1
+            if kind == place and calls[kind] == {"sampling": 7, "update": 14}[kind]:
+                raise RuntimeError(STICKY)
+            return work(*args, **options)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "sample", count("sampling", sampled))
+        patch.setattr("retrain.policy.local.train_step", count("update", updated))
+        with pytest.raises(RetrainError, match=r"(?s)device-side assert.*retrain resume") as caught:
+            launch(load(file), tmp_path / "cut", NullObserver())
+    assert "nvidia-smi" in str(caught.value)
+    manifest = read_manifest(tmp_path / "cut")
+    assert {run["state"] for run in manifest["runs"]} == {"interrupted"}
+    assert all("device-side assert" in run["reason"] for run in manifest["runs"])
+    steps = {path.name for path in (tmp_path / "cut").glob("runs/*/checkpoints/step_*")}
+    assert steps == {"step_000002"}
+    assert resume(tmp_path / "cut", NullObserver()).exit_status == 0
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert len(numbers(tmp_path / "cut")) == 20
+
+
+# -- the machine --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_gpu(tmp_path, monkeypatch):
+    """A driver's tool that lists one GPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_the_driver_s_tool_is_asked_unless_its_gpus_are_hidden(with_gpu, monkeypatch):
+    assert [(gpu.name, gpu.driver) for gpu in nvidia_gpus()] == [("NVIDIA H100 80GB HBM3", "580.65.06")]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert nvidia_gpus() == []
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
+def test_a_cpu_build_beside_a_gpu_is_refused_where_it_matters(tmp_path, with_gpu):
+    assert cpu_build() == torch.__version__
+    assert usable_gpu() == ""  # nothing is planned for a GPU that torch cannot use
+    assert build_fault("cpu") == ""
+    assert "pip install" in build_fault("auto")
+    large = qwen3_directory(tmp_path / "large", ["words"], hidden=512, layers=6)
+    file = tmp_path / "large.toml"
+    text = f'[model]\nmodel = "{large}"\n[data]\nsource = "arithmetic"\n[reward]\ntype = "match"\n'
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"built for CPUs alone: install a CUDA build \(pip install"):
+        launch(load(file), tmp_path / "out", NullObserver())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_is_called_by_its_kind_and_what_drives_it_is_kept(monkeypatch):
+    facts = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    names = {devices.described(torch.device(f"cuda:{i}")) for i in range(2)}
+    assert names == {"NVIDIA A100-SXM4-40GB (compute capability 8.0)"}
+    assert devices.described(torch.device("cpu")) == "cpu"
+    assert devices.gpu_facts(torch.device("cuda:1"))["index"] == 1
+
+    def built(name, index, cuda):
+        return {"built": {"device": name, "dtype": "bfloat16", "gpu": {"index": index, "cuda": cuda}}}
+
+    card = names.pop()
+    assert machine_changes(built(card, 0, "13.0"), built(card, 1, "13.0")) == []
+    other = machine_changes(built(card, 0, "13.0"), built("NVIDIA H100 (compute capability 9.0)", 0, "12.8"))
+    assert [line.partition(":")[0] for line in other] == ["device", "CUDA"]
+
+
+def test_bfloat16_is_taken_where_the_gpu_computes_in_it(monkeypatch):
+    cuda, asked = torch.device("cuda:0"), []
+
+    def supported(including_emulation=True):
+        asked.append(including_emulation)
+        return native
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(devices, "described", lambda device: "Tesla T4 (compute capability 7.5)")
+    native = True
+    assert devices.resolve_dtype("auto", cuda) is torch.bfloat16
+    native = False
+    assert devices.resolve_dtype("auto", cuda) is torch.float32
+    with pytest.raises(UsageError, match='T4 .* has no bfloat16 arithmetic: type dtype = "float32"'):
+        devices.resolve_dtype("bfloat16", cuda)
+    assert set(asked) == {False}
+    assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+
+
+def test_the_device_is_made_current_before_anything_is_allocated(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    devices.set_up(torch.device("cpu"))
+    assert taken == []
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    devices.set_up(torch.device("cuda:1"))
+    assert taken == [torch.device("cuda:1")]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    devices.set_up(torch.device("cuda:1"))
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"  # the user's own word counts
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_cohort_memory_is_back_at_the_base(tmp_path, model, monkeypatch):
+    """Two cohorts in one process: what the first put into memory is gone when the second begins."""
+    from retrain.campaign.running import executor
+
+    alive, kept = [], []
+    train = executor.InProcess._train
+
+    def counted(self, mine, job, outbox):
+        end = yield from train(self, mine, job, outbox)
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        base = self._bases._base
+        frame = self._bases._prepared[1].decoder.frame  # its angles stay, as the model's own weights do
+        held = [*base.model.parameters(), *base.model.buffers(), frame.cos, frame.sin]
+        own = {tensor.untyped_storage().data_ptr() for tensor in held}
+        alive.append((sum(storages.values()), sum(storages.get(place, 0) for place in own)))
+        kept.append(weakref.ref(base))
+        return end
+
+    monkeypatch.setattr(executor.InProcess, "_train", counted)
+    file = campaign(tmp_path, model, steps=2, lanes=2)
+    before = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    others = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in before}
+    launch(load(file), tmp_path / "out", NullObserver())
+    assert len(alive) == 2
+    (first, base_bytes), (second, again) = alive
+    assert base_bytes == again > 0
+    assert first == second
+    assert first - sum(others.values()) <= 1.05 * base_bytes
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_device_lost_is_nobody_s_fault():
+    assert DeviceLost("CUDA error").shared
