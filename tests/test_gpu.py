@@ -271,27 +271,20 @@ def test_a_capture_that_fails_leaves_neither_its_stream_nor_the_allocator_in_it(
     ],
 )
 def test_only_errors_after_which_the_context_is_dead_count_as_lost(message, gone):
-    error = RuntimeError(message)
-    assert (lost(error) is not None) == gone
-    try:
-        try:
-            raise error
-        except RuntimeError as first:
-            raise ValueError("while saying so") from first
-    except ValueError as outer:
-        assert (lost(outer) is not None) == gone
+    error, outer = RuntimeError(message), ValueError("while saying so")
+    outer.__cause__ = error
+    assert (lost(error) is not None) == (lost(outer) is not None) == gone
     assert is_out_of_memory(error) == ("out of memory" in message)
 
 
+KEYS = ("step", "loss", "reward/total", "optim/grad_norm", "kl_sample_train_v2")
+
+
 def numbers(directory: Path) -> list[dict]:
-    """The rows of every run without what clocks say."""
-    rows = []
-    for path in sorted(directory.glob("runs/*/metrics.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            rows.append({key: row[key] for key in ("step", "loss", "reward/total", "optim/grad_norm", "kl_sample_train_v2")
-                         if key in row})  # fmt: skip
-    return rows
+    """What every step of every run came to."""
+    files = sorted(directory.glob("runs/*/metrics.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [{key: row[key] for key in KEYS if key in row} for row in rows]
 
 
 @pytest.mark.parametrize("place", ["sampling", "update"])
@@ -392,7 +385,7 @@ def test_bfloat16_is_taken_where_the_gpu_computes_in_it(monkeypatch):
     assert devices.resolve_dtype("auto", cuda) is torch.bfloat16
     native = False
     assert devices.resolve_dtype("auto", cuda) is torch.float32
-    with pytest.raises(UsageError, match='T4 .* has no bfloat16 arithmetic: type dtype = "float32"'):
+    with pytest.raises(UsageError, match=r'T4 .* has no bfloat16 arithmetic: type dtype = "float32"'):
         devices.resolve_dtype("bfloat16", cuda)
     assert set(asked) == {False}
     assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
