@@ -361,7 +361,7 @@ def test_a_gpu_is_called_by_its_kind_and_what_drives_it_is_kept(monkeypatch):
     names = {devices.described(torch.device(f"cuda:{i}")) for i in range(2)}
     assert names == {"NVIDIA A100-SXM4-40GB (compute capability 8.0)"}
     assert devices.described(torch.device("cpu")) == "cpu"
-    assert devices.gpu_facts(torch.device("cuda:1"))["index"] == 1
+    assert devices.gpu_facts(torch.device("cuda:1"))["gpu"]["index"] == 1
 
     def built(name, index, cuda):
         return {"built": {"device": name, "dtype": "bfloat16", "gpu": {"index": index, "cuda": cuda}}}

@@ -69,13 +69,9 @@ def described(device: torch.device) -> str:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """Index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
+    """Under ``gpu``: the index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
     if device.type != "cuda":
         return {}
     drivers = {gpu.driver for gpu in nvidia_gpus()}
-    return {
-        "index": device.index or 0,
-        "driver": ", ".join(sorted(drivers)) or None,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return {"gpu": {"index": device.index or 0, "driver": ", ".join(sorted(drivers)) or None, **versions}}

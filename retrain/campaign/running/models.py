@@ -87,7 +87,7 @@ class LocalModel:
             "engine": type(self.engine).__name__,
             "dtype": str(self.base.dtype).removeprefix("torch."),
             "device": described(self.base.device),
-            "gpu": gpu_facts(self.base.device),
+            **gpu_facts(self.base.device),
             "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
             "optimizer": "AdamW",
         }
