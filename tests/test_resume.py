@@ -463,7 +463,7 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied, 
     """It is whole and yet nothing to continue from: not skipped as if damaged, which would train all steps again."""
     (directory,) = (copied / "checkpoints").iterdir()
     manifest = read_json(directory / "manifest.json")
-    assert manifest["format"] == FORMAT == 2
+    assert manifest["format"] == FORMAT == 3
     write_json(directory / "manifest.json", manifest | {"format": 1})
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     named = [str(copied)] if command == "resume" else [str(single(home)), "--out", str(copied)]

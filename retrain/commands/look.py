@@ -198,17 +198,19 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
     )
     print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
     print_squeeze_plan(config)
-    if architecture is None or one.memory is None or one.cache is None or one.adapter_parameters is None:
+    if architecture is None or one.memory is None or one.adapter_parameters is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
     print(
         f"model         {config.model.model}: {count(architecture.parameters())} parameters, frozen;"
         f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
     )
-    parts = ", ".join(f"{name} {size(number)}" for name, number in one.memory.items())
+    memory = one.memory
     print(
-        f"memory        about {size(sum(one.memory.values()))} for one run ({parts}), and {size(one.cache)} to decode"
-        " all its sequences at once; fewer decode together when memory is short"
+        f"memory        about {size(memory.peak())} for one run: model {size(memory.base)}, adapter and optimizer"
+        f" {size(memory.adapter)}, and by turns {size(memory.sampling)} to decode all its sequences at once (fewer"
+        f" decode together when memory is short) and {size(memory.training)} to train on"
+        f" {memory.micro_batch_tokens:,} tokens at a time"
     )
     print_lanes(specs, one, device)
     total = sum(each.seconds or 0 for each in estimates)
@@ -247,15 +249,14 @@ def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]
 def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
     """Print how many runs share the base at a time, and what memory they take together."""
     groups = planned_cohorts(specs, device)
-    if len(specs) == 1 or one.memory is None or one.cache is None:
+    if len(specs) == 1 or one.memory is None:
         return
     most = max(map(len, groups))
     sizes = [len(group) for group in groups]
     told = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-    shared = sum(one.memory.values()) + (most - 1) * one.memory["adapter and optimizer"] + most * one.cache
     print(
         f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {told};"
-        f" about {size(shared)} for {most} of them"
+        f" about {size(one.memory.peak(most))} for {most} of them"
     )
 
 

@@ -19,10 +19,11 @@ from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
-from retrain.policy.update import default_token_budget, new_optimizer, train_step
+from retrain.policy.update import new_optimizer, train_step
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
@@ -54,7 +55,8 @@ class LocalSnapshot:
 
 class LocalPolicy:
     """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
-    side by side, unless the update itself is one of several that run side by side."""
+    side by side, unless the update itself is one of several that run side by side; ``plan`` is the cohort's, by default
+    that of a run by itself."""
 
     starts_as_base = True
 
@@ -65,14 +67,15 @@ class LocalPolicy:
         config: Config,
         stream: tuple[int | str, ...],
         workers: Workers | None = None,
+        plan: MemoryPlan | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
         self.optimizer = new_optimizer(self.adapter, training.lr, betas, optimizer.eps, training.weight_decay)
-        tokens = training.micro_batch_tokens
-        self.budget = Budget(default_token_budget(base) if tokens == "auto" else tokens)
+        tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
+        self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.version = 0
 
     @property
@@ -176,7 +179,7 @@ class LocalPolicy:
         return lines
 
     def state(self) -> dict[str, Any]:
-        """The version, and what memory taught about micro-batches."""
+        """The version, and how many tokens a micro-batch has."""
         return {"version": self.version, "budget": self.budget.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
