@@ -207,9 +207,8 @@ class DenseDecoder:
     @property
     def prefill_bytes(self) -> int:
         """Bytes of the activations that ``prefill`` holds of one token at most, beside the cache."""
-        layer = self.layers[0]
-        wide = max(4 * sum(layer.qkv.sizes), 2 * sum(layer.gate_up.sizes))
-        return (3 * self.frame.embedding.shape[1] + wide) * self.dtype.itemsize
+        hidden, layer = self.frame.embedding.shape[1], self.layers[0]
+        return (4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)) * self.dtype.itemsize
 
     def prefill(
         self,

@@ -17,8 +17,15 @@ import torch
 from retrain.errors import RunFailed
 from retrain.policy.memory import MemoryPlan
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
-"""What a CPU's allocator and drivers say in a plain RuntimeError."""
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cannot allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+"""What allocators, drivers and libraries that allocate for themselves say in a plain RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

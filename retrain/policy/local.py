@@ -16,7 +16,7 @@ from retrain.files import write_bytes
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
+from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
@@ -88,14 +88,26 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
-        """See ``Policy.score``; in micro-batches, without gradients. Raises ModelError for values: it has no critic."""
+        """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients. Raises
+        ModelError for values: it has no critic."""
         if Want.VALUES in want:
             raise ModelError("this policy has no critic that could give values")
+        while want:
+            parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
+            sizes = [len(part) for part in parts]
+            try:
+                return self._score(samples, parts, want)
+            except (MemoryError, RuntimeError) as error:
+                if max(sizes) == 1 or not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
+        return Scores()
+
+    def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]], want: frozenset[Want]) -> Scores:
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
-        for part in (
-            split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ()
-        ):
+        for part in parts:
             batch = collate([samples[i] for i in part], self.base).to(self.base.device)
             tables: dict[Want, torch.Tensor | None] = {}
             with torch.no_grad():
