@@ -142,10 +142,11 @@ def test_explain_predicts_what_the_run_will_plan():
     assert found.training < found.sampling
     assert found.peak() == found.base + found.adapter + found.sampling
     assert found.peak(5) == found.base + 5 * (found.adapter + found.sampling)
+    assert found.least(5) == found.base + 5 * found.adapter + found.training
     short = estimate_run(parse_dict(asked | {"training": {"max_tokens": 8}}), architecture, reference_gpu()).memory
     assert short is not None
     assert short.sampling < short.training
-    assert short.peak(5) == short.base + 5 * short.adapter + short.training
+    assert short.peak(2) == short.least(2) == short.base + 2 * short.adapter + short.training
 
 
 # -- how much a cohort does at a time -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirect
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.costs import Architecture, Device, Estimate
+    from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
     from retrain.campaign.planning.plan import Plan, RunSpec
     from retrain.config import Config
 
@@ -207,10 +207,10 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
     )
     memory = one.memory
     print(
-        f"memory        about {size(memory.peak())} for one run: model {size(memory.base)}, adapter and optimizer"
-        f" {size(memory.adapter)}, and by turns {size(memory.sampling)} to decode all its sequences at once (fewer"
-        f" decode together when memory is short) and {size(memory.training)} to train on"
-        f" {memory.micro_batch_tokens:,} tokens at a time"
+        f"memory        {told_memory(memory)} for one run: model {size(memory.base)}, adapter and optimizer"
+        f" {size(memory.adapter)}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,}"
+        f" tokens at a time and {size(memory.sampling)} to decode all its sequences at once (fewer decode together when"
+        " memory is short)"
     )
     print_lanes(specs, one, device)
     total = sum(each.seconds or 0 for each in estimates)
@@ -256,8 +256,14 @@ def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
     told = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     print(
         f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {told};"
-        f" about {size(one.memory.peak(most))} for {most} of them"
+        f" {told_memory(one.memory, most)} for {most} of them"
     )
+
+
+def told_memory(memory: Memory, lanes: int = 1) -> str:
+    """What so many runs together take at least, and at most where that is more."""
+    least, most = memory.least(lanes), memory.peak(lanes)
+    return f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
 
 
 def told_time(

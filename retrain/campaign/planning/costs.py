@@ -190,8 +190,12 @@ class Memory:
     training: int
     sampling: int
 
+    def least(self, lanes: int = 1) -> int:
+        """What ``lanes`` runs like this one need that step together; they train one after the other."""
+        return self.base + lanes * self.adapter + self.training
+
     def peak(self, lanes: int = 1) -> int:
-        """Of ``lanes`` runs like this one that step together: they sample together and train one after the other."""
+        """What they take where all sequences of a step decode at once."""
         return self.base + lanes * self.adapter + max(lanes * self.sampling, self.training)
 
 
