@@ -28,8 +28,9 @@ from workload import ALPHA, LR, RANK, SHAPES, Setting
 
 from retrain.policy import Denominators, Lanes, Objective, TrainBatch, load_base
 from retrain.policy.budget import Budget
+from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import EntropyTerm, PolicyTerm
-from retrain.policy.update import default_token_budget, new_optimizer, train_step
+from retrain.policy.update import new_optimizer, train_step
 from retrain.types import Sample
 
 
@@ -84,7 +85,7 @@ def ours(
     ]
     batch = TrainBatch(samples, Denominators(sum(len(ids) for ids in rows), len(rows)), 0, ("benchmark",))
     objective = Objective((PolicyTerm(), EntropyTerm(0.01)) if variant.entropy else (PolicyTerm(),))
-    budget = Budget(micro or default_token_budget(base))
+    budget = Budget(micro or MemoryPlan.of(base).micro_batch_tokens)
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16) if variant.autocast else nullcontext():

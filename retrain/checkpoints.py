@@ -21,7 +21,7 @@ from retrain.record.recorder import ROW_FILES
 from retrain.record.status import last_row
 
 MANIFEST, STATE = "manifest.json", "state.json"
-FORMAT = 2
+FORMAT = 3
 T = TypeVar("T")
 
 

@@ -117,8 +117,8 @@ class Run:
     """Updates in a row, up to now, that were left out because loss or gradient was not finite."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
-    saved_pressure: dict[str, Any] | None = None
-    """What the checkpoint knows of the cohort's back-pressure controller, which all its runs share."""
+    saved_shared: dict[str, Any] = field(default_factory=dict)
+    """What the checkpoint knows of what all runs of the cohort share: its back-pressure controller and its engine."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
     last_end: float | None = None
@@ -327,8 +327,9 @@ class Run:
         every = self.config.training.save_every
         return every > 0 and self.step % every == 0
 
-    def state(self, pressure: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything but tensors, strict JSON. Random streams have no state: they are functions of the counters."""
+    def state(self, shared: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Everything but tensors, with what the cohort shares, strict JSON. Random streams have no state: they are
+        functions of the counters."""
         return {
             "step": self.step,
             "cursor": self.cursor.position,
@@ -339,12 +340,12 @@ class Run:
             "recorder": self.recorder.state(),
             "base": self.base_id,
             "run_id": self.run_id,
-            "pressure": pressure,
+            "shared": dict(shared or {}),
         }
 
-    def snapshot(self, pressure: dict[str, Any] | None = None) -> Snapshot:
+    def snapshot(self, shared: Mapping[str, Any]) -> Snapshot:
         """A copy of the current step's state in host memory, for ``write`` and ``publish``."""
-        state = dumps(self.state(pressure), indent=2) + "\n"
+        state = dumps(self.state(shared), indent=2) + "\n"
         return Snapshot(self.step, self.policy.snapshot(resumable=True), state)
 
     def write(self, saved: Snapshot) -> None:
@@ -449,4 +450,4 @@ class Run:
         self.policy.restore(state["policy"])
         self.ungraded_steps, self.skipped_updates = state["ungraded_steps"], state["skipped_updates"]
         self.recorder.restore(state["recorder"])
-        self.saved_pressure = state["pressure"]
+        self.saved_shared = state["shared"]

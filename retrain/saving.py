@@ -20,7 +20,7 @@ Guard = Callable[[Run, Callable[[], object]], None]
 class Saver:
     """Saves a cohort. ``shared`` gives the state that its runs have in common, for every checkpoint."""
 
-    def __init__(self, guard: Guard, shared: Callable[[], dict[str, Any] | None]):
+    def __init__(self, guard: Guard, shared: Callable[[], dict[str, Any]]):
         self.guard, self.shared = guard, shared
         self.queue: SaveQueue[Run] = SaveQueue()
 

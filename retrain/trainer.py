@@ -49,7 +49,11 @@ class Cohort:
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
         self.sync_seconds: float | None = None
-        self.saver = Saver(self.guarded, lambda: pressure.state() if pressure else None)
+        self.saver = Saver(self.guarded, self.shared_state)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all runs have in common, for the checkpoint of each."""
+        return {"pressure": self.pressure.state() if self.pressure else None, "engine": self.engine.state()}
 
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.

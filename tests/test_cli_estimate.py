@@ -98,7 +98,8 @@ def test_estimate_counts_and_grows_with_the_work():
     longer, wider = estimate(max_steps=20), estimate(batch_size=64)
     assert longer.seconds is not None
     assert longer.seconds > 1.8 * one.seconds
-    assert wider.cache == 16 * one.cache
+    assert wider.memory is not None
+    assert wider.memory.sampling == 16 * one.memory.sampling
     assert estimate_run(parse_dict({}), None, device).seconds is None
 
 

@@ -42,11 +42,22 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
     adapter = lanes.new_adapter(4, 8.0)
     tokens = 7 + 10  # of a prompt and a completion
-    lane = adapter.flat.numel() * (16 + 4) + 8 * tokens * 2 * 2 * 2 * 8 * 4  # weights; rows × tokens × k, v × layers …
-    update = tokens * 24 * 4 * 2 * 32
-    for count in (0, 1, 3, 4):
-        free = int((count * lane + update) / fitting.USABLE_SHARE) + 64
-        monkeypatch.setattr(fitting, "available_memory", lambda device, free=free: free)
+    own = adapter.flat.numel() * (4 + 4 + 8 + 4 + 4)  # master, gradient, moments, as published, as decoded with
+    cache = 8 * tokens * 2 * 2 * 2 * 8 * 4  # rows × tokens × keys, values × layers × heads × numbers × bytes
+    norms, linears, attention, mlp = 32 + 32 + 16 + 32, 32 + 32 + 32 + 64, 32 + 16 + 16 + 32, 64 + 64
+    update = tokens * 2 * 4 * (norms + linears + attention + mlp)
+    assert cache < update < 2 * cache  # a cohort of one needs more to train, a larger one to sample
+
+    def free(count, rows=cache):
+        usable = count * own + max(count * rows, update)
+        monkeypatch.setattr(fitting, "available_memory", lambda device: int(usable / fitting.USABLE_SHARE) + 64)
+
+    monkeypatch.setattr(fitting, "available_memory", lambda device: int((own + update) / fitting.USABLE_SHARE) - 64)
+    with pytest.raises(DoesNotFit) as short:
+        check_memory(base, lanes, specs, 7)
+    assert short.value.lanes == 0
+    for count in (1, 3, 4):
+        free(count)
         if count == len(specs):
             check_memory(base, lanes, specs, 7)
             continue
@@ -55,12 +66,11 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
         assert short.value.lanes == count
     longer = [f"evaluation.sets=[{{name='a'}}, {{name='b', max_tokens={10 + 3}}}]"]
     specs = plan(load(campaign(tmp_path, tmp_path / "toy"), longer))
-    need = lane + 8 * 3 * 2 * 2 * 2 * 8 * 4  # a cache for three tokens more in each row
-    monkeypatch.setattr(fitting, "available_memory", lambda device: int((4 * need + update) / 0.85) + 64)
-    check_memory(base, lanes, specs, 7)
-    monkeypatch.setattr(fitting, "available_memory", lambda device: int((4 * need + update) / 0.85) - 640)
+    free(4)
     with pytest.raises(DoesNotFit):
         check_memory(base, lanes, specs, 7)
+    free(4, cache + 8 * 3 * 2 * 2 * 2 * 8 * 4)  # three tokens more in each row
+    check_memory(base, lanes, specs, 7)
 
 
 def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):

@@ -463,14 +463,14 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied, 
     """It is whole and yet nothing to continue from: not skipped as if damaged, which would train all steps again."""
     (directory,) = (copied / "checkpoints").iterdir()
     manifest = read_json(directory / "manifest.json")
-    assert manifest["format"] == FORMAT == 2
-    write_json(directory / "manifest.json", manifest | {"format": 1})
+    assert manifest["format"] == FORMAT == 3
+    write_json(directory / "manifest.json", manifest | {"format": 2})
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     named = [str(copied)] if command == "resume" else [str(single(home)), "--out", str(copied)]
     result = CliRunner().invoke(app, [command, *named, "--set", "training.max_steps=3"])
     assert result.exit_code == 2, result.output
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-    assert "step_000002 is a checkpoint of layout 1, this version of retrain reads layout 2" in line
+    assert "step_000002 is a checkpoint of layout 2, this version of retrain reads layout 3" in line
     assert "begin anew with another --out" in line
     rows = [read_jsonl(copied / name) for name in ("metrics.jsonl", "evals.jsonl", "checkpoints.jsonl")]
     assert [len(each) for each in rows] == [2, 2, 2]

@@ -29,6 +29,12 @@ class RemoteEngine:
         place = self.published[ref] = self.folder / f"{ref.run_id}@{ref.version}"
         weights.export(place, place)
 
+    def state(self) -> dict:
+        return {}
+
+    def restore(self, state: dict) -> None:
+        pass
+
     def sample(self, requests: list[SampleRequest], *, max_rows=None, finished=None) -> list[list[Action]]:
         groups = []
         for place, request in enumerate(requests):

@@ -13,7 +13,7 @@ from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirect
 from retrain.commands.output import count, duration, plural, print_table, size
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.costs import Architecture, Device, Estimate
+    from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
     from retrain.campaign.planning.plan import Plan, RunSpec
     from retrain.config import Config
 
@@ -198,17 +198,19 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
     )
     print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
     print_squeeze_plan(config)
-    if architecture is None or one.memory is None or one.cache is None or one.adapter_parameters is None:
+    if architecture is None or one.memory is None or one.adapter_parameters is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
     print(
         f"model         {config.model.model}: {count(architecture.parameters())} parameters, frozen;"
         f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
     )
-    parts = ", ".join(f"{name} {size(number)}" for name, number in one.memory.items())
+    memory = one.memory
     print(
-        f"memory        about {size(sum(one.memory.values()))} for one run ({parts}), and {size(one.cache)} to decode"
-        " all its sequences at once; fewer decode together when memory is short"
+        f"memory        {told_memory(memory)} for one run: model {size(memory.base)}, adapter and optimizer"
+        f" {size(memory.adapter)}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,}"
+        f" tokens at a time and {size(memory.sampling)} to decode all its sequences at once (fewer decode together when"
+        " memory is short)"
     )
     print_lanes(specs, one, device)
     total = sum(each.seconds or 0 for each in estimates)
@@ -247,16 +249,21 @@ def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]
 def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
     """Print how many runs share the base at a time, and what memory they take together."""
     groups = planned_cohorts(specs, device)
-    if len(specs) == 1 or one.memory is None or one.cache is None:
+    if len(specs) == 1 or one.memory is None:
         return
     most = max(map(len, groups))
     sizes = [len(group) for group in groups]
     told = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-    shared = sum(one.memory.values()) + (most - 1) * one.memory["adapter and optimizer"] + most * one.cache
     print(
         f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {told};"
-        f" about {size(shared)} for {most} of them"
+        f" {told_memory(one.memory, most)} for {most} of them"
     )
+
+
+def told_memory(memory: Memory, lanes: int = 1) -> str:
+    """What so many runs together take at least, and at most where that is more."""
+    least, most = memory.least(lanes), memory.peak(lanes)
+    return f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
 
 
 def told_time(

@@ -92,8 +92,8 @@ class Training(Section):
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
     micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
-    """Tokens in one forward and backward pass; halved when memory runs out. Changes memory and speed, never the
-    update."""
+    """Tokens in one forward and backward pass, `auto` by the model and the device; halved when memory runs out.
+    Changes memory and speed, and of the update nothing but its rounding."""
     nonfinite_limit: Annotated[Count, Role.SPEED] = 3
     """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many in a row the run
     fails, saved as it was before. 1 fails at the first."""

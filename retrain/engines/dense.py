@@ -40,10 +40,10 @@ from retrain.engines.step import (
 from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
-from retrain.policy.memory import available_memory
+from retrain.policy.memory import total_memory
 
 MERGE_SHARE = 0.25
-"""Weights are merged only where the copy takes less than this share of the memory that is available."""
+"""Weights are merged only where the copy takes less than this share of the machine's memory."""
 
 
 class Projection:
@@ -125,9 +125,16 @@ class KVCache:
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep (or repeat) the given rows."""
-        self.keys = [tensor.index_select(0, rows) for tensor in self.keys]
-        self.values = [tensor.index_select(0, rows) for tensor in self.values]
+        """Keep (or repeat) the given rows. At no time is more than one layer's keys or values there twice."""
+        for states in (self.keys, self.values):
+            for layer in range(len(states)):
+                states[layer] = states[layer].index_select(0, rows)
+
+    def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin the given rows of a layer with these states [rows, heads, T, head_dim]."""
+        width = keys.shape[2]
+        self.keys[layer][rows, :, :width] = keys
+        self.values[layer][rows, :, :width] = values
 
 
 class DenseDecoder:
@@ -164,7 +171,8 @@ class DenseDecoder:
         if lanes != 1 or self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
             return False
         weights = [projection.weight for layer in self.layers for projection in layer.projections]
-        return sum(weight.numel() * weight.element_size() for weight in weights) <= MERGE_SHARE * available_memory()
+        copy = sum(weight.numel() * weight.element_size() for weight in weights)
+        return copy <= MERGE_SHARE * total_memory(self.device)
 
     @staticmethod
     def of_lanes(blocks: list[Block], places: Sequence[int], lanes: int) -> list[Block]:
@@ -196,10 +204,23 @@ class DenseDecoder:
             self.frame = self.frame._replace(cos=cos[0], sin=torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1))
         return self.frame
 
+    @property
+    def prefill_bytes(self) -> int:
+        """Bytes of the activations that ``prefill`` holds of one token at most, beside the cache."""
+        hidden, layer = self.frame.embedding.shape[1], self.layers[0]
+        return (4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)) * self.dtype.itemsize
+
     def prefill(
-        self, ids_RT: torch.Tensor, last_R: torch.Tensor, blocks: list[Block]
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Prompts padded on the right: logits [R, V] at column ``last_R`` and per layer keys, values [R, heads, T, D].
+        self,
+        ids_RT: torch.Tensor,
+        last_R: torch.Tensor,
+        blocks: list[Block],
+        kv_cache: KVCache,
+        rows_S: torch.Tensor,
+        source_S: torch.Tensor,
+    ) -> torch.Tensor:
+        """Prompts padded on the right → logits [R, V] at column ``last_R``. Layer by layer the states of the prompts
+        ``source_S`` become the beginning of the cache's rows ``rows_S``.
 
         Causal attention alone keeps a row's real tokens from seeing its padding.
         """
@@ -207,21 +228,20 @@ class DenseDecoder:
         frame = self.turned(width)
         cos, sin = frame.cos[:width].unsqueeze(1), frame.sin[:width].unsqueeze(1)
         x = F.embedding(ids_RT.reshape(-1), frame.embedding)
-        states = []
-        for block in blocks:
+        for layer, block in enumerate(blocks):
             qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(rows, width, -1, frame.head_dim)
             qk, v = qkv.split([frame.heads + frame.kv_heads, frame.kv_heads], 2)
             q, k = (
                 rotated(frame, block.head_norms, qk, cos, sin).transpose(1, 2).split([frame.heads, frame.kv_heads], 1)
             )
             v = v.transpose(1, 2)
-            states.append((k, v))
+            kv_cache.write(layer, rows_S, k[source_S], v[source_S])
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=frame.scaling, enable_gqa=frame.heads != frame.kv_heads
             )
             x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
         last = x.view(rows, width, -1)[torch.arange(rows, device=x.device), last_R]
-        return product(rms(last, frame.norm, frame.eps), frame.head), states
+        return product(rms(last, frame.norm, frame.eps), frame.head)
 
     def decode_steps(
         self,
@@ -299,10 +319,8 @@ def _reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
     with torch.no_grad():
         want = base.model(input_ids=ids, use_cache=False).logits.double()
         last = torch.full((2,), count - 2, device=base.device)
-        before, states = decoder.prefill(ids[:, :-1], last, blocks)
-        kv_cache = KVCache(decoder, 2, count)
-        for layer, (k, v) in enumerate(states):
-            kv_cache.keys[layer][:, :, : count - 1], kv_cache.values[layer][:, :, : count - 1] = k, v
+        kv_cache, both = KVCache(decoder, 2, count), torch.arange(2, device=base.device)
+        before = decoder.prefill(ids[:, :-1], last, blocks, kv_cache, both, both)
         frame, places = decoder.turned(count), last + 1
         after = forward(frame, blocks, ids[:, -1], places, kv_cache.keys, kv_cache.values, count, False)
     # In float64, too, transformers computes norms and angles in float32.

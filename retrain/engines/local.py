@@ -8,7 +8,8 @@ per token from its own stream and inverts the cumulative distribution: batching 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,14 +18,15 @@ from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
 from retrain.engines.rows import LaneRequest, Row
-from retrain.engines.slots import SlotBatch
+from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.engines.step import Block
 from retrain.errors import ModelError, RunFailed
+from retrain.models.sizes import LOGITS_COPIES
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import available_memory, cache_bytes
+from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
 from retrain.policy.threads import Workers
 from retrain.types import Action
@@ -40,7 +42,8 @@ class LocalEngine:
     """Samples with the base model and lanes that also train; of every run the newest published weights are kept.
 
     ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
-    that runs out of memory goes on with half the rows; ``fitting`` remembers how many did fit, ``tell`` hears of it.
+    has the rows that ``decode_bytes`` hold; one that runs out of memory all the same goes on with half of them.
+    ``fitting`` remembers how many did fit, ``tell`` hears of it.
     """
 
     gives_entropy = True
@@ -55,7 +58,7 @@ class LocalEngine:
         tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
-        self.fitting: int | None = None
+        self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs = StepGraphs.of(base.device, tell)
         self.decoder = dense_decoder(base) if dense else None
@@ -70,6 +73,26 @@ class LocalEngine:
     def sync_seconds(self) -> float:
         """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
         return sum(self._syncs)
+
+    def begin(self, plan: MemoryPlan) -> None:
+        """Forget what was learnt about memory, and go by this plan."""
+        self.plan, self.decode_bytes = plan, plan.decode_bytes
+        self.fitting: int | None = None
+
+    def state(self) -> dict[str, Any]:
+        """See ``Engine.state``: what decides how many sequences decode at once."""
+        return {"decode_bytes": self.decode_bytes, "fitting": self.fitting}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See ``Engine.restore``; what this device does not hold is planned anew."""
+        before, self.fitting = state["decode_bytes"], state["fitting"]
+        self.decode_bytes = self.plan.kept_decode_bytes(before)
+        if self.decode_bytes != before:
+            gib = 2**30
+            self.tell(
+                f"decode batches of {before / gib:.1f} GiB do not fit in this device's memory: they have "
+                f"{self.decode_bytes / gib:.1f} GiB from now on, so what follows is rounded differently"
+            )
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """See ``Engine.publish``; the run's earlier weights are forgotten."""
@@ -115,10 +138,8 @@ class LocalEngine:
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        rows = min(
-            max_rows or self._affordable_rows(longest, any(request.truncates for request in requests)),
-            self.fitting or MOST_ROWS["cuda"],
-        )
+        affordable = self.affordable_rows(longest, any(request.truncates for request in requests))
+        rows = min(bound for bound in (affordable, max_rows, self.fitting) if bound)
         while True:
             try:
                 self._decode(asked, work, weights, rows, keep)
@@ -214,15 +235,16 @@ class LocalEngine:
                 dealt += 1
         return [piece for piece in pieces if piece]
 
-    def _affordable_rows(self, length: int, truncated: bool = False) -> int:
-        """Rows whose cache and logits fit in 80 % of the free GPU memory, or in half of the machine's."""
-        kind, row_bytes = self.base.device.type, length * cache_bytes(self.base)
-        # fp32 logits, their mass, its sum and two temporaries; where truncated, what is left of the mass, twice
-        logits_bytes = (7 if truncated else 5) * 4 * self.base.vocab_size
-        share = 0.8 if kind == "cuda" else 0.5
-        # Resizing the batch copies the cache: twice its bytes.
-        fitting = int(share * available_memory(self.base.device)) // (2 * row_bytes + logits_bytes)
-        return max(1, min(MOST_ROWS.get(kind, 1024), fitting))
+    def affordable_rows(self, length: int, truncated: bool = False) -> int:
+        """Rows of ``length`` tokens whose cache and logits ``decode_bytes`` hold."""
+        kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
+        columns = COLUMNS.get(kind, COLUMNS["cuda"])
+        cache = -(-length // columns) * columns * cache_bytes(self.base)
+        # Where truncated, what is left of the mass, twice.
+        logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
+        # Resizing the batch copies one layer's keys or values at a time.
+        fitting = self.decode_bytes // (cache + cache // (2 * layers) + logits)
+        return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 
 def _waves(requests: Sequence[LaneRequest], work: list[Row], rows: int) -> list[list[Row]]:

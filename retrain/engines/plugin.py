@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,13 @@ class PluginEngine:
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy
         self._backends: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """See ``Engine.state``: backends look after themselves."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """Backends sample with the weights that they hold: this says whose they are."""

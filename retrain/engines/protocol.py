@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action
@@ -63,12 +63,20 @@ class Engine(Protocol):
         """Make these weights available to requests under ``ref``; older ones of the same run may be forgotten."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """What of the machine decides how it samples, as strict JSON: part of every checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        ...
+
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
         """One list of actions per request, in order.
 
-        ``max_rows``: most sequences to decode at once, None for as many as fit; it changes speed and memory only.
+        ``max_rows``: most sequences to decode at once, of as many as fit; it changes speed and memory only.
         ``finished(index, actions)`` is called once per request, from any thread, as soon as its actions are all
         there, while others are still being sampled.
         """

@@ -32,6 +32,9 @@ CHECK = {"cpu": 1, "cuda": 8}
 """Calls of the step between looks at the device's answer, each of which waits for it."""
 COLUMNS = {"cpu": 1, "cuda": 128}
 """What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
+PREFILL_BYTES = 1 << 29
+"""Activations of the prompts that are prefilled at once, beside the cache. A matrix product of fewer tokens than this
+holds of a large model is not slower; how many it holds depends on shapes alone."""
 BURST = 16
 """Steps of one call of a small model; the first sequence that ends also ends the call. With a large one, Python has
 time between its steps to hear of a signal."""
@@ -231,34 +234,37 @@ class SlotBatch:
         return True
 
     def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
-        """Run each distinct prompt once, spread its cache over its samples, and draw their first tokens."""
-        distinct: list[list[int]] = [[] for _ in self.lanes]
+        """Run each distinct prompt once, spread its cache over its samples, and draw their first tokens: of every lane
+        as many prompts at a time as ``PREFILL_BYTES`` allow."""
+        asked: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
         for row, sequence in admitted:
-            own, request = distinct[row // self.slots], self.work[sequence].request
-            if not own or own[-1] != request:
-                own.append(request)
-        share = max(map(len, distinct))
-        filler = next(own[0] for own in distinct if own)
-        order = [request for own in distinct for request in own + [filler] * (share - len(own))]
-        place = {(i // share, request): i for i, request in reversed(list(enumerate(order)))}
-        source = [place[row // self.slots, self.work[sequence].request] for row, sequence in admitted]
-        device = self.base.device
-        prompts = [self.requests[request].prompt_ids for request in order]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[*p, *[self.base.pad_id] * (width - len(p))] for p in prompts], device=device)
-        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-        logits, states = self.decoder.prefill(ids, last, self.blocks)
-        rows, from_ = (torch.tensor(index, device=device) for index in ([row for row, _ in admitted], source))
-        for layer, (keys, values) in enumerate(states):
-            self.kv_cache.keys[layer][rows, :, :width] = keys[from_]
-            self.kv_cache.values[layer][rows, :, :width] = values[from_]
-        for row, sequence in admitted:
+            asked[row // self.slots].setdefault(self.work[sequence].request, []).append(row)
             self.sequence[row] = sequence
             self.at[row] = len(self.requests[self.work[sequence].request].prompt_ids)
+        device = self.base.device
+        rows = torch.tensor([row for row, _ in admitted], device=device)
         self.rows.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
         self.rows.sampled_R[rows], self.rows.alive_R[rows] = 0, True
         self._bind(self.rows)
-        self._first_token(logits[from_], rows)
+        distinct = [list(own.items()) for own in asked]
+        filler = next((request, []) for own in asked for request in own)
+        width = max(len(self.requests[request].prompt_ids) for own in asked for request in own)
+        size = max(1, PREFILL_BYTES // (len(distinct) * width * self.decoder.prefill_bytes))
+        for begin in range(0, max(map(len, distinct)), size):
+            parts = [own[begin : begin + size] for own in distinct]
+            share = max(map(len, parts))
+            self._prefill_part([each for part in parts for each in part + [filler] * (share - len(part))])
+
+    def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Prefill requests, lane by lane equally many, each with the rows that begin with its prompt."""
+        device, prompts = self.base.device, [self.requests[request].prompt_ids for request, _ in part]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[*p, *[self.base.pad_id] * (width - len(p))] for p in prompts], device=device)
+        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        filled = [(row, place) for place, (_, own) in enumerate(part) for row in own]
+        rows, source = torch.tensor(filled, device=device).unbind(1)
+        logits = self.decoder.prefill(ids, last, self.blocks, self.kv_cache, rows, source)
+        self._first_token(logits[source], rows)
 
     def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
         """Draw and note the next token of some of the rows."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
+ADAPTER_BYTES = 20
+"""Per adapter weight, beside its copy in the base's precision that decoding reads: fp32 master, gradient, the two
+moments of AdamW, and the weights as they were published to the engine."""
+LOGITS_COPIES = 5
+"""What a drawn token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
 
 
 def cpu_token_budget(weight_bytes: int) -> int:
@@ -16,7 +21,20 @@ def cpu_token_budget(weight_bytes: int) -> int:
     return 1024 if weight_bytes <= SMALL_MODEL_BYTES else 2048
 
 
-def kept_numbers(itemsize: int) -> int:
-    """Numbers per layer and token, in units of the hidden size, that the update keeps for its backward pass: measured
-    for Qwen3 with an MLP three times as wide; in half precision norms keep copies in fp32."""
-    return 40 if itemsize < 4 else 24
+def adapter_bytes(weights: int, itemsize: int) -> int:
+    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes."""
+    return weights * (ADAPTER_BYTES + itemsize)
+
+
+def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_norms: bool, itemsize: int) -> int:
+    """Bytes that one layer keeps of one token for the backward pass of the update.
+
+    ``queries`` and ``keys``: numbers in all query heads and in all key heads; ``intermediate``: width of the MLP, of
+    all experts that a token meets; ``head_norms``: queries and keys are normalised. Norms keep their inputs, in fp32
+    whatever the base's precision; linear layers and attention keep theirs, attention also its output, the MLP its gate
+    and its other half.
+    """
+    norms = 2 * hidden + head_norms * (queries + keys)
+    linear = 2 * hidden + queries + intermediate
+    attention = 2 * queries + 2 * keys
+    return 4 * norms + (linear + attention + 2 * intermediate) * itemsize

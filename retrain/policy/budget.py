@@ -1,8 +1,9 @@
 """How many tokens a micro-batch may have, and what a step that ran out of memory teaches about it.
 
 A step that does not fit is made again with half the tokens, down to one sequence at a time; then decoder layers are
-computed a second time in the backward pass instead of being kept. What was learnt stays, also in checkpoints.
-Micro-batching changes neither loss nor gradient beyond rounding, so the step made again is the step that failed.
+computed a second time in the backward pass instead of being kept. Micro-batching changes neither loss nor gradient
+beyond rounding, so the step made again is the step that failed; and because it does change rounding, what was planned
+and what was learnt is kept in checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from retrain.errors import RunFailed
+from retrain.policy.memory import MemoryPlan
 
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -37,12 +39,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Budget:
     """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
 
-    ``notes`` are lines for the run's log that nobody has taken yet.
+    ``plan`` is what the tokens were planned by, None where the user has set them; ``notes`` are lines for the run's log
+    that nobody has taken yet.
     """
 
     tokens: int
     checkpointing: bool = False
     learnt: bool = False
+    plan: MemoryPlan | None = None
     notes: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
@@ -75,12 +79,27 @@ class Budget:
             )
         self.learnt = True
 
-    def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps: None unless something was learnt."""
-        return {"tokens": self.tokens, "checkpointing": self.checkpointing} if self.learnt else None
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "tokens": self.tokens,
+            "planned": self.plan is not None,
+            "learnt": self.learnt,
+            "checkpointing": self.checkpointing,
+        }
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Start from what an earlier process learnt; a smaller setting of the user's stays."""
-        if state is not None:
-            self.tokens, self.checkpointing = min(self.tokens, state["tokens"]), state["checkpointing"]
-            self.learnt = True
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with what an earlier process planned, if this device holds it, and with what it learnt. A setting of
+        the user's stays where it is smaller."""
+        before = state["tokens"]
+        if self.plan is not None and state["planned"]:
+            self.tokens = self.plan.kept_micro_batch_tokens(before)
+            if self.tokens != before:
+                self.tell(
+                    f"micro-batches of {before} tokens do not fit in this device's memory: they have {self.tokens} "
+                    "from now on, so what follows is rounded differently"
+                )
+        elif state["learnt"]:
+            self.tokens = min(self.tokens, before)
+        if state["learnt"]:
+            self.checkpointing, self.learnt = state["checkpointing"], True

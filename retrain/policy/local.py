@@ -16,13 +16,14 @@ from retrain.files import write_bytes
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
+from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
-from retrain.policy.update import default_token_budget, new_optimizer, train_step
+from retrain.policy.update import new_optimizer, train_step
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
@@ -54,7 +55,8 @@ class LocalSnapshot:
 
 class LocalPolicy:
     """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
-    side by side, unless the update itself is one of several that run side by side."""
+    side by side, unless the update itself is one of several that run side by side; ``plan`` is the cohort's, by default
+    that of a run by itself."""
 
     starts_as_base = True
 
@@ -65,14 +67,15 @@ class LocalPolicy:
         config: Config,
         stream: tuple[int | str, ...],
         workers: Workers | None = None,
+        plan: MemoryPlan | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
         self.optimizer = new_optimizer(self.adapter, training.lr, betas, optimizer.eps, training.weight_decay)
-        tokens = training.micro_batch_tokens
-        self.budget = Budget(default_token_budget(base) if tokens == "auto" else tokens)
+        tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
+        self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.version = 0
 
     @property
@@ -85,14 +88,26 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
-        """See ``Policy.score``; in micro-batches, without gradients. Raises ModelError for values: it has no critic."""
+        """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients. Raises
+        ModelError for values: it has no critic."""
         if Want.VALUES in want:
             raise ModelError("this policy has no critic that could give values")
+        while want:
+            parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
+            sizes = [len(part) for part in parts]
+            try:
+                return self._score(samples, parts, want)
+            except (MemoryError, RuntimeError) as error:
+                if max(sizes) == 1 or not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
+        return Scores()
+
+    def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]], want: frozenset[Want]) -> Scores:
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
-        for part in (
-            split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs) if want else ()
-        ):
+        for part in parts:
             batch = collate([samples[i] for i in part], self.base).to(self.base.device)
             tables: dict[Want, torch.Tensor | None] = {}
             with torch.no_grad():
@@ -176,7 +191,7 @@ class LocalPolicy:
         return lines
 
     def state(self) -> dict[str, Any]:
-        """The version, and what memory taught about micro-batches."""
+        """The version, and how many tokens a micro-batch has."""
         return {"version": self.version, "budget": self.budget.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

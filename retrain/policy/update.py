@@ -18,13 +18,11 @@ import torch
 
 from retrain.errors import NonFinite
 from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
-from retrain.models.sizes import cpu_token_budget
 from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.memory import available_memory, kept_bytes
 from retrain.policy.objective import Objective, TokenScores
 from retrain.policy.packing import Layout
 from retrain.policy.protocol import Denominators, TrainBatch, Want
@@ -32,6 +30,8 @@ from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
 from retrain.types import Sample
 
+FUSED = ("cuda",)
+"""Devices on which AdamW is one kernel."""
 UPDATE_PARTS = (
     "forward",
     "backward",
@@ -48,16 +48,35 @@ UPDATE_PARTS = (
 def new_optimizer(
     adapter: Adapter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW over the adapter's flat master weights."""
-    return torch.optim.AdamW([adapter.flat], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
+    """AdamW over the adapter's flat master weights; on a GPU as one kernel, which needs no memory besides the moments
+    and therefore changes all or nothing."""
+    kind: dict[str, Any] = {"fused": True} if adapter.flat.device.type in FUSED else {"foreach": False}
+    return torch.optim.AdamW([adapter.flat], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
 
 
-def default_token_budget(base: BaseModel) -> int:
-    """Tokens of a micro-batch: ``cpu_token_budget``; on a GPU what is kept for the backward pass fits in 40 % of the
-    free memory, and no more than keeps its units busy."""
-    if base.device.type == "cpu":
-        return cpu_token_budget(base.weight_bytes)
-    return min(32768, max(512, int(0.4 * available_memory(base.device)) // kept_bytes(base)))
+def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, whose first one makes its moments: where memory runs out before anything was changed,
+    a second try begins anew with what torch can give back. Raises what the optimizer raised."""
+    fresh, before = not optimizer.state, _versions(optimizer)
+    try:
+        optimizer.step()
+        return
+    except (MemoryError, RuntimeError) as error:
+        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
+        if changed or not is_out_of_memory(error):
+            raise
+    if fresh:
+        optimizer.state.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    optimizer.step()
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """How often every tensor of an optimizer, weights and moments, has been changed in place."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
 
 
 def train_step(
@@ -111,7 +130,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     clock.begin()
-    optimizer.step()
+    apply_gradient(optimizer)
     clock.lap("weight_sync_trainer")
     metrics.update({"loss": loss_total, "reported_loss": loss_total})
     metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})

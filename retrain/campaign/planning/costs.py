@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.files import read_json
 from retrain.gpus import usable_gpu
 from retrain.models import find_config
-from retrain.models.sizes import cpu_token_budget, kept_numbers
+from retrain.models.sizes import LOGITS_COPIES, adapter_bytes, cpu_token_budget, kept_bytes
 from retrain.models.targets import targeted
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ OTHER_PROMPT_TOKENS = 128
 """Assumed where the length is not known: it needs the tokenizer and the data."""
 
 GPU_MICRO_BATCH_TOKENS = 4096
-"""Assumed for ``micro_batch_tokens = "auto"``, which on a GPU takes what memory is free."""
+"""Assumed for ``micro_batch_tokens = "auto"``, which on a GPU follows from its memory."""
 
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 """Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
@@ -62,7 +62,7 @@ def assumptions(config: Config) -> tuple[str, ...]:
         "every completion at full length (most end earlier), no prompt left out of the update",
         f"training a token costs {operations} operations per active parameter: {passes}",
         f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
-        "adapter, gradient and two Adam moments in fp32",
+        "adapter, gradient, two Adam moments and the published adapter in fp32",
     )
 
 
@@ -161,6 +161,12 @@ class Architecture:
         """Bytes of keys and values that one token occupies."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
 
+    def kept_bytes(self, bytes_per_number: int) -> int:
+        """Bytes that one token's forward pass keeps for its backward pass."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = self.active_experts * self.intermediate
+        return self.layers * kept_bytes(self.hidden, queries, keys, wide, self.head_norms, bytes_per_number)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -173,11 +179,28 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Costs of one run (counts, seconds) and of the process that trains one run (bytes).
+class Memory:
+    """Bytes of one run: ``base`` and ``adapter`` (with its optimizer) stay; beside them there is either ``training``,
+    what a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what all sequences of a step take at once."""
 
-    ``memory`` is needed in any case; ``cache`` are the keys and values of all sequences of a step decoded at once.
-    """
+    base: int
+    adapter: int
+    micro_batch_tokens: int
+    training: int
+    sampling: int
+
+    def least(self, lanes: int = 1) -> int:
+        """What ``lanes`` runs like this one need that step together; they train one after the other."""
+        return self.base + lanes * self.adapter + self.training
+
+    def peak(self, lanes: int = 1) -> int:
+        """What they take where all sequences of a step decode at once."""
+        return self.base + lanes * self.adapter + max(lanes * self.sampling, self.training)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Costs of one run (counts, seconds) and of the process that trains it (``memory``)."""
 
     prompt_tokens: int
     completions: int
@@ -185,8 +208,7 @@ class Estimate:
     evaluation_completions: int
     parameters: int | None
     adapter_parameters: int | None
-    memory: dict[str, int] | None
-    cache: int | None
+    memory: Memory | None
     seconds: float | None
 
 
@@ -284,25 +306,26 @@ def estimate_run(
         "evaluation_completions": (work.at_start + work.evaluations) * work.evaluated,
     }
     if architecture is None:
-        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, cache=None, seconds=None)
+        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, seconds=None)
 
     width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     asked = config.training.micro_batch_tokens
     budget = cpu_token_budget(width * architecture.parameters()) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
     micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
-    kept = kept_numbers(width) * width * architecture.layers * architecture.hidden
-    memory = {
-        "model": architecture.parameters() * width,
-        "adapter and optimizer": adapter * 16,
-        f"{micro_batch:,} tokens in training": micro_batch * kept + 4 * LOGITS_BYTES[device.kind],
-    }
+    logits = LOGITS_COPIES * 4 * architecture.vocab
+    memory = Memory(
+        base=architecture.parameters() * width,
+        adapter=adapter_bytes(adapter, width),
+        micro_batch_tokens=micro_batch,
+        training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
+        sampling=work.rows * (work.length * architecture.cache_bytes(width) + logits),
+    )
     return Estimate(
         **counts,
         parameters=architecture.parameters(),
         adapter_parameters=adapter,
         memory=memory,
-        cache=work.rows * work.length * architecture.cache_bytes(width),
         seconds=cohort_seconds([config], architecture, device, prompt_tokens),
     )
 

@@ -16,11 +16,11 @@ from retrain.algorithms.protocol import Algorithm, Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.planning.asked import askable, data_of, longest_completions
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
-from retrain.campaign.planning.manifest import planned_configs
+from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
-from retrain.campaign.running.fitting import check_memory
+from retrain.campaign.running.fitting import check_memory, lane_bytes
 from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config, parse_dict
@@ -36,6 +36,8 @@ from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import tokenizer_of
+from retrain.policy.local import LocalPolicy
+from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import objective_of
 from retrain.policy.threads import Workers, workers_for
 from retrain.pressure import Pressure
@@ -119,10 +121,27 @@ def assemble(
             continue
         _check_engine(run, model.engine)
         runs.append(run)
+    if going_on := [run for run in runs if run.saved_shared.get("engine")]:
+        model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
     kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(specs[0].config) else None
     renderer = Renderer(model.tokenizer.source, specs[0].config.data)
     evaluator = Evaluator(model.engine, renderer, specs[0].config.held_out, kept)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, _pressure(runs, model))
+
+
+def memory_facts(directory: Path, cohort: Cohort) -> dict[str, Any]:
+    """What the manifest says under ``memory``, now that this cohort trains: of every run that has begun, by its id, the
+    bytes of a decode batch and the tokens of a micro-batch."""
+    known = read_manifest(directory).get("memory", {}) if (directory / MANIFEST).is_file() else {}
+    mine = {
+        run.run_id: {
+            "decode_bytes": cohort.engine.state().get("decode_bytes"),
+            "micro_batch_tokens": run.policy.budget.tokens,
+        }
+        for run in cohort.runs
+        if isinstance(run.policy, LocalPolicy)
+    }
+    return known | mine
 
 
 def _is_local(config: Config) -> bool:
@@ -147,8 +166,8 @@ def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
     samples = max(run.config.training.group_size for run in runs)
     pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work())
     for run in asking:
-        if run.saved_pressure:
-            pressure.restore(run.saved_pressure)
+        if saved := run.saved_shared.get("pressure"):
+            pressure.restore(saved)
     return pressure
 
 
@@ -172,7 +191,7 @@ def model_of(
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
-    return LocalModel(base, lanes, engine, workers)
+    return LocalModel(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
 
 
 def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:

@@ -126,7 +126,7 @@ class InProcess:
 
     def _train(self, mine: Submitted, job: CohortJob, outbox: Outbox) -> Generator[Event, None, JobEnded]:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.campaign.running.assemble import Changed, Restart, assemble
+        from retrain.campaign.running.assemble import Changed, Restart, assemble, memory_facts
         from retrain.campaign.running.fitting import DoesNotFit
         from retrain.policy.budget import is_out_of_memory
 
@@ -148,6 +148,8 @@ class InProcess:
                 for spec in specs:
                     outbox.run_finished(spec, "failed", str(error))
                 return JobEnded(mine.id)
+            if memory := memory_facts(Path(job.directory), cohort):
+                outbox.facts({"memory": memory})
             try:
                 with closing(cohort.train()) as pauses:
                     for _ in pauses:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrain.campaign.planning.plan import RunSpec
+from retrain.models.sizes import adapter_bytes
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
 
 USABLE_SHARE = 0.85
 """Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
-OPTIMIZER_BYTES = 16
-"""Per adapter weight: fp32 master, gradient and the two moments of AdamW."""
 LEAST_ROWS = 8
 """Sequences of a lane whose cache has to fit: with fewer at once, decoding would be bound by reading the weights."""
 
@@ -25,30 +24,32 @@ class DoesNotFit(Exception):
         self.lanes = lanes
 
 
+def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
+    """What the adapters and optimizers of these runs take, for the layers that the adapters really have."""
+    features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
+    return sum(adapter_bytes(spec.config.model.lora_rank * features, base.dtype.itemsize) for spec in specs)
+
+
 def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int) -> None:
-    """Raise DoesNotFit when the adapters, optimizers and caches of these runs exceed the free memory beside the base,
-    with the number of runs that do fit. Sizes are those of the layers that the adapters really have, and of sequences
-    of ``prompt_tokens``, those of the longest prompt, and as many more as may be sampled."""
-    needs = []
-    for spec in specs:
-        training, rank = spec.config.training, spec.config.model.lora_rank
-        weights = sum(rank * (shape.in_features + shape.out_features) for shape in lanes.shapes)
-        rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        sampled = max([training.max_tokens, *(each.max_tokens for each in spec.config.held_out)])
-        cache = rows * (prompt_tokens + sampled) * cache_bytes(base)
-        needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + cache)
-    # One sequence's update at a time is the least that has to fit beside the lanes.
+    """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
+    exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
+    of the longest prompt, and as many more as may be sampled."""
+    # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
-    free = int(USABLE_SHARE * available_memory(base.device)) - update
-    fitting, taken = 0, 0
-    for need in needs:
-        taken += need
-        fitting += taken <= free
+    usable = int(USABLE_SHARE * available_memory(base.device))
+    fitting = own = caches = 0
+    for spec in specs:
+        training = spec.config.training
+        rows = min(LEAST_ROWS, training.batch_size * training.group_size)
+        sampled = max([training.max_tokens, *(each.max_tokens for each in spec.config.held_out)])
+        own += lane_bytes(base, lanes, [spec])
+        caches += rows * (prompt_tokens + sampled) * cache_bytes(base)
+        fitting += own + max(caches, update) <= usable
     if fitting < len(specs):
         gib = 2**30
         raise DoesNotFit(
             fitting,
-            f"{len(specs)} runs need {sum(needs) / gib:.1f} GiB beside {base.name}, {max(0, free) / gib:.1f} GiB are "
-            f"usable: {fitting} fit",
+            f"{len(specs)} runs need {(own + max(caches, update)) / gib:.1f} GiB beside {base.name}, "
+            f"{usable / gib:.1f} GiB are usable: {fitting} fit",
         )

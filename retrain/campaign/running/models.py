@@ -24,6 +24,7 @@ from retrain.policy.base import BaseModel, base_of
 from retrain.policy.device import described, gpu_facts
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
+from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.threads import Workers
@@ -69,15 +70,17 @@ class LocalModel:
     lanes: Lanes
     engine: LocalEngine
     workers: Workers
+    plan: MemoryPlan
 
     def __post_init__(self) -> None:
         self.name, self.identity, self.tokenizer = self.base.name, self.base.fingerprint, self.base.text
         self.engine.workers = self.workers
+        self.engine.begin(self.plan)
 
     def policy(self, spec: RunSpec, directory: Path) -> LocalPolicy:
         """See ``CohortModel.policy``."""
         stream = (spec.config.campaign.seed, spec.config.training.seed)
-        return LocalPolicy(self.base, self.lanes, spec.config, stream, self.workers)
+        return LocalPolicy(self.base, self.lanes, spec.config, stream, self.workers, self.plan)
 
     def built(self) -> dict[str, Any]:
         """See ``CohortModel.built``."""
@@ -182,6 +185,7 @@ class Bases:
             lanes = Lanes(self._base, config.lora.target_modules)
             self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets
         lanes, engine = self._prepared
+        engine.begin(MemoryPlan.of(self._base))
         engine.tell = tell
         return self._base, lanes, engine
 
