@@ -12,6 +12,7 @@ from retrain.campaign.planning.costs import (
     estimate_run,
     evaluations,
     find_device,
+    work_of,
 )
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
@@ -86,20 +87,15 @@ def test_estimate_counts_and_grows_with_the_work():
 
     def estimate(**training):
         base = {"max_steps": 10, "batch_size": 4, "group_size": 8, "max_tokens": 50}
-        return estimate_run(
-            parse_dict({"training": base | training, "evaluation": {"problems": 16}}), architecture, device
-        )
+        config = parse_dict({"training": base | training, "evaluation": {"problems": 16}})
+        return work_of(config), estimate_run(config, architecture, device)
 
-    one = estimate()
-    assert (one.completions, one.completion_tokens) == (320, 16_000)
-    assert one.evaluation_completions == 2 * 16
-    assert one.seconds is not None
-    assert one.memory is not None
-    longer, wider = estimate(max_steps=20), estimate(batch_size=64)
-    assert longer.seconds is not None
+    work, one = estimate()
+    assert (work.completions, work.tokens) == (320, 50)
+    assert work.evaluation_completions == 2 * 16
+    longer, wider = estimate(max_steps=20)[1], estimate(batch_size=64)[1]
     assert longer.seconds > 1.8 * one.seconds
     assert wider.cache == 16 * one.cache
-    assert estimate_run(parse_dict({}), None, device).seconds is None
 
 
 @pytest.mark.parametrize(

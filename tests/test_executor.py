@@ -87,7 +87,7 @@ class Recorded:
 
     def __init__(self, executor):
         self.executor, self.jobs = executor, []
-        self.events, self.close = executor.events, executor.close
+        self.events, self.close, self.has_gpu = executor.events, executor.close, executor.has_gpu
 
     def submit(self, job):
         self.jobs.append(job)
@@ -101,10 +101,10 @@ def planned(folder: Path, model: Path, out: str, **settings) -> Plan:
 def test_jobs_and_events_are_plain_data(tmp_path, model):
     """JSON and pickle give back what went in, and so does a run's configuration."""
     plan = planned(tmp_path, model, "out")
-    runs = [spec.to_json() for spec in plan.specs]
+    runs, longest = [spec.to_json() for spec in plan.specs], {"training": 8, "heldout": {"heldout": 16}}
     items = [
-        CohortJob("out", "here", runs, {"grpo+none_s1": 3}, together=False, accepted=["data: a → b"]),
-        SqueezeJob("out", "here", runs[0]),
+        CohortJob("out", "here", runs, longest, {"grpo+none_s1": 3}, together=False, accepted=["data: a → b"]),
+        SqueezeJob("out", "here", runs[0], longest),
         RunStarted("grpo+none_s1", 2, 4),
         StepDone("grpo+none_s1", {"step": 2, "loss": None, "mean_reward": 0.1 + 0.2}),
         Evaluated("grpo+none_s1", "heldout", {"eval/heldout/correct_rate": 0.5}),
@@ -122,8 +122,7 @@ def test_jobs_and_events_are_plain_data(tmp_path, model):
 def test_what_the_executor_here_says_is_plain_data_in_order(tmp_path, model):
     plan = planned(tmp_path, model, "out", lanes=4)
     executor = InProcess()
-    job = CohortJob(str(plan.directory), str(plan.folder), [spec.to_json() for spec in plan.specs])
-    handle = executor.submit(job)
+    handle = executor.submit(CohortJob.of(plan, plan.specs))
     assert not (tmp_path / "out").exists()  # nothing is done before somebody listens
     events = list(executor.events())
     executor.close()
@@ -227,8 +226,8 @@ def test_each_command_plans_once(tmp_path, model, monkeypatch):
         ("check", path): (1, 1),
         ("explain", path): (1, 0),
         ("train", path, "--dry-run"): (1, 0),
-        ("try", path, "--problems", "1"): (1, 3),
-        ("train", path, "--out", out, "--plain"): (1, 4),
+        ("try", path, "--problems", "1"): (1, 2),
+        ("train", path, "--out", out, "--plain"): (1, 2),
         ("resume", out, "--plain"): (0, 0),
     }
     for command, expected in commands.items():

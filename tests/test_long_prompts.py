@@ -220,7 +220,7 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
 @pytest.fixture
 def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
     """What loads the model's weights fails."""
-    monkeypatch.setattr(models, "base_of", lambda config: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(models, "load_weights", lambda *_: pytest.fail("weights are loaded"))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     compressed = target.with_name(f"{target.name}_from")
     if not ((target / PLAN).is_file() and (compressed / "adapter_config.json").is_file()):
         compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
-    settings = spec.config.model_dump(mode="json", by_alias=True)
+    settings = spec.config.to_dict()
     settings["model"]["lora_rank"] = rank
     settings["lora"] |= {"alpha": read_json(compressed / "adapter_config.json")["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
@@ -48,7 +48,7 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = plan.folder / f"{owner.name}_continue_{rank}.toml"
-    loaded = Loaded(config, path, document(settings), is_campaign=False, places=Places(path.name))
+    loaded = Loaded(config, path, document(settings), places=Places(path.name))
     return Plan.of(loaded, target)
 
 

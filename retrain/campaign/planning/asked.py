@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,18 @@ from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import Wanted
 from retrain.environments.prompts import Room, fitting
 from retrain.errors import ModelError
+from retrain.types import Problem
 
 
 def data_of(config: Config, folder: Path) -> Dataset:
     """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
     wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
     return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+
+
+def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
+    """The problems that a run is asked, in training and in each held-out set, with the keys by which they are asked."""
+    return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
 
 
 @dataclass(frozen=True)

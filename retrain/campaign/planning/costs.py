@@ -175,20 +175,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Costs of one run (counts, seconds) and of the process that trains one run (bytes).
+    """Costs of one run in seconds, and of the process that trains one run in bytes.
 
     ``memory`` is needed in any case; ``cache`` are the keys and values of all sequences of a step decoded at once.
     """
 
-    prompt_tokens: int
-    completions: int
-    completion_tokens: int
-    evaluation_completions: int
-    parameters: int | None
-    adapter_parameters: int | None
-    memory: dict[str, int] | None
-    cache: int | None
-    seconds: float | None
+    adapter_parameters: int
+    memory: dict[str, int]
+    cache: int
+    seconds: float
 
 
 QWEN3 = {
@@ -234,7 +229,7 @@ def reference_gpu() -> Device:
 
 
 def gpu_name() -> str:
-    """Name of the first NVIDIA GPU as the driver's own tool tells it, "" without one."""
+    """Name of the first NVIDIA GPU as the driver's own tool reports it, "" without one."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -268,6 +263,16 @@ class Work:
         """Tokens of a prompt and its completion."""
         return self.prompt + self.tokens
 
+    @property
+    def completions(self) -> int:
+        """Completions of all steps."""
+        return self.steps * self.rows
+
+    @property
+    def evaluation_completions(self) -> int:
+        """Completions of all held-out evaluations."""
+        return (self.at_start + self.evaluations) * self.evaluated
+
 
 def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
@@ -285,19 +290,10 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
 
 
 def estimate_run(
-    config: Config, architecture: Architecture | None, device: Device, prompt_tokens: int | None = None
+    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None
 ) -> Estimate:
     """Costs of one resolved run configuration."""
     work = work_of(config, prompt_tokens)
-    counts = {
-        "prompt_tokens": work.prompt,
-        "completions": work.steps * work.rows,
-        "completion_tokens": work.steps * work.rows * work.tokens,
-        "evaluation_completions": (work.at_start + work.evaluations) * work.evaluated,
-    }
-    if architecture is None:
-        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, cache=None, seconds=None)
-
     width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     asked = config.training.micro_batch_tokens
@@ -310,8 +306,6 @@ def estimate_run(
         f"{micro_batch:,} tokens in training": micro_batch * kept + 4 * LOGITS_BYTES[device.kind],
     }
     return Estimate(
-        **counts,
-        parameters=architecture.parameters(),
         adapter_parameters=adapter,
         memory=memory,
         cache=work.rows * work.length * architecture.cache_bytes(width),
