@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from retrain.config.base import Finding
 from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.conditions import MODES, assemble, fold
-from retrain.config.problems import Mistake, Path, mistakes
+from retrain.config.problems import Mistake, Path, mistakes, path_of
 from retrain.config.root import Config, differing, effective, keys, rule_findings, unused
 from retrain.errors import ConfigError, Problem
 
@@ -64,7 +64,7 @@ class Places:
 
 @dataclass
 class Review:
-    """What has been found so far in one configuration."""
+    """The mistakes in one configuration, as far as they are known."""
 
     data: dict[str, Any]
     places: Places
@@ -100,9 +100,9 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
     return config, [str(problem) for problem in _problems(review.warnings, places)]
 
 
-def _problems(found: Iterable[Mistake], places: Places) -> list[Problem]:
+def _problems(wrong: Iterable[Mistake], places: Places) -> list[Problem]:
     """Mistakes with their places, in the order of the file, none twice."""
-    ordered = sorted(dict.fromkeys(found), key=lambda mistake: places.find(mistake.path)[0])
+    ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
     return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
@@ -128,9 +128,9 @@ def _validate(review: Review) -> Config | None:
     try:
         return Config.model_validate(review.data, context=LATER)
     except ValidationError as error:
-        found = mistakes(error, review.data)
-    review.wrong.extend(found)
-    for mistake in found:
+        wrong = mistakes(error, review.data)
+    review.wrong.extend(wrong)
+    for mistake in wrong:
         review.broken.add(".".join(str(part) for part in mistake.path[:2]))
         _put_aside(review.data, mistake.path)
     _close_gaps(review)
@@ -171,10 +171,6 @@ def _close_gaps(review: Review) -> None:
             del table[key]
 
 
-def _path(dotted: str) -> Path:
-    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
-
-
 def _header(review: Review, position: int) -> Path:
     """The table of the condition at this position of the data; the whole campaign for a standard condition."""
     return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
@@ -184,8 +180,7 @@ def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: 
     """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``."""
     for finding in rule_findings(config):
         if not any(review.is_broken(key) for key in finding.keys):
-            found = _blame(review, finding, own, header)
-            (review.warnings if finding.warning else review.wrong).append(found)
+            (review.warnings if finding.warning else review.wrong).append(_blame(review, finding, own, header))
 
 
 def _blame(review: Review, finding: Finding, own: Mapping[str, Path], header: Path) -> Mistake:
@@ -194,9 +189,9 @@ def _blame(review: Review, finding: Finding, own: Mapping[str, Path], header: Pa
     if main in own:
         return Mistake(own[main], finding.message, finding.fix)
     overridden = [own[key] for key in finding.keys if key in own]
-    written = [_path(key) for key in finding.keys if review.places.given(_path(key))]
-    path = (overridden or written or [header or _path(main)])[0]
-    return Mistake(path, finding.message, finding.fix, about=Mistake(_path(main), "").key)
+    written = [path_of(key) for key in finding.keys if review.places.given(path_of(key))]
+    path = (overridden or written or [header or path_of(main)])[0]
+    return Mistake(path, finding.message, finding.fix, about=Mistake(path_of(main), "").key)
 
 
 def _examine_single(review: Review, config: Config) -> None:
@@ -269,7 +264,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue
         message = "has no effect in any condition" if config.is_campaign else idle[0].message
-        review.wrong.append(Mistake(_path(dotted), message, idle[0].fix))
+        review.wrong.append(Mistake(path_of(dotted), message, idle[0].fix))
 
 
 def _examine_shadowed(review: Review, config: Config) -> None:
@@ -277,7 +272,7 @@ def _examine_shadowed(review: Review, config: Config) -> None:
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
     for finding in campaign_rules(config.campaign, is_run):
         into = review.warnings if finding.warning else review.wrong
-        into.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
+        into.append(Mistake(path_of(finding.keys[0]), finding.message, finding.fix))
     for key in MODES:
         if review.places.given(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"

@@ -189,10 +189,3 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         data=config.data.model_copy(update=own) if own else config.data,
         **{key: sampled(key) for key in CUTS},
     )
-
-
-def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
-    """The held-out sets of a configuration, in order; none when evaluation is switched off."""
-    if not config.evaluation.problems:
-        return ()
-    return tuple(resolved(config, each) for each in config.evaluation.sets or [EvaluationSet(name=HELDOUT)])
