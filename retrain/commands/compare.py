@@ -15,8 +15,7 @@ from retrain.files import dumps
 
 def compare(
     directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False),
+        list[Path], typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False)
     ],
     metric: Annotated[
         str | None,
@@ -30,9 +29,7 @@ def compare(
     baseline: Annotated[
         str | None,
         typer.Option(
-            "--baseline",
-            metavar="LABEL",
-            help="Condition that the others are compared with; without it the first.",
+            "--baseline", metavar="LABEL", help="Condition that the others are compared with; without it the first."
         ),
     ] = None,
     as_json: AsJson = False,
