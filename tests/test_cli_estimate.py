@@ -10,7 +10,6 @@ from retrain.campaign.planning.costs import (
     Architecture,
     architecture_of,
     estimate_run,
-    evaluations,
     find_device,
     work_of,
 )
@@ -103,7 +102,9 @@ def test_estimate_counts_and_grows_with_the_work():
     [(10, 0, True, 2), (10, 5, True, 3), (10, 3, False, 4), (1, 1, True, 2)],
 )
 def test_number_of_evaluations(max_steps, every, at_start, expected):
-    assert evaluations(max_steps, every, at_start) == expected
+    training, evaluation = {"max_steps": max_steps, "eval_every": every}, {"at_start": at_start}
+    work = work_of(parse_dict({"training": training, "evaluation": evaluation}))
+    assert work.at_start + work.evaluations == expected
 
 
 def test_peaks_from_the_configuration_win():

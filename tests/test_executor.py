@@ -208,8 +208,27 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
     assert [job.accepted for job in mine.jobs if isinstance(job, CohortJob)] == [[], asked[0]]
 
 
+def test_a_job_says_what_else_is_planned(tmp_path, model):
+    """What problems fit depends on the longest completions of the whole plan, which a job of one run knows as well."""
+    plan = planned(tmp_path, model, "out", condition='"training.max_tokens" = 40')
+    lengths = {spec.config.training.max_tokens for spec in plan.specs}
+    assert len(lengths) == 2
+    for spec in plan.specs:
+        assert CohortJob.of(plan, [spec]).longest["training"] == max(lengths)
+
+
+def test_the_executor_says_whether_there_is_a_gpu(tmp_path, model):
+    """How many runs step together depends on where they train, which the controller does not look for itself."""
+    for on_gpu, lanes in ((True, 8), (False, 10)):
+        executor = Recorded(InProcess())
+        executor.has_gpu = lambda on_gpu=on_gpu: on_gpu
+        out = f"gpu_{on_gpu}"
+        execute(planned(tmp_path, model, out), NullObserver(), executor=executor)
+        assert read_json(tmp_path / out / "manifest.json")["lanes"] == lanes
+
+
 def test_each_command_plans_once(tmp_path, model, monkeypatch):
-    """Training looks at the model's directory again where it loads tokenizer and weights, which may be elsewhere."""
+    """Training looks at the model's directory again before it loads tokenizer and weights, which may be elsewhere."""
     counts = {"plan": 0, "model": 0}
 
     def counted(name, work):

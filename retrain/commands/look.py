@@ -1,4 +1,4 @@
-"""``check`` and ``explain``: commands that read and print, and never import torch."""
+"""``check``, ``explain``, ``report`` and ``compare``: commands that read and print, and never import torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
-from retrain.commands.output import count, duration, print_table, size
+from retrain.commands.arguments import (
+    AsJson,
+    ConfigFile,
+    Detect,
+    Out,
+    Pilot,
+    RunDirectory,
+    Sets,
+    read,
+    require_directory,
+)
+from retrain.commands.output import count, duration, print_comparison, print_table, size
+from retrain.files import dumps
 from retrain.wording import plural
 
 if TYPE_CHECKING:
@@ -127,14 +138,12 @@ def print_problems(plan: Plan) -> int | None:
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.planning.changes import counts, flat
+    from retrain.campaign.planning.changes import differences
     from retrain.commands.formulas import advantage_words, credit_words
 
-    before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
-        for key, value in after.items()
-        if before.get(key) != value and counts(key)
+        for key, (_, value) in differences(first.config.model_dump(), spec.config.model_dump()).items()
     ]
     return spec.label, advantage_words(spec.config), credit_words(spec.config), ", ".join(changed) or "-"
 
@@ -162,7 +171,7 @@ def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None)
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
+def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
     from retrain.campaign.planning import costs
@@ -280,3 +289,39 @@ def report(
 
     require_directory(directory)
     print(write_report(directory, out))
+
+
+def compare(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False)
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="METRIC",
+            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it what the "
+            "campaign declared.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="LABEL", help="Condition that the others are compared with; without it the first."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare conditions over seeds: paired differences with intervals, exact p-values, and the verdict in words.
+
+    Runs of several directories are pooled by condition. Only finished runs count; all others are named.
+    """
+    from retrain.campaign.judging.pooling import compare_directories
+
+    for directory in directories:
+        require_directory(directory)
+    report = compare_directories(directories, metric=metric, baseline=baseline)
+    if as_json:
+        print(dumps(report, indent=2))
+    else:
+        print_comparison(report, plain=not sys.stdout.isatty(), secondary=True)

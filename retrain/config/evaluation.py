@@ -36,6 +36,8 @@ NAME_MAX = 64
 
 def _set_name(value: str) -> str:
     """A name that is one piece of a file name and of a metric's key."""
+    if value == "train":
+        raise fault('is "train", which is what a run calls its training problems', 'name = "train_part"')
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
         return value
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value).strip("._-")[:NAME_MAX] or "test"

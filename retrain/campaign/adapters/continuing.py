@@ -27,11 +27,13 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     owner = _holding((adapter.parent, adapter.parent.parent), "config.json")
     home = _holding((directory, *directory.absolute().parents), PLAN)
     if owner is None or home is None:
-        raise UsageError(f"{directory} is no run directory of retrain: its settings are not known, so it cannot go on")
+        raise UsageError(
+            f"{directory} is not a run directory of retrain: its settings are not known, so it cannot go on"
+        )
     plan = read_plan(home)
     spec = next((spec for spec in plan.specs if run_directory(home, spec).resolve() == owner.resolve()), None)
     if spec is None:
-        raise UsageError(f"{home / PLAN} does not know the run {owner}")
+        raise UsageError(f"{home / PLAN} has no run in {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
     if not ((target / PLAN).is_file() and (compressed / "adapter_config.json").is_file()):

@@ -177,7 +177,7 @@ def _published(out: Path) -> Iterator[Path]:
             try:
                 out.rmdir()  # only an empty one goes: whoever has written there meanwhile keeps it
             except OSError:
-                raise UsageError(f"{out} has been filled meanwhile: give a new directory with --out") from None
+                raise UsageError(f"{out} is no longer empty: give a new directory with --out") from None
         publish_directory(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -229,7 +229,7 @@ def _check(difference: float, tolerance: float, effect: float, dtype: str) -> No
     if effect > 0 and difference > LARGEST_LOSS * effect:
         advice = "type --dtype float32, or serve the adapter itself" if dtype != "float32" else "serve the adapter"
         raise ModelError(
-            f"rounding to {dtype} takes {min(difference / effect, 99):.0%} of what the adapter changes: {advice}; "
+            f"rounding to {dtype} loses {min(difference / effect, 99):.0%} of the effect of the adapter: {advice}; "
             "nothing is written"
         )
 
@@ -238,4 +238,4 @@ def _check_tokenizer(before: Any, after: Any) -> None:
     text = "Natalia sold 48/2 = 24 clips in May. \\boxed{24}\n\t<|end|> é 数学"
     same = before(text)["input_ids"] == after(text)["input_ids"]
     if not same or getattr(before, "chat_template", None) != getattr(after, "chat_template", None):
-        raise ModelError("the tokenizer reads texts otherwise after it was saved: nothing is written")
+        raise ModelError("the saved tokenizer gives other tokens than the base's: nothing is written")

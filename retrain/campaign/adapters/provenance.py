@@ -88,7 +88,7 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{adapter / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{adapter / 'adapter_config.json'} is no JSON object")
+        raise ModelError(f"{adapter / 'adapter_config.json'} is not a JSON object")
     return content
 
 
@@ -125,5 +125,5 @@ def _base_path(name: str, record: Path | None) -> str:
         if path.is_dir():
             return str(path.resolve())
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
-        raise ModelError(f"the adapter's base {name!r} is no directory here: type --base and where it lies now")
+        raise ModelError(f"the adapter's base {name!r} is not a directory here: type --base and where it lies now")
     return name

@@ -104,8 +104,8 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
         weight = getattr(layers.get(name), "weight", None)
         if weight is None or tuple(weight.shape) != (where.b_shape[0], where.a_shape[1]):
             raise ModelError(
-                f"{file.directory} adapts {name}, which is no linear layer of that size in {base.name}: give the right "
-                "base with --base"
+                f"{file.directory} adapts {name}, which is not a linear layer of that size in {base.name}: "
+                "give the right base with --base"
             )
     return list(file.modules)
 

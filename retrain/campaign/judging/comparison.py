@@ -75,6 +75,11 @@ from retrain.wording import plural
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""
 SECONDARY = ("final", "auc")
+PAIRED = (
+    "difference", "difference_interval", "differences", "paired_seeds", "iqm_difference", "probability_of_improvement",
+    "pairs", "p_value", "p_holm", "smallest_p", "equivalence_p", "equivalence_p_holm",
+)  # fmt: skip
+"""Of a condition, what comes from its pairs with the baseline."""
 
 
 def compare(directory: Path, runs: Sequence[dict[str, Any]], labels: Sequence[str], **declared: Any) -> dict[str, Any]:
@@ -167,18 +172,8 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
         "iqm": asdict(iqm_interval(after, resolution=_resolution(finished, measure))) if after else None,
         "mean_bootstrap": _bootstrap(after, np.mean),
         "iqm_bootstrap": _bootstrap(after, iqm),
-        "difference": None,
-        "difference_interval": None,
-        "differences": [],
-        "paired_seeds": [],
-        "iqm_difference": None,
-        "probability_of_improvement": None,
-        "pairs": 0,
-        "p_value": None,
-        "p_holm": None,
-        "smallest_p": None,
-        "equivalence_p": None,
-        "equivalence_p_holm": None,
+        **dict.fromkeys(PAIRED),
+        **{"differences": [], "paired_seeds": [], "pairs": 0},
         "verdict": "",
         "sentence": "",
         "missing": missing,

@@ -51,7 +51,7 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
         groups = [condition["after_values"] for condition in conditions if len(condition["after_values"]) > 1]
         factor, what = math.sqrt(2.0), "unpaired runs (pairs may do better)"
     if not groups:
-        raise UsageError(f"{directory} cannot tell a spread: it needs finished runs of two seeds or more")
+        raise UsageError(f"{directory} does not show a spread: it needs finished runs of two seeds or more")
     freedom = sum(len(values) - 1 for values in groups)
     squares = sum(float(((np.asarray(values) - np.mean(values)) ** 2).sum()) for values in groups)
     count = sum(len(values) for values in groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from retrain.campaign.planning.manifest import planned_configs, read_manifest
 from retrain.config.evaluation import HELDOUT
 from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
+from retrain.record.charts import Series
 
 Point = tuple[float, float]
 Completion = dict[str, Any]
@@ -74,18 +75,9 @@ def read_campaign(directory: Path) -> Campaign:
     return Campaign(directory, manifest, comparison, runs, configs)
 
 
-@dataclass
-class Curve:
-    """A metric over steps for one condition: its mean over the finished runs, the 95 % interval, every run's line."""
-
-    label: str
-    mean: list[Point] = field(default_factory=list)
-    band: list[tuple[float, float, float]] = field(default_factory=list)
-    seeds: list[list[Point]] = field(default_factory=list)
-
-
-def curve(label: str, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Curve:
-    """The curve of ``key``. Failed and unfinished runs have their line but do not enter mean and band."""
+def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Series:
+    """The metric ``key`` over steps: its mean over the finished runs with the 95 % interval, and the line of every run,
+    also of one that failed or is unfinished."""
     lines: list[tuple[RunResult, list[Point]]] = []
     for run in runs:
         points = [(float(step), value) for step, value in run.curve(key)]
@@ -93,19 +85,22 @@ def curve(label: str, runs: Sequence[RunResult], key: str, *, share: bool, smoot
             points = smoothed(points, window_of(len(points)))
         if points:
             lines.append((run, points))
-    curve = Curve(label, seeds=[points for _, points in lines])
+    mean: list[Point] = []
+    band: list[tuple[float, float, float]] = []
     values: dict[float, list[float]] = defaultdict(list)
     finished = [points for run, points in lines if run.done]
     for points in finished:
         for step, value in points:
             values[step].append(value)
     for step in sorted(step for step, each in values.items() if len(each) == len(finished)):
-        curve.mean.append((step, sum(values[step]) / len(values[step])))
+        mean.append((step, sum(values[step]) / len(values[step])))
         interval = cluster_interval(values[step], range(len(values[step])))  # mean ± t·SE over the runs
         if len(values[step]) >= MIN_BAND_SEEDS and interval.low is not None and interval.high is not None:
             low, high = (max(0.0, interval.low), min(1.0, interval.high)) if share else (interval.low, interval.high)
-            curve.band.append((step, low, high))
-    return curve
+            band.append((step, low, high))
+    thin = [points for _, points in lines]
+    # A condition without a finished run still shows what there is of it.
+    return Series(label, index, mean or (thin[0] if thin else []), band, thin, dots=key.startswith("eval/"))
 
 
 def window_of(steps: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run
-from retrain.campaign.planning.changes import flat
+from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.config.base import Role
 from retrain.config.evaluation import HELDOUT
@@ -145,7 +145,7 @@ def _pool(sources: Sequence[Source]) -> list[str]:
             if own is None:
                 continue
             other, settings = first.setdefault(label, (source, own))
-            keys = differing(settings, own)
+            keys = differences(settings, own, tells_apart)
             if other is source or not keys:
                 continue
             source.labels[place] = renamed = f"{label}@{source.name}"
@@ -155,13 +155,6 @@ def _pool(sources: Sequence[Source]) -> list[str]:
                 f"{label} has other settings in {source.name} than in {other.name} ({_changes(keys)}): kept apart."
             )
     return notes
-
-
-def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ in a way that changes what is learned, with both values."""
-    left, right = dict(flat(a)), dict(flat(b))
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    return {key: (left.get(key), right.get(key)) for key in keys if tells_apart(key)}
 
 
 def tells_apart(key: str) -> bool:

@@ -49,7 +49,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     target = out or directory / REPORT
     target = target / REPORT if target.is_dir() else target
     if os.path.lexists(target) and not _is_report_of(directory, target):
-        raise NotOurs(f"{target} is no report of {directory}, and stays as it is: give another file with --out")
+        raise NotOurs(f"{target} is not a report of {directory} and is left as it is: give another file with --out")
     text = report_html(read_campaign(directory))
     try:
         write_text(target, text)

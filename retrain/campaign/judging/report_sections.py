@@ -13,7 +13,6 @@ from retrain.campaign.judging.evidence import (
     MIN_BAND_SEEDS,
     Campaign,
     Completion,
-    Curve,
     Twin,
     completions,
     curve,
@@ -94,19 +93,20 @@ def curves_section(campaign: Campaign) -> str:
     for key, title, unit, share, smooth in (*held_out, *CURVES):
         # Back pressure steers what all runs of a cohort do together: one line says it for all.
         labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
-        curves = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
+        curves = [
+            curve(label, index, campaign.of(label), key, share=share, smooth=smooth)
+            for index, label in enumerate(labels)
+        ]
         if key == "mean_reward" and _same_as_correct(campaign):
             continue  # a reward of 0 and 1: the curve above once more
         if key.startswith("sepa_"):  # 0 throughout in the conditions without it
-            curves = [
-                each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in curves
-            ]
-        if not any(each.seeds for each in curves):
+            curves = [each for each in curves if any(y > 0 for line in each.thin for _, y in line)]
+        series = [each for each in curves if each.thin]
+        if not series:
             continue
-        series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(curves) if each.seeds]
         limits = (0.0, 1.0) if share else (0.0, None)
-        words = f"mean of the seeds, {interval_words('band', any(each.band for each in curves))}, thin: every run"
-        window = window_of(max(len(line) for each in curves for line in each.seeds)) if smooth else 1
+        words = f"mean of the seeds, {interval_words('band', any(each.band for each in series))}, thin: every run"
+        window = window_of(max(len(line) for each in series for line in each.thin)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
         chart = charts.line_chart(
             series, label=f"{title} over steps, by condition", x_title="step", unit=unit, limits=limits
@@ -118,12 +118,6 @@ def curves_section(campaign: Campaign) -> str:
 def interval_words(shape: str, drawn: bool) -> str:
     """How the intervals over seeds are drawn, or why they are not."""
     return f"{shape}: 95 % interval" if drawn else f"no {shape} below {MIN_BAND_SEEDS} seeds"
-
-
-def _series(line: Curve, index: int, dots: bool) -> Series:
-    # A condition without a finished run still shows what there is of it.
-    points = line.mean or line.seeds[0]
-    return Series(line.label, index, points, line.band, line.seeds, dots)
 
 
 def _same_as_correct(campaign: Campaign) -> bool:

@@ -58,10 +58,9 @@ def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> No
         if record[key] != now:
             name = {"rule": "sequential", "metric": "primary_metric"}.get(key, key)
             raise UsageError(_changed(manifest, name, record[key]))
-    runs = {run["run_id"]: run for run in manifest.content["runs"]}
     for label, condition in record["conditions"].items():
         if condition["stopped_after"] is None:
-            _look_at(condition, _new_pairs(manifest, specs, label, labels[0], condition, measure, runs), record)
+            _look_at(condition, _new_pairs(manifest, specs, (label, labels[0]), condition, measure), record)
     manifest.note(sequential=record)
     _stop(manifest, specs, record, observer)
 
@@ -74,13 +73,7 @@ def _changed(manifest: Manifest, key: str, before: Any) -> str:
 
 
 def _new_pairs(
-    manifest: Manifest,
-    specs: Sequence[RunSpec],
-    label: str,
-    baseline: str,
-    condition: Mapping[str, Any],
-    measure: Measure,
-    runs: Mapping[str, Mapping[str, Any]],
+    manifest: Manifest, specs: Sequence[RunSpec], labels: Sequence[str], condition: Mapping[str, Any], measure: Measure
 ) -> list[tuple[int, float | None]]:
     """Pairs that are complete and have not been looked at, in the order of the seeds; None for one without a value.
 
@@ -90,12 +83,12 @@ def _new_pairs(
     by_seed: dict[int, dict[str, RunSpec]] = {}
     for spec in specs:
         by_seed.setdefault(spec.seed, {})[spec.label] = spec
-    had = {seed: value for seed, value in condition["differences"]}
+    had = dict(condition["differences"])
     pairs: list[tuple[int, float | None]] = []
     for seed, pair in by_seed.items():
         if had.get(seed) is not None:
             continue
-        entries = [runs[pair[name].run_id] for name in (label, baseline)]
+        entries = [manifest.run(pair[label].run_id) for label in labels]
         if any(entry["state"] not in SETTLED for entry in entries):
             if seed in had:  # failed before, being tried again
                 continue

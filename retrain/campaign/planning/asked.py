@@ -62,14 +62,16 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
 
 def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
     limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
-    room = context - completion
+    room, model = context - completion, f"{config.model.model} has a context of {context} tokens"
     if context and room < 1:
         raise ModelError(
-            f"{config.model.model} holds {context} tokens, max_tokens = {completion} leaves none for a prompt: "
-            f"lower {key} below {context}"
+            f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
         )
     if context and (limit is None or room < limit):
-        limit, why = room, f"{config.model.model} holds {context} tokens, max_tokens = {completion} takes the rest"
+        limit, why = (
+            room,
+            f"{model}, max_tokens = {completion} takes the rest",
+        )
     return Room(section, limit, why)
 
 

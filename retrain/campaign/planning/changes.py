@@ -15,6 +15,7 @@ from retrain.campaign.planning.plan import RunSpec
 from retrain.config.base import Role
 from retrain.config.root import role_of
 from retrain.errors import UsageError
+from retrain.files import read_json
 from retrain.record.environment import code_version, module_hashes, package_versions
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
@@ -73,32 +74,26 @@ def counts(key: str) -> bool:
     return role is None or role not in QUIET
 
 
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(before, now) by dotted key, for every key that counts and differs. A key that is new has its default before."""
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = counts
+) -> dict[str, tuple[Any, Any]]:
+    """(old, new) by dotted key, for every key that matters and differs. Absent, unset and empty are the same."""
     before, now = dict(flat(old)), dict(flat(new))
-    changed = {}
-    for key in sorted({*before, *now}):
-        if not counts(key):
-            continue
-        pair = before.get(key), now.get(key)
-        if pair[0] != pair[1] and not (pair[0] in (None, [], {}) and pair[1] in (None, [], {})):
-            changed[key] = pair
-    return changed
+    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if matters(key)}
+    empty = (None, [], {})
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
 
 
 def line(name: str, old: Any, new: Any) -> str:
     """``name: old → new``."""
-    return f"{name}: {_shown(old)} → {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+    return f"{name}: {' → '.join(texts)}"
 
 
 def recorded_facts(run_directory: Path) -> dict[str, Any]:
     """The ``config.json`` of a run's last start; empty when there is none to read."""
     try:
-        facts = json.loads((run_directory / "config.json").read_text(encoding="utf-8"))
+        facts = read_json(run_directory / "config.json")
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -169,7 +164,7 @@ def settings_changes(
         entry = entries.get(spec.run_id)
         if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
             continue
-        changed = config_changes(old[spec.run_id], spec.config.to_dict())
+        changed = differences(old[spec.run_id], spec.config.to_dict())
         steps = changed.pop(EXTENSION, None)
         if steps and steps[1] < entry["step"]:
             raise UsageError(
@@ -178,7 +173,7 @@ def settings_changes(
             )
         if steps:
             extensions.append(line(EXTENSION, *steps))
-        lines = [line(key, *pair) for key, pair in changed.items()]
+        lines = [line(key, *pair) for key, pair in sorted(changed.items())]
         if lines and entry["state"] == "done" and not (steps and steps[1] > entry["step"]):
             raise UsageError(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "

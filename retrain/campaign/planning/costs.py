@@ -239,12 +239,6 @@ def gpu_name() -> str:
     return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def evaluations(max_steps: int, eval_every: int, at_start: bool) -> int:
-    """How many held-out evaluations a run makes: at the start, every ``eval_every`` updates, after the last."""
-    between = (max_steps - 1) // eval_every if eval_every > 0 else 0
-    return int(at_start) + between + 1
-
-
 @dataclass(frozen=True)
 class Work:
     """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
@@ -278,13 +272,14 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
     training, evaluation = config.training, config.evaluation
     evaluated = sum(each.problems * each.samples for each in config.held_out)
+    between = (training.max_steps - 1) // training.eval_every if training.eval_every > 0 else 0
     return Work(
         prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=training.max_tokens,
         rows=training.batch_size * training.group_size,
         steps=training.max_steps,
         evaluated=evaluated,
-        evaluations=evaluations(training.max_steps, training.eval_every, at_start=False) if evaluated else 0,
+        evaluations=between + 1 if evaluated else 0,
         at_start=evaluation.at_start and evaluated > 0,
     )
 

@@ -163,7 +163,7 @@ def _plan_content(directory: Path) -> dict[str, Any]:
         content = read_json(path)
         for run in content["runs"]:
             if not is_name(run["run_id"]):
-                raise UsageError(f"{path} names {run['run_id']!r}, which is no run of this directory")
+                raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")
     except (OSError, ValueError, KeyError, TypeError) as error:

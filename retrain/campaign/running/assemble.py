@@ -227,23 +227,37 @@ def _world(model: CohortModel, data: Dataset) -> dict[str, Any]:
 def _build_run(
     shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: ResumePoint
 ) -> Run:
-    """One run of the cohort, where it goes on, with its record begun. Raises CheckpointError when its files do not
-    let it."""
+    """One run of the cohort, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
     recorder = _recorder(shared, spec, grader)
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
-    run = _new_run(shared, spec, recorder, modes, grader, begin.any_base)
+    config, model, data, (own, detector) = spec.config, shared.model, shared.data, modes
+    stream = (config.campaign.seed, config.training.seed)
+    run = Run(
+        spec=spec,
+        config=config,
+        directory=recorder.directory,
+        base_id=model.identity,
+        policy=model.policy(spec, recorder.directory),
+        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
+        objective=objective_of(config, own.loss),
+        environments=environments_of(config, data, grader),
+        renderer=Renderer(model.tokenizer.source, config.data),
+        recorder=recorder,
+        cursor=DataCursor(data.train, stream, config.data.shuffle),
+        any_base=begin.any_base,
+    )
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
-    for note in shared.data.notes:
+    for note in data.notes:
         recorder.log(note)
-    for line in _restored(run, shared.model, begin):
+    for line in _restored(run, model, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
     facts = run_facts(
-        run.config,
+        config,
         run_id=run.run_id,
         condition=spec.label,
-        seeds={"campaign": run.config.campaign.seed, "run": run.config.training.seed},
+        seeds={"campaign": stream[0], "run": stream[1]},
         ranges=dict(recorder.context.ranges),
         **begin.facts,
     )
@@ -280,29 +294,6 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         context,
         warn=lambda text: shared.observer.message(f"{spec.run_id}: {text}", "warning"),
         token_text=shared.model.tokenizer.offsets,
-    )
-
-
-def _new_run(
-    shared: _Shared, spec: RunSpec, recorder: RunRecorder, modes: tuple[Modes, Detector], grader: Grader, any_base: bool
-) -> Run:
-    """The run at its first step."""
-    config, model, data = spec.config, shared.model, shared.data
-    stream = (config.campaign.seed, config.training.seed)
-    own, detector = modes
-    return Run(
-        spec=spec,
-        config=config,
-        directory=recorder.directory,
-        base_id=model.identity,
-        policy=model.policy(spec, recorder.directory),
-        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
-        objective=objective_of(config, own.loss),
-        environments=environments_of(config, data, grader),
-        renderer=Renderer(model.tokenizer.source, config.data),
-        recorder=recorder,
-        cursor=DataCursor(data.train, stream, config.data.shuffle),
-        any_base=any_base,
     )
 
 

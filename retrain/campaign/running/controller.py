@@ -43,6 +43,7 @@ from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
 from retrain.record.observer import Observer
+from retrain.wording import plural
 
 
 @dataclass
@@ -140,7 +141,9 @@ class Controller:
         todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
         left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
         if left and not retry_failed:
-            observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
+            observer.message(
+                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+            )
         if todo:
             require_packages((spec.config for spec in todo), self.plan.folder)
             observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported

@@ -9,7 +9,6 @@ watched for a while to see whether it changes.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import LeaseLost, StorageError, UsageError
-from retrain.files import prepare_directory, write_json
+from retrain.files import prepare_directory, read_json, write_json
 from retrain.ownership import claim
 
 LOCK, LEASE = ".lock", ".lease"
@@ -155,7 +154,7 @@ class DirectoryLock:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            lease = json.loads((self.directory / LEASE).read_text(encoding="utf-8"))
+            lease = read_json(self.directory / LEASE)
         except (OSError, ValueError):
             return None
         return lease if isinstance(lease, dict) else None

@@ -115,7 +115,7 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
     """The first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     if condition is not None and condition not in labels:
-        raise UsageError(f"--condition {condition!r} is none of {', '.join(labels)}")
+        raise UsageError(f"--condition {condition!r} is not one of {', '.join(labels)}")
     return next(spec for spec in plan.specs if condition in (None, spec.label))
 
 
