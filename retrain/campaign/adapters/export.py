@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 
 from retrain.campaign.adapters.provenance import Provenance
 from retrain.errors import ModelError, StorageError, UsageError
-from retrain.files import prepare_directory, publish_directory, writing
+from retrain.files import aside_of, prepare_directory, publish_directory, writing
 from retrain.policy.adapter_stream import AdapterFile, Pair, padded, write_streamed
 from retrain.policy.base import load_base
 from retrain.rng import generator
@@ -48,7 +47,8 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     stored = {name: weight.dtype for name, weight in base.model.named_parameters()}
     if changed := source.other_weights(base):
         raise ModelError(changed)
-    tokens = _probe(base.vocab_size, base.context_length)
+    shape = (PROBE_ROWS, min(PROBE_TOKENS, base.context_length))
+    tokens = torch.from_numpy(generator("export").integers(0, base.vocab_size, shape))
     model = _with_adapter(base.model.float(), source)
     modules = sum(hasattr(module, "lora_A") for module in model.modules())
     with_adapter = _logits(model, tokens)
@@ -167,7 +167,7 @@ def _free(out: Path) -> Path:
 @contextmanager
 def _published(out: Path) -> Iterator[Path]:
     """A directory aside to write to, renamed to ``out`` at the end, removed when anything fails."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    aside = aside_of(out)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with writing(aside):
@@ -195,11 +195,6 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
         mode = (directory / "config.json").stat().st_mode
         for path in directory.iterdir():
             path.chmod(mode)  # safetensors makes files that their owner alone reads, and a server is another user
-
-
-def _probe(vocabulary: int, context: int) -> torch.Tensor:
-    shape = (PROBE_ROWS, min(PROBE_TOKENS, context))
-    return torch.from_numpy(generator("export").integers(0, vocabulary, shape))
 
 
 @torch.no_grad()
