@@ -20,8 +20,9 @@ from typing import Any
 import workload
 from workload import ALPHA, LR, RANK, Measured, Setting
 
-from retrain.campaign.planning.plan import plan
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import assemble
+from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
 from retrain.record.observer import NullObserver
 from retrain.types import RewardResult
@@ -93,8 +94,8 @@ def cohort(
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = workload.model_directory(models, setting.shape)
         (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device))
-        specs = plan(load(folder / "bench.toml"))
-        made = assemble(folder / "out", specs, folder, NullObserver(), lambda: False, stack)
+        plan = Plan.of(load(folder / "bench.toml"), folder / "out")
+        made = assemble(CohortJob.of(plan, plan.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             run.environments["train"].grader = Alternating()  # pyright: ignore[reportAttributeAccessIssue]
             made.engine.publish(run.policy_ref, run.policy.snapshot())

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
+from retrain.config.upkeep import Squeeze
 from retrain.files import write_json
 from retrain.policy.adapter_stream import AdapterFile
 
@@ -71,7 +72,7 @@ def measure(directory: Path, compress_to: int) -> None:
     if compress_to:
         compress_adapter(directory, compress_to, directory.parent / "compressed")
     else:
-        analyse_adapter(directory)
+        analyse_adapter(directory, Squeeze())
     end = clocks()
     print(json.dumps({"wall": end[0] - begin[0], "cpu": end[1] - begin[1], "peak": peak_rss() - base}))
 

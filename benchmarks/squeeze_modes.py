@@ -68,14 +68,18 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
     from retrain.campaign.adapters.squeeze import compress_adapter
     from retrain.campaign.adapters.verify import verify_ranks
+    from retrain.campaign.planning.asked import longest_completions
     from retrain.campaign.planning.manifest import read_plan
     from retrain.campaign.planning.plan import run_directory
+    from retrain.campaign.running.models import Bases
 
     plan = read_plan(campaign)
     spec = next(spec for spec in plan.specs if run_directory(campaign, spec) == run)
     small = compress_adapter(run / "final", 1, out)
-    (told,) = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"))["ranks"]
-    return float(told["accuracy"])
+    longest = longest_completions(each.config for each in plan.specs)
+    with Bases() as bases:
+        report = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"), longest, bases)
+    return float(report["ranks"][0]["accuracy"])
 
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, compare, look, setup, status, train, trial
+from retrain.commands import adapters, look, setup, status, train, trial
 from retrain.errors import RetrainError
 
 
@@ -54,7 +54,7 @@ app.command(rich_help_panel=LOOK)(look.check)
 app.command(rich_help_panel=LOOK)(look.explain)
 app.command(name="try", rich_help_panel=LOOK)(trial.try_)
 app.command(rich_help_panel=LOOK)(status.status)
-app.command(rich_help_panel=LOOK)(compare.compare)
+app.command(rich_help_panel=LOOK)(look.compare)
 app.command(rich_help_panel=LOOK)(look.report)
 app.command(rich_help_panel=LOOK)(adapters.sample)
 app.command(rich_help_panel=START)(setup.init)

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from retrain.errors import NotOurs, UsageError
 from retrain.files import is_aside, publish_directory, read_json, write_bytes, write_json, writing
+from retrain.wording import listed
 
 MARK = "retrain.json"
 LAYOUT = (
@@ -34,7 +35,7 @@ LAYOUT = (
     "train_iteration_*", "eval_*_iteration_*", "tensorboard", "wandb",
 )  # fmt: skip
 """Names (patterns) that a campaign or run writes directly in its directory."""
-NAMES_TOLD = 4
+NAMED_FILES = 4
 ELSEWHERE = "give another directory with --out"
 
 
@@ -46,8 +47,8 @@ class Owner:
     place: str = "."
 
     def at(self, place: str) -> Owner:
-        """The same owner's directory ``place`` below this one."""
-        return Owner(self.id, place if self.place == "." else f"{self.place}/{place}")
+        """The same owner's directory ``place`` below this one, or this one itself for "."."""
+        return Owner(self.id, (PurePosixPath(self.place) / place).as_posix())
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEW
         if any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and not _is_empty(path)
     ]
     if taken:
-        raise NotOurs(f"{directory} holds {_told(taken)}, which retrain did not write there: {advice}")
+        raise NotOurs(f"{directory} holds {listed(taken, NAMED_FILES)}, which retrain did not write there: {advice}")
 
 
 def claim(directory: Path, owner: Owner | None = None) -> Owner:
@@ -129,7 +130,7 @@ def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advic
     taken = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
     taken += [name for name in names if name not in mine and _taken(target, name)]
     if taken:
-        raise NotOurs(f"{target} holds {_told(taken)}, which this run did not write: {advice}")
+        raise NotOurs(f"{target} holds {listed(taken, NAMED_FILES)}, which this run did not write: {advice}")
 
 
 def publish(aside: Path, target: Path, owner: Owner | None) -> None:
@@ -189,8 +190,8 @@ def remove(directory: Path, owner: Owner | None) -> bool:
 
 def files_in(directory: Path) -> list[str]:
     """Names of everything below a directory that is no directory, in order, without the mark."""
-    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in found if (name := path.relative_to(directory).as_posix()) != MARK)
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in paths if (name := path.relative_to(directory).as_posix()) != MARK)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -233,7 +234,7 @@ def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
-    """What to tell of a ``manifest.json`` or ``plan.json`` that cannot be read: a damaged one, or not retrain's."""
+    """The error for a ``manifest.json`` or ``plan.json`` that cannot be read: a damaged one, or not retrain's."""
     try:
         content: Any = read_json(path)
         ours = isinstance(content, dict) and {"format", "runs"} <= content.keys()
@@ -266,8 +267,3 @@ def _taken(target: Path, name: str) -> bool:
 def _leads_elsewhere(target: Path, name: str) -> bool:
     folders = [target / parent for parent in Path(name).parents if parent.name]
     return any(os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()) for folder in folders)
-
-
-def _told(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
-    return ", ".join(names[:NAMES_TOLD]) + more

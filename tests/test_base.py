@@ -18,7 +18,7 @@ from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
-from retrain.policy.base import base_of, load_base
+from retrain.policy.base import load_base, load_weights
 from retrain.policy.lora import LaneLinear, Lanes
 from retrain.record.observer import NullObserver
 
@@ -84,11 +84,11 @@ def loads(monkeypatch):
     """The names of the models that are loaded, in order."""
     loaded = []
 
-    def noted(config):
-        loaded.append(config.model.model)
-        return base_of(config)
+    def noted(files, *how):
+        loaded.append(files.name)
+        return load_weights(files, *how)
 
-    monkeypatch.setattr(models, "base_of", noted)
+    monkeypatch.setattr(models, "load_weights", noted)
     return loaded
 
 
@@ -116,6 +116,16 @@ def test_the_next_cohort_finds_the_base_prepared(directories, loads):
             again[2].sample(requests())
         _worked(again[1], again[2])
     assert loads == [str(directories[0])]
+
+
+def test_the_tokenizer_that_filters_the_data_is_the_base_s(directories, loads):
+    with Bases() as bases:
+        config = _config(directories[0])
+        files = bases.look(config)
+        assert loads == []
+        assert bases.take(config)[0].tokenizer is files.tokenizer
+        assert bases.look(config) is files
+        assert bases.look(_config(directories[1])).tokenizer is not files.tokenizer
 
 
 def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
@@ -147,14 +157,14 @@ def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monke
         _worked(lanes, engine)
         weights = [weakref.ref(weight) for weight in base.model.parameters()]
         del base, lanes, engine
-        load_other = models.base_of
+        load_other = models.load_weights
 
-        def watched(config):
+        def watched(*how):
             gc.collect()
             alive.append(sum(weight() is not None for weight in weights))
-            return load_other(config)
+            return load_other(*how)
 
-        monkeypatch.setattr(models, "base_of", watched)
+        monkeypatch.setattr(models, "load_weights", watched)
         base, lanes, engine = bases.take(other)
         _worked(lanes, engine)
         assert alive == [0]

@@ -18,8 +18,10 @@ from toycampaign import campaign
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
+from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.models import Bases
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
@@ -274,7 +276,7 @@ def test_data_and_rewards_are_read_before_the_model(model, tmp_path, monkeypatch
     """Loading a large model takes minutes; a mistake in a file is told first, and marks no run as failed."""
     path = campaign(tmp_path, model)
     (tmp_path / "wrong.jsonl").write_text("prompt,answer\n")
-    monkeypatch.setattr("retrain.campaign.running.models.base_of", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("retrain.campaign.running.models.load_weights", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(RetrainError, match=reason) as error:
         train(path, tmp_path / "out", sets=sets)
     assert error.value.exit_status == 2
@@ -294,7 +296,8 @@ def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, mon
     changed["logging"]["report_to"] = ["wandb"]
     changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}
     copied = shutil.copytree(out, tmp_path / "copy")
-    squeeze_after_run(copied, replace(spec, config=parse_dict(changed)), tmp_path)
+    changed_spec = replace(spec, config=parse_dict(changed))
+    squeeze_after_run(copied, changed_spec, tmp_path, longest_completions([changed_spec.config]), Bases())
     assert told == ([spec.run_id] if asked else [])
 
 

@@ -10,8 +10,8 @@ from retrain.campaign.planning.costs import (
     Architecture,
     architecture_of,
     estimate_run,
-    evaluations,
     find_device,
+    work_of,
 )
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
@@ -86,21 +86,15 @@ def test_estimate_counts_and_grows_with_the_work():
 
     def estimate(**training):
         base = {"max_steps": 10, "batch_size": 4, "group_size": 8, "max_tokens": 50}
-        return estimate_run(
-            parse_dict({"training": base | training, "evaluation": {"problems": 16}}), architecture, device
-        )
+        config = parse_dict({"training": base | training, "evaluation": {"problems": 16}})
+        return work_of(config), estimate_run(config, architecture, device)
 
-    one = estimate()
-    assert (one.completions, one.completion_tokens) == (320, 16_000)
-    assert one.evaluation_completions == 2 * 16
-    assert one.seconds is not None
-    assert one.memory is not None
-    longer, wider = estimate(max_steps=20), estimate(batch_size=64)
-    assert longer.seconds is not None
+    work, one = estimate()
+    assert (work.completions, work.tokens) == (320, 50)
+    assert work.evaluation_completions == 2 * 16
+    longer, wider = estimate(max_steps=20)[1], estimate(batch_size=64)[1]
     assert longer.seconds > 1.8 * one.seconds
-    assert wider.memory is not None
     assert wider.memory.sampling == 16 * one.memory.sampling
-    assert estimate_run(parse_dict({}), None, device).seconds is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,9 @@ def test_estimate_counts_and_grows_with_the_work():
     [(10, 0, True, 2), (10, 5, True, 3), (10, 3, False, 4), (1, 1, True, 2)],
 )
 def test_number_of_evaluations(max_steps, every, at_start, expected):
-    assert evaluations(max_steps, every, at_start) == expected
+    training, evaluation = {"max_steps": max_steps, "eval_every": every}, {"at_start": at_start}
+    work = work_of(parse_dict({"training": training, "evaluation": evaluation}))
+    assert work.at_start + work.evaluations == expected
 
 
 def test_peaks_from_the_configuration_win():

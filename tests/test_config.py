@@ -116,7 +116,7 @@ def test_shipped_campaigns_load_and_plan(path):
     loaded = load(path)
     specs = plan(loaded)
     campaign = loaded.config.campaign
-    assert len(specs) == (len(campaign.seeds) * len(campaign.conditions) if loaded.is_campaign else 1)
+    assert len(specs) == (len(campaign.seeds) * len(campaign.conditions) if loaded.config.is_campaign else 1)
     assert loaded.config.logging.log_dir == f"logs/{path.stem}"
     assert loaded.text.startswith("#:schema ./schema.json\n")
     assert parse_dict(loaded.config.to_dict()) == loaded.config

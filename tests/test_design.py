@@ -40,7 +40,7 @@ def test_what_the_seeds_detect_with_an_assumed_and_with_a_measured_spread(tmp_pa
     assert "4 points (assumed" in first
     effect = detectable(8, 2)
     assert effect is not None
-    assert found == f"found with 80 % probability: {4 * effect:.2g} points or more"
+    assert found == f"detected with 80 % probability: {4 * effect:.2g} points or more"
     assert needs == [f"a difference of 2 points needs {pairs_needed(0.5, 2)} seeds"]
     pilot = campaign(tmp_path, {"a": list(BASE[:4]), "b": shifted(0.02, 0.01)[:4], "c": shifted(0.0, 0.01)[:4]})
     spread = pilot_spread(pilot, Measure())

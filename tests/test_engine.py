@@ -639,12 +639,13 @@ def test_runs_share_one_base_and_decode_together(fresh_base, mixed_campaign, tmp
     """Every run loads its own copy of the frozen base and decodes alone."""
     from contextlib import ExitStack
 
-    from retrain.campaign.planning.plan import plan
+    from retrain.campaign.planning.plan import Plan
     from retrain.campaign.running.assemble import assemble
+    from retrain.campaign.running.protocol import CohortJob
 
-    specs = plan(load(mixed_campaign / "mixed.toml"))
+    plan = Plan.of(load(mixed_campaign / "mixed.toml"), tmp_path / "out")
     with ExitStack() as stack:
-        cohort = assemble(tmp_path / "out", specs, tmp_path, NullObserver(), lambda: False, stack)
+        cohort = assemble(CohortJob.of(plan, plan.specs), NullObserver(), lambda: False, stack)
         assert len(cohort.runs) == 4
         shared, their_lanes = cohort.engine.base, cohort.engine.lanes
         assert all(run.policy.base is shared and run.policy.lanes is their_lanes for run in cohort.runs)

@@ -204,6 +204,7 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(("toml", "line", "said"), [
     ('name = "my test/set"', 3, ['evaluation.sets[1].name  is "my test/set"', 'name = "my_test_set"']),
+    ('name = "train"', 3, ['is "train", which is what', 'name = "train_part"']),
     ('name = ".."', 3, ['must be at most 64 letters, digits, . _ and -', 'name = "test"']),
     ('problems = 3', 2, ["evaluation.sets[1].name  is missing"]),
     ('name = "a"\nsampels = 3', 4, ["is not a key of [[evaluation.sets]]: did you mean samples = 3"]),

@@ -87,7 +87,7 @@ class Recorded:
 
     def __init__(self, executor):
         self.executor, self.jobs = executor, []
-        self.events, self.close = executor.events, executor.close
+        self.events, self.close, self.has_gpu = executor.events, executor.close, executor.has_gpu
 
     def submit(self, job):
         self.jobs.append(job)
@@ -101,10 +101,10 @@ def planned(folder: Path, model: Path, out: str, **settings) -> Plan:
 def test_jobs_and_events_are_plain_data(tmp_path, model):
     """JSON and pickle give back what went in, and so does a run's configuration."""
     plan = planned(tmp_path, model, "out")
-    runs = [spec.to_json() for spec in plan.specs]
+    runs, longest = [spec.to_json() for spec in plan.specs], {"training": 8, "heldout": {"heldout": 16}}
     items = [
-        CohortJob("out", "here", runs, {"grpo+none_s1": 3}, together=False, accepted=["data: a → b"]),
-        SqueezeJob("out", "here", runs[0]),
+        CohortJob("out", "here", runs, longest, {"grpo+none_s1": 3}, together=False, accepted=["data: a → b"]),
+        SqueezeJob("out", "here", runs[0], longest),
         RunStarted("grpo+none_s1", 2, 4),
         StepDone("grpo+none_s1", {"step": 2, "loss": None, "mean_reward": 0.1 + 0.2}),
         Evaluated("grpo+none_s1", "heldout", {"eval/heldout/correct_rate": 0.5}),
@@ -122,8 +122,7 @@ def test_jobs_and_events_are_plain_data(tmp_path, model):
 def test_what_the_executor_here_says_is_plain_data_in_order(tmp_path, model):
     plan = planned(tmp_path, model, "out", lanes=4)
     executor = InProcess()
-    job = CohortJob(str(plan.directory), str(plan.folder), [spec.to_json() for spec in plan.specs])
-    handle = executor.submit(job)
+    handle = executor.submit(CohortJob.of(plan, plan.specs))
     assert not (tmp_path / "out").exists()  # nothing is done before somebody listens
     events = list(executor.events())
     executor.close()
@@ -209,8 +208,27 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
     assert [job.accepted for job in mine.jobs if isinstance(job, CohortJob)] == [[], asked[0]]
 
 
+def test_a_job_says_what_else_is_planned(tmp_path, model):
+    """What problems fit depends on the longest completions of the whole plan, which a job of one run knows as well."""
+    plan = planned(tmp_path, model, "out", condition='"training.max_tokens" = 40')
+    lengths = {spec.config.training.max_tokens for spec in plan.specs}
+    assert len(lengths) == 2
+    for spec in plan.specs:
+        assert CohortJob.of(plan, [spec]).longest["training"] == max(lengths)
+
+
+def test_the_executor_says_whether_there_is_a_gpu(tmp_path, model):
+    """How many runs step together depends on where they train, which the controller does not look for itself."""
+    for on_gpu, lanes in ((True, 8), (False, 10)):
+        executor = Recorded(InProcess())
+        executor.has_gpu = lambda on_gpu=on_gpu: on_gpu
+        out = f"gpu_{on_gpu}"
+        execute(planned(tmp_path, model, out), NullObserver(), executor=executor)
+        assert read_json(tmp_path / out / "manifest.json")["lanes"] == lanes
+
+
 def test_each_command_plans_once(tmp_path, model, monkeypatch):
-    """Training looks at the model's directory again where it loads tokenizer and weights, which may be elsewhere."""
+    """Training looks at the model's directory again before it loads tokenizer and weights, which may be elsewhere."""
     counts = {"plan": 0, "model": 0}
 
     def counted(name, work):
@@ -227,8 +245,8 @@ def test_each_command_plans_once(tmp_path, model, monkeypatch):
         ("check", path): (1, 1),
         ("explain", path): (1, 0),
         ("train", path, "--dry-run"): (1, 0),
-        ("try", path, "--problems", "1"): (1, 3),
-        ("train", path, "--out", out, "--plain"): (1, 4),
+        ("try", path, "--problems", "1"): (1, 2),
+        ("train", path, "--out", out, "--plain"): (1, 2),
         ("resume", out, "--plain"): (0, 0),
     }
     for command, expected in commands.items():

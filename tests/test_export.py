@@ -174,7 +174,7 @@ def test_other_base_weights_are_refused(home, tmp_path):
     wide = qwen3_directory(tmp_path / "wide", TEXTS, hidden=64)
     result = run("sample", moved / "out", "--prompt", "4", "--base", wide)
     assert result.exit_code == 2
-    assert "no linear layer of that size" in result.stderr
+    assert "not a linear layer of that size" in result.stderr
     shutil.rmtree(moved / "out" / "final")
     shutil.copytree(home / "out" / "final", tmp_path / "alone")
     result = run("export", tmp_path / "alone", "--merge", "--base", wide, "--out", tmp_path / "merged")
@@ -223,7 +223,7 @@ def test_usage_is_told_in_one_line(home, tmp_path):
         (("--merge", "--rank-pad", "8"), "--merge for a full model, or --rank-pad"),
         (("--rank-pad", "8", "--dtype", "float32"), "--dtype is the merged model's"),
         (("--rank-pad", "2"), "has rank 4"),
-        (("--merge", "--base", "/no/such/model"), "no directory here"),
+        (("--merge", "--base", "/no/such/model"), "not a directory here"),
     ):
         result = run("export", home / "out", "--out", tmp_path / "out", *arguments)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output

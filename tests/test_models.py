@@ -155,7 +155,7 @@ def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_pa
     assert launch(load(file, ["training.max_steps=1"]), tmp_path / "out", NullObserver()).exit_status == 0
     monkeypatch.setattr(references, "is_installed", lambda module: False)
     assert resume(tmp_path / "out", NullObserver()).exit_status == 0  # nothing is left that would need it
-    monkeypatch.setattr("retrain.campaign.running.models.base_of", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("retrain.campaign.running.models.load_weights", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(MissingExtra, match=r"\] report_to = \"tensorboard\" needs the package tensorboard: pip"):
         resume(tmp_path / "out", NullObserver(), sets=["training.max_steps=2"])
 

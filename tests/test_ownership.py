@@ -452,7 +452,7 @@ def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
     file = put(tmp_path / "thesis.html", "<html>")
     result = CliRunner().invoke(app, ["report", str(out), "--out", str(file)])
     assert result.exit_code == 2
-    assert "is no report of" in result.output
+    assert "is not a report of" in result.output
     assert file.read_text() == "<html>"
     file.unlink()
     for _ in range(2):

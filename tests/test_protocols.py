@@ -52,10 +52,8 @@ def test_an_engine_behind_a_wire_samples_with_what_was_published(tmp_path, model
 
     def remote(*parts):
         local = made(*parts)
-        local.engine, local.notes = (
-            RemoteEngine(str(model), local.tokenizer, local.base.eos_ids[0], tmp_path / "wire"),
-            list,
-        )
+        end = local.engine.base.eos_ids[0]
+        local.engine = RemoteEngine(str(model), local.tokenizer, end, tmp_path / "wire")
         return local
 
     path = campaign(tmp_path, model, steps=3)
@@ -76,7 +74,7 @@ def test_a_policy_with_a_second_head_trains_and_resumes(tmp_path, model, monkeyp
     def two_heads(*parts):
         local = made(*parts)
         local.policy = lambda spec, directory: TwoHeads(
-            local.base, local.lanes, spec.config, (0, spec.seed), local.workers
+            local.engine.base, local.engine.lanes, spec.config, (0, spec.seed), local.workers
         )
         return local
 

@@ -17,7 +17,7 @@ from retrain.campaign.judging.comparison import compare
 from retrain.campaign.judging.evidence import smoothed, twins
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.manifest import Manifest, write_plan
-from retrain.campaign.planning.plan import plan
+from retrain.campaign.planning.plan import Plan
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
@@ -34,11 +34,11 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
     toml = tmp_path / "made.toml"
     toml.write_text(head + "".join(CONDITION.format(each) for each in ("grpo", "rloo", "maxrl")[:conditions]))
     loaded = load(toml)
-    specs = plan(loaded)
-    out = tmp_path / "out"
+    planned = Plan.of(loaded, tmp_path / "out")
+    specs, out = planned.specs, planned.directory
     out.mkdir()
     manifest = Manifest.open(out, "made <b>", specs)
-    write_plan(out, specs, loaded.text, loaded.path)
+    write_plan(planned)
     words = itertools.cycle(texts or ["so \\boxed{4}", "or \\boxed{5}"])
     for spec in specs:
         state = (states or {}).get(spec.run_id, "done")

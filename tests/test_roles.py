@@ -103,7 +103,7 @@ SAME_BASE = [
 
 
 def base_of(data) -> str:
-    return base_key(RunSpec("run", "label", 1, 0, parse_dict(data), False))
+    return base_key(RunSpec("run", "label", 1, 0, {}, False, parse_dict(data)))
 
 
 @pytest.mark.parametrize("data", OTHER_BASE, ids=str)

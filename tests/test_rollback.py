@@ -7,8 +7,9 @@ from contextlib import ExitStack
 import pytest
 from toycampaign import campaign
 
-from retrain.campaign.planning.plan import plan
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import assemble
+from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
 from retrain.record.observer import NullObserver
 
@@ -22,7 +23,8 @@ def cohort(model, tmp_path):
     path.write_text(path.read_text().replace('transform_mode = "gtpo_hicra_placebo"\n', ""))
     loaded = load(path, KEYS)
     with ExitStack() as stack:
-        made = assemble(tmp_path / "out", plan(loaded), tmp_path, NullObserver(), lambda: False, stack)
+        planned = Plan.of(loaded, tmp_path / "out")
+        made = assemble(CohortJob.of(planned, planned.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             made.engine.publish(run.policy_ref, run.policy.snapshot())
         yield made

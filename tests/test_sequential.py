@@ -11,7 +11,7 @@ import pytest
 from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.judging.comparison import compare
-from retrain.campaign.judging.sequential import look, still_wanted
+from retrain.campaign.judging.sequential import look
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch, resume
@@ -45,7 +45,8 @@ class Played:
 
     def finish(self, seed: int, state: str = "done", only: str | None = None, sign: int = 1) -> None:
         for spec in self.specs:
-            if spec.seed == seed and spec.label.startswith(only or "") and spec in still_wanted(self.manifest, [spec]):
+            stopped = self.manifest.run(spec.run_id)["state"] == "stopped"
+            if spec.seed == seed and spec.label.startswith(only or "") and not stopped:
                 folder = self.manifest.directory / "runs" / spec.run_id
                 value = 0.5 + 0.01 * seed + (sign * self.effect if spec.label.startswith("rloo") else 0.0)
                 row = {"step": 1, "name": "heldout", "eval/heldout/correct_rate": value}

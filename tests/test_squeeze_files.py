@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter, squeeze
+from retrain.config.upkeep import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate
@@ -104,7 +105,7 @@ def test_what_is_more_than_lora_is_not_dropped(tmp_path, extra):
     with pytest.raises(ModelError, match="more than a LoRA adapter"):
         compress_adapter(source, 2, tmp_path / "small")
     assert not (tmp_path / "small").exists()
-    assert analyse_adapter(source)["num_layers"] == 1
+    assert analyse_adapter(source, Squeeze())["num_layers"] == 1
 
 
 def test_wrong_ranks_and_files_are_told(tmp_path):
@@ -114,7 +115,7 @@ def test_wrong_ranks_and_files_are_told(tmp_path):
             compress_adapter(source, rank, tmp_path / "small")
     (source / "adapter_model.safetensors").write_bytes(b"not a header")
     with pytest.raises(ModelError, match="no safetensors file"):
-        analyse_adapter(source)
+        analyse_adapter(source, Squeeze())
 
 
 def test_the_recommended_rank_is_not_from_the_mean_alone(tmp_path):

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.models import Bases
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
@@ -54,6 +56,12 @@ def trained(tmp_path_factory) -> Path:
     return folder / "out"
 
 
+def verified(spec, *where):
+    """``verify_ranks`` of a run that is a plan by itself, over a base of its own."""
+    with Bases() as bases:
+        return verify_ranks(spec, *where, longest_completions([spec.config]), bases)
+
+
 def test_every_rank_of_the_table_is_verified(trained):
     report = read_json(trained / "manifest.json")["squeeze"]
     found = report["verified"]
@@ -71,7 +79,7 @@ def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
     plan = read_plan(trained)
     specs, folder = plan.specs, plan.folder
     same = compress_adapter(trained / "final", 4, trained / "whole")
-    found = verify_ranks(specs[0], folder, trained / "final", [same], trained / "again.json")
+    found = verified(specs[0], folder, trained / "final", [same], trained / "again.json")
     (row,) = found["ranks"]
     assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
     assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
@@ -101,7 +109,7 @@ def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, 
     else:
         (run / "emergence/evaluations.jsonl").unlink()
     same = compress_adapter(run / "final", 4, tmp_path / "whole")
-    found = verify_ranks(spec, folder, run / "final", [same], tmp_path / "again.json")
+    found = verified(spec, folder, run / "final", [same], tmp_path / "again.json")
     assert found["full"]["sampled_anew"] is True
     assert "rank 4, sampled anew)" in found["sentence"]
     if change != "samples":  # the same streams: asked as the run asked
@@ -142,7 +150,7 @@ def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
 
     (spec,) = plan(load(path))
     with pytest.raises(UsageError, match="held-out problems"):
-        verify_ranks(spec, tmp_path, trained / "final", [trained / "final"], tmp_path / "v.json")
+        verified(spec, tmp_path, trained / "final", [trained / "final"], tmp_path / "v.json")
 
 
 @pytest.mark.parametrize(

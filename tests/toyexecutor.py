@@ -32,6 +32,9 @@ class Processes:
     def __init__(self) -> None:
         self.children: list[Child] = []
 
+    def has_gpu(self) -> bool:
+        return False
+
     def submit(self, job: Job) -> Child:
         self.children.append(Child(job))
         return self.children[-1]

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, require_directory
-from retrain.commands.output import plural, print_record, print_text, tell, visible
+from retrain.commands.output import note, print_record, print_text, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
+from retrain.wording import plural
 
 AdapterDirectory = Annotated[
     Path,
@@ -66,16 +67,16 @@ def sample(
 
     source = provenance(directory, base)
     if source.record is None:
-        tell(f"{source.adapter} belongs to no run here: default template and sampling")
-    found = answers(
-        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, tell=tell
+        note(f"{source.adapter} belongs to no run here: default template and sampling")
+    report = answers(
+        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, tell=note
     )
     if as_json:
-        print(dumps(found, indent=2))
+        print(dumps(report, indent=2))
     elif sys.stdout.isatty():
-        print_answers(found)
+        print_answers(report)
     else:
-        for number, prompt in enumerate(found["prompts"], start=1):
+        for number, prompt in enumerate(report["prompts"], start=1):
             print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
             for place, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
                 for who, each in zip(("base", "adapter"), pair, strict=True):
@@ -83,9 +84,9 @@ def sample(
                     print_record(who, prompt=number, answer=place, **facts, text=each["text"])
 
 
-def print_answers(found: dict[str, Any]) -> None:
+def print_answers(report: dict[str, Any]) -> None:
     """Both answers to each prompt, for a person."""
-    for prompt in found["prompts"]:
+    for prompt in report["prompts"]:
         print(f"prompt    {plural(prompt['tokens'], 'token')}")
         print_text(prompt["rendered"], 2)
         for pair in zip(prompt["base"], prompt["adapter"], strict=True):
@@ -94,7 +95,7 @@ def print_answers(found: dict[str, Any]) -> None:
                 print(f"{who:<10}{plural(each['tokens'], 'token')}{cut}")
                 print_text(each["text"], 2, limit=1 << 30)
         print()
-    print(f"adapter   {visible(found['adapter'])}\nbase      {visible(found['base'])}")
+    print(f"adapter   {visible(report['adapter'])}\nbase      {visible(report['base'])}")
 
 
 def export(
@@ -124,18 +125,18 @@ def export(
 
     source = provenance(directory, base)
     if rank_pad is None:
-        found = merge_adapter(source, out, dtype.value)
+        report = merge_adapter(source, out, dtype.value)
         checked = (
-            f"logits differ from the adapter's by {found['difference']:.1e} of their spread (rounding to "
-            f"{found['dtype']} explains {found['tolerance']:.1e}; the adapter changes them by {found['effect']:.1e})"
+            f"logits differ from the adapter's by {report['difference']:.1e} of their spread (rounding to "
+            f"{report['dtype']} explains {report['tolerance']:.1e}; the adapter changes them by {report['effect']:.1e})"
         )
-        lines = {"dtype": found["dtype"], "checked": checked}
+        lines = {"dtype": report["dtype"], "checked": checked}
     else:
-        found = pad_rank(source, out, rank_pad)
-        before = " to ".join(map(str, dict.fromkeys((found["ranks_before"][0], found["ranks_before"][-1]))))
-        lines = {"rank": f"{found['rank']}, was {before}", "lora_alpha": f"{found['lora_alpha']:g}"}
+        report = pad_rank(source, out, rank_pad)
+        before = " to ".join(map(str, dict.fromkeys((report["ranks_before"][0], report["ranks_before"][-1]))))
+        lines = {"rank": f"{report['rank']}, was {before}", "lora_alpha": f"{report['lora_alpha']:g}"}
     if as_json:
-        print(dumps(found, indent=2))
+        print(dumps(report, indent=2))
         return
-    for name, text in {"adapter": found["adapter"], "base": found["base"], **lines, "written": found["out"]}.items():
+    for name, text in {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}.items():
         print(f"{name:<12}{visible(text)}")

@@ -29,15 +29,12 @@ Sets = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Directory to write to; without it logging.log_dir, or logs/ and the file's name.",
+        "--out", metavar="DIR", help="Directory to write to; without it logging.log_dir, or logs/ and the file's name."
     ),
 ]
 
 RunDirectory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="Directory of a run or campaign, as train prints it.", show_default=False),
+    Path, typer.Argument(metavar="DIR", help="Directory of a run or campaign, as train prints it.", show_default=False)
 ]
 
 Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
@@ -86,7 +83,7 @@ def require_directory(directory: Path) -> None:
 
 
 def read(file: Path, sets: Sequence[str] | None) -> Loaded:
-    """The configuration in ``file``; what is questionable but allowed is told on standard error.
+    """The configuration in ``file``; what is questionable but allowed is noted on standard error.
 
     Raises ConfigError with every mistake, UsageError when there is no such file.
     """

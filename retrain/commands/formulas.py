@@ -38,9 +38,9 @@ def credit_formula(config: Config) -> str:
     uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
     if mode not in TOKEN_CREDIT:
         return f"your own {mode} of A, h and planning; {uncertainty}"
-    found = config.planning.detector
+    detector = config.planning.detector
     values = {
-        "detector": {"regex": "phrases", "semantic": "sentence embeddings"}.get(found, f"your own {found}"),
+        "detector": {"regex": "phrases", "semantic": "sentence embeddings"}.get(detector, f"your own {detector}"),
         "counted": {"kept": "the kept tokens", "all": "all tokens"}[config.algorithm.entropy_mask_denominator],
         "ramp": _ramp(config.sepa),
     }

@@ -1,4 +1,4 @@
-"""``check`` and ``explain``: commands that read and print, and never import torch."""
+"""``check``, ``explain``, ``report`` and ``compare``: commands that read and print, and never import torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.commands.arguments import ConfigFile, Detect, Out, Pilot, RunDirectory, Sets, read, require_directory
-from retrain.commands.output import count, duration, plural, print_table, size
+from retrain.commands.arguments import (
+    AsJson,
+    ConfigFile,
+    Detect,
+    Out,
+    Pilot,
+    RunDirectory,
+    Sets,
+    read,
+    require_directory,
+)
+from retrain.commands.output import count, duration, print_comparison, print_table, size
+from retrain.files import dumps
+from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
@@ -18,11 +30,8 @@ if TYPE_CHECKING:
     from retrain.config import Config
 
 CONDITION_COLUMNS = (
-    "condition",
-    "credit for a completion with reward r",
-    "credit for its tokens",
-    "differs from the first in",
-)
+    "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
+)  # fmt: skip
 
 FILE_COLUMNS = ("file", "what it holds")
 
@@ -58,7 +67,7 @@ RUN_FILES = (
     ("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
     ("timing_spans.jsonl", "what each step spent its time on"),
     ("timeline.html", "the same as a picture"),
-    ("notes.jsonl", "what odd numbers mean, each told once"),
+    ("notes.jsonl", "what odd numbers mean, each noted once"),
     ("run.log", "what happened when, tracebacks included"),
     ("checkpoints.jsonl", "one line per saved checkpoint"),
     ("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
@@ -75,13 +84,7 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
 
 
-def explain(
-    file: ConfigFile,
-    sets: Sets = None,
-    out: Out = None,
-    pilot: Pilot = None,
-    detect: Detect = None,
-) -> None:
+def explain(file: ConfigFile, sets: Sets = None, out: Out = None, pilot: Pilot = None, detect: Detect = None) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
     from retrain.campaign.planning.plan import Plan
 
@@ -98,11 +101,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     conditions = [spec for spec in specs if spec.seed == seeds[0]]
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
     print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
-    print_table(
-        CONDITION_COLUMNS,
-        [condition_row(spec, conditions[0]) for spec in conditions],
-        left=CONDITION_COLUMNS,
-    )
+    print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
     print()
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
@@ -126,35 +125,27 @@ def print_problems(plan: Plan) -> int | None:
     """Print what there is to solve, the same for all conditions; returns the usual length of a prompt in tokens, None
     where it is not known."""
     from retrain.campaign.planning.references import data_problems
-    from retrain.commands.problems import problem_lines, read_problems
+    from retrain.commands.problems import problem_lines, typical
 
-    loaded, configs = plan.source, [spec.config for spec in plan.specs]
-    assert loaded is not None
-    found = read_problems(configs, plan.folder)
-    for name, text in problem_lines(found, configs[0].model.model):
+    assert plan.source is not None
+    lines, lengths = problem_lines([spec.config for spec in plan.specs], plan.folder)
+    for name, text in lines:
         print(f"{name:<14}{text}")
-    for problem in data_problems(plan, loaded) if found.why_no_data else ():
+    for problem in data_problems(plan, plan.source) if lengths is None else ():
         print(f"note: {problem}", file=sys.stderr)
-    return found.typical
+    return typical(lengths)
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     """Label, the two formulas in words, and the differences from the first condition."""
-    from retrain.campaign.planning.changes import counts, flat
+    from retrain.campaign.planning.changes import differences
     from retrain.commands.formulas import advantage_words, credit_words
 
-    before, after = (dict(flat(each.config.model_dump())) for each in (first, spec))
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
-        for key, value in after.items()
-        if before.get(key) != value and counts(key)
+        for key, (_, value) in differences(first.config.model_dump(), spec.config.model_dump()).items()
     ]
-    return (
-        spec.label,
-        advantage_words(spec.config),
-        credit_words(spec.config),
-        ", ".join(changed) or "-",
-    )
+    return spec.label, advantage_words(spec.config), credit_words(spec.config), ", ".join(changed) or "-"
 
 
 def print_sets(config: Config) -> None:
@@ -164,11 +155,11 @@ def print_sets(config: Config) -> None:
         decides = "; the primary metric's" if each == config.decisive else ""
         cuts = (("top_p", each.top_p, 1), ("top_k", each.top_k, 0), ("min_p", each.min_p, 0))
         cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and each.temperature)
-        told = (
-            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {each.temperature:g},"
+        print(
+            f"{'' if i else 'held out':<14}{each.name}: {each.problems} problems × {each.samples} of {source},"
+            f" at temperature {each.temperature:g},"
             f"{cut} at most {each.max_tokens} tokens{decides}"
         )
-        print(f"{'' if i else 'held out':<14}{told}")
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
@@ -180,46 +171,49 @@ def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None)
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_costs(specs: list[RunSpec], prompt_tokens: int | None = None) -> None:
+def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
-    from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device, reference_gpu
+    from retrain.campaign.planning import costs
 
-    config = specs[0].config
+    config, training = specs[0].config, specs[0].config.training
     peaks = config.backpressure
-    device = find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
-    architecture = architecture_of(config.model.model, config.model.revision)
-    estimates = [estimate_run(spec.config, architecture, device, prompt_tokens) for spec in specs]
-    one, training = estimates[0], config.training
+    device = costs.find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
     print(
         f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
-        f" = {one.completions:,} completions, at most {count(one.completion_tokens)} tokens;"
-        f" {one.evaluation_completions:,} completions for held-out evaluation"
+        f" = {works[0].completions:,} completions, at most {count(works[0].completions * works[0].tokens)} tokens;"
+        f" {works[0].evaluation_completions:,} completions for held-out evaluation"
     )
-    print(f"altogether    at most {count(sum(each.completion_tokens for each in estimates))} sampled training tokens")
+    tokens = sum(work.completions * work.tokens for work in works)
+    print(f"altogether    at most {count(tokens)} sampled training tokens")
     print_squeeze_plan(config)
-    if architecture is None or one.memory is None or one.adapter_parameters is None:
+    architecture = costs.architecture_of(config.model.model, config.model.revision)
+    if architecture is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
+    estimates = [costs.estimate_run(spec.config, architecture, device, prompt_tokens) for spec in specs]
+    one = estimates[0]
     print(
         f"model         {config.model.model}: {count(architecture.parameters())} parameters, frozen;"
         f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
     )
     memory = one.memory
     print(
-        f"memory        {told_memory(memory)} for one run: model {size(memory.base)}, adapter and optimizer"
+        f"memory        {memory_words(memory)} for one run: model {size(memory.base)}, adapter and optimizer"
         f" {size(memory.adapter)}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,}"
         f" tokens at a time and {size(memory.sampling)} to decode all its sequences at once (fewer decode together when"
         " memory is short)"
     )
-    print_lanes(specs, one, device)
-    total = sum(each.seconds or 0 for each in estimates)
-    print(f"time          {told_time(specs, total, architecture, device, prompt_tokens)}")
+    if len(specs) > 1:
+        print_lanes(planned_cohorts(specs, device), one)
+    total = sum(each.seconds for each in estimates)
+    print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
     if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
-        there = reference_gpu()
-        alone = sum(estimate_run(spec.config, architecture, there, prompt_tokens).seconds or 0 for spec in specs)
-        print(f"              {told_time(specs, alone, architecture, there, prompt_tokens)}")
-    print(f"assuming      {'; '.join([f'prompts of {one.prompt_tokens} tokens', *assumptions(config)])}")
+        there = costs.reference_gpu()
+        alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
+        print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
+    print(f"assuming      {'; '.join([f'prompts of {works[0].prompt} tokens', *costs.assumptions(config)])}")
 
 
 def print_squeeze_plan(config: Config) -> None:
@@ -227,13 +221,13 @@ def print_squeeze_plan(config: Config) -> None:
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
         return
-    told = f"after the first run: which rank up to {config.model.lora_rank} keeps enough energy"
+    words = f"after the first run: which rank up to {config.model.lora_rank} keeps enough energy"
     if squeeze.verify != "off" and held_out is not None and held_out.problems >= 2:
         tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
         evaluated = 1 + (tabulated if squeeze.verify == "all" else 0)  # the recommended rank, and those of the table
         answers = evaluated * held_out.problems * held_out.samples
-        told += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
-    print(f"squeeze       {told}")
+        words += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
+    print(f"squeeze       {words}")
 
 
 DAY = 86_400.0
@@ -246,27 +240,24 @@ def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
 
-def print_lanes(specs: list[RunSpec], one: Estimate, device: Device) -> None:
+def print_lanes(groups: list[list[RunSpec]], one: Estimate) -> None:
     """Print how many runs share the base at a time, and what memory they take together."""
-    groups = planned_cohorts(specs, device)
-    if len(specs) == 1 or one.memory is None:
-        return
-    most = max(map(len, groups))
     sizes = [len(group) for group in groups]
-    told = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    most = max(sizes)
+    together = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     print(
-        f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {told};"
-        f" {told_memory(one.memory, most)} for {most} of them"
+        f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {together};"
+        f" {memory_words(one.memory, most)} for {most} of them"
     )
 
 
-def told_memory(memory: Memory, lanes: int = 1) -> str:
+def memory_words(memory: Memory, lanes: int = 1) -> str:
     """What so many runs together take at least, and at most where that is more."""
     least, most = memory.least(lanes), memory.peak(lanes)
     return f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
 
 
-def told_time(
+def time_words(
     specs: list[RunSpec], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
@@ -305,3 +296,39 @@ def report(
 
     require_directory(directory)
     print(write_report(directory, out))
+
+
+def compare(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False)
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="METRIC",
+            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it what the "
+            "campaign declared.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="LABEL", help="Condition that the others are compared with; without it the first."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare conditions over seeds: paired differences with intervals, exact p-values, and the verdict in words.
+
+    Runs of several directories are pooled by condition. Only finished runs count; all others are named.
+    """
+    from retrain.campaign.judging.pooling import compare_directories
+
+    for directory in directories:
+        require_directory(directory)
+    report = compare_directories(directories, metric=metric, baseline=baseline)
+    if as_json:
+        print(dumps(report, indent=2))
+    else:
+        print_comparison(report, plain=not sys.stdout.isatty(), secondary=True)

@@ -29,7 +29,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """What a finished campaign ends with: the comparison, the squeeze table, the recommended rank, failures, paths."""
-
     plain = plain or not sys.stdout.isatty()
     print()
     if summary["comparison"]:
@@ -74,11 +73,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
 
 
-def plural(number: int, word: str) -> str:
-    """The number with its noun: 1 run, 2 runs."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def count(number: float) -> str:
     """1234567 as "1.2 M"."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -118,7 +112,7 @@ def visible(text: str) -> str:
     return text.translate(_SHOWN)
 
 
-def tell(text: str) -> None:
+def note(text: str) -> None:
     """Say something beside the result."""
     print(f"note: {visible(text)}", file=sys.stderr)
 
@@ -137,5 +131,5 @@ def print_record(kind: str, **values: Any) -> None:
     """One line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
     from retrain.files import dumps
 
-    told = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
-    print(kind, *(f"{key}={dumps(value)}" for key, value in told.items() if value is not None))
+    rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
+    print(kind, *(f"{key}={dumps(value)}" for key, value in rounded.items() if value is not None))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from retrain.commands.output import plural, visible
+from retrain.commands.output import visible
 from retrain.errors import RetrainError
+from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.config import Config
@@ -23,33 +23,9 @@ MEASURED = 500
 EXAMPLE_CHARACTERS = 300
 
 
-@dataclass(frozen=True)
-class Problems:
-    """What is known of a data set; ``why`` says, in place of the numbers, why they are not known.
-
-    ``limits`` are how long prompts may be, in words; ``unfit`` is what training would refuse the problems for.
-    """
-
-    source: str
-    train: int = 0
-    heldout: int = 0
-    lengths: tuple[int, ...] = ()
-    example: str = ""
-    answer: str = ""
-    notes: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
-    unfit: str = ""
-    why_no_data: str = ""
-    why_no_lengths: str = ""
-
-    @property
-    def typical(self) -> int | None:
-        """Median length of the measured prompts, in tokens."""
-        return round(median(self.lengths)) if self.lengths else None
-
-
-def read_problems(configs: Sequence[Config], folder: Path) -> Problems:
-    """The problems of a plan's runs, as far as they lie on this machine; all of them have the same."""
+def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[str, str]], list[int] | None]:
+    """(name, text) of every line about the problems of a plan's runs, which are the same for all; and prompt lengths in
+    tokens: none where they cannot be measured here, None where the problems cannot be read."""
     from retrain.plugins import described
 
     # Read once, when the hub's client is first imported; explain contacts nobody.
@@ -58,35 +34,51 @@ def read_problems(configs: Sequence[Config], folder: Path) -> Problems:
     from retrain.campaign.planning.asked import askable, data_of, longest_completions, rooms
 
     config = configs[0]
-    source = config.data.source
+    source, model = visible(config.data.source), visible(config.model.model)
     try:
         data = data_of(config, folder)
-    except RetrainError as error:
-        reason = str(error).partition(". Without a hub")[0]
-        asked = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
-        return Problems(source, why_no_data=reason + asked)
-    except Exception as error:  # a function of the user's that makes problems
-        return Problems(source, why_no_data=described(error))
-    limits, unfit, why_no_lengths, lengths, example = (), "", "", (), ""
+    except Exception as error:  # RetrainError, or what a function of the user's that makes problems raises
+        reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
+        hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
+        return [("data", f"{source}: not read: {visible(reason + hint)}")], None
+    limits, refused, unmeasured, lengths, example = [], "", "", [], ""
     longest, context = longest_completions(configs), _context(config)
     try:
         limits = _limits(config, *rooms(config, longest, context))
     except RetrainError as error:
-        unfit = str(error)
+        refused = str(error)
     try:
         tokenizer = _tokenizer(config)
         try:
-            data = data if unfit else askable(data, config, longest, tokenizer, context)
+            data = data if refused else askable(data, config, longest, tokenizer, context)
         except RetrainError as error:
-            unfit = str(error)
+            refused = str(error)
         lengths, example = _measure(tokenizer, config, data)
     except RetrainError as error:
-        why_no_lengths = str(error)
-        unfit = "" if unfit == why_no_lengths else unfit
-    return Problems(
-        source, len(data.train), len(data.heldout), lengths, example, data.train[0].answer, data.notes, limits, unfit,
-        why_no_lengths=why_no_lengths,
-    )  # fmt: skip
+        unmeasured = str(error)
+    if refused and refused != unmeasured:
+        limits.append(f"training would end at once: {refused}")
+
+    heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
+    lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
+    lines += [("", visible(note)) for note in data.notes]
+    if unmeasured:
+        lines.append(("prompts", f"not measured: {visible(unmeasured)}"))
+    else:
+        low, high = min(lengths), max(lengths)
+        counted = f"{low} tokens" if low == high else f"{low} to {high} tokens, half of them at most {typical(lengths)}"
+        some = "" if len(lengths) > len(data.train) + len(data.heldout) else f" ({len(lengths):,} measured)"
+        lines.append(("prompts", f"{counted} as {model} counts{some}"))
+    lines += [("", visible(limit)) for limit in limits]
+    if not unmeasured:
+        answer = data.train[0].answer
+        lines.append(("example", _quoted(example) + (f"  answer {_quoted(answer)}" if answer else "")))
+    return lines, lengths
+
+
+def typical(lengths: Sequence[int] | None) -> int | None:
+    """Median length of the measured prompts, in tokens; None where none was measured."""
+    return round(median(lengths)) if lengths else None
 
 
 def _context(config: Config) -> int:
@@ -109,62 +101,36 @@ def _tokenizer(config: Config) -> Any:
     return light_tokenizer(config.model.model, config.model.revision)
 
 
-def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> tuple[str, ...]:
+def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:
     """How long prompts may be: in training, and in held-out sets where that differs."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
-    told = {(training.limit, training.why): ""}
+    places = {(training.limit, training.why): ""}
     for name, room in heldout.items():
-        told.setdefault((room.limit, room.why), f" in the set {name}")
-    return tuple(
+        places.setdefault((room.limit, room.why), f" in the set {name}")
+    return [
         f"at most {limit} tokens{where} ({why}): longer ones {longer}"
-        for (limit, why), where in told.items()
+        for (limit, why), where in places.items()
         if limit is not None
-    )
+    ]
 
 
-def _measure(tokenizer: Any, config: Config, data: Dataset) -> tuple[tuple[int, ...], str]:
+def _measure(tokenizer: Any, config: Config, data: Dataset) -> tuple[list[int], str]:
     """Tokens of prompts spread over the data, the longest in characters among them; and the first as text.
 
     Raises ModelError when the template refuses a problem.
     """
+    from retrain.campaign.planning.asked import parts_of
     from retrain.environments.prompts import longest_prompt, render
 
-    parts = [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
-    lengths = []
+    parts, lengths = parts_of(data, config), []
     for problems, section in parts:
         chosen = range(0, len(problems), max(1, -(-len(problems) // MEASURED)))
         lengths += [len(render(problems[i], tokenizer, section).token_ids) for i in chosen]
     lengths.append(max(longest_prompt(problems, tokenizer, section) for problems, section in parts))
-    return tuple(lengths), tokenizer.decode(list(render(data.train[0], tokenizer, config.data).token_ids))
+    return lengths, tokenizer.decode(list(render(data.train[0], tokenizer, config.data).token_ids))
 
 
-def problem_lines(found: Problems, model: str) -> list[tuple[str, str]]:
-    """(name, text) for every line that ``explain`` prints of the problems."""
-    if found.why_no_data:
-        return [("data", f"{visible(found.source)}: not read: {visible(found.why_no_data)}")]
-    heldout = f"{found.heldout:,} held out" if found.heldout else "none held out"
-    lines = [("data", f"{visible(found.source)}: {plural_count(found.train)} to train on, {heldout}")]
-    lines += [("", visible(note)) for note in found.notes]
-    limits = [("", visible(limit)) for limit in found.limits]
-    if found.unfit:
-        limits.append(("", f"training would end at once: {visible(found.unfit)}"))
-    if found.why_no_lengths:
-        return [*lines, ("prompts", f"not measured: {visible(found.why_no_lengths)}"), *limits]
-    low, high, usual = min(found.lengths), max(found.lengths), found.typical
-    of_all = "" if len(found.lengths) > found.train + found.heldout else f" ({len(found.lengths):,} measured)"
-    lengths = f"{low} tokens" if low == high else f"{low} to {high} tokens, half of them at most {usual}"
-    lines.append(("prompts", f"{lengths} as {visible(model)} counts{of_all}"))
-    lines += limits
-    lines.append(("example", one_line(found.example) + (f"  answer {one_line(found.answer)}" if found.answer else "")))
-    return lines
-
-
-def plural_count(number: int) -> str:
-    """20,000 problems, 1 problem."""
-    return plural(number, "problem") if number < 1000 else f"{number:,} problems"
-
-
-def one_line(text: str) -> str:
+def _quoted(text: str) -> str:
     """A text in quotes on one line, without its middle when it is long."""
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2

@@ -22,7 +22,7 @@ REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
     "jaxtyping", "wandb",
 )  # fmt: skip
-"""The packages that every installation has, in the order in which ``doctor`` tells them."""
+"""The packages that every installation has, in the order in which ``doctor`` lists them."""
 
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
@@ -41,14 +41,6 @@ SCHEMA_FILE = "retrain.schema.json"
 """Name of the schema beside a new file; its first line points there."""
 
 TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
-
-
-def template_path(name: str) -> Path:
-    """The shipped file behind a template name: in the installed package, or in the checkout it runs from."""
-    package = Path(__file__).parents[1]
-    file = TEMPLATE_FILES[name]
-    installed = package / "templates" / file
-    return installed if installed.is_file() else package.parent / "campaigns" / file
 
 
 def init(
@@ -71,7 +63,10 @@ def init(
         target = target / f"{template.value}.toml"
     if target.suffix != ".toml":
         raise UsageError(f"{target} does not end in .toml; type: retrain init {target}.toml")
-    text = template_path(template.value).read_text(encoding="utf-8")
+    package, file = Path(__file__).parents[1], TEMPLATE_FILES[template.value]
+    installed = package / "templates" / file
+    shipped = installed if installed.is_file() else package.parent / "campaigns" / file  # in a checkout
+    text = shipped.read_text(encoding="utf-8")
     text = text.replace("#:schema ./schema.json", f"#:schema ./{SCHEMA_FILE}", 1)
     if not write_new(target, text):
         raise UsageError(f"{target} exists and stays as it is; give another path")
@@ -111,16 +106,16 @@ def doctor() -> None:
     lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:
-        found = version_of(package)
-        lines.append((package, found or "missing; type: pip install .", found is not None))
+        version = version_of(package)
+        lines.append((package, version or "missing; type: pip install .", version is not None))
     lines += device_lines()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     lines.append(("disk", f"{free:.1f} GiB free here", free > 1))
     for extra, (packages, purpose) in EXTRAS.items():
         package = next(iter(packages.values()))
-        found = version_of(package)
-        hint = f"{package} {found}" if found else f"not installed ({purpose}); type: pip install '.[{extra}]'"
-        lines.append((f"[{extra}]", hint, True if found else None))
+        version = version_of(package)
+        hint = f"{package} {version}" if version else f"not installed ({purpose}); type: pip install '.[{extra}]'"
+        lines.append((f"[{extra}]", hint, True if version else None))
     for name in ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_MODE"):
         if name in os.environ:
             lines.append((name, os.environ[name], True))

@@ -35,8 +35,8 @@ def status(
     from retrain.record.status import homes_of_runs, read_status, status_view, with_living_runs
 
     if not directory.is_dir():
-        found = "is not a directory" if directory.exists() else "does not exist"
-        raise UsageError(f"no runs to show: {directory} {found}; {HOW_TO_HAVE_RUNS}")
+        problem = "is not a directory" if directory.exists() else "does not exist"
+        raise UsageError(f"no runs to show: {directory} {problem}; {HOW_TO_HAVE_RUNS}")
     if watch:
         follow(directory, as_json, plain)
         return

@@ -67,18 +67,15 @@ def train(
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
     loaded = read(file, sets)
-    from retrain.campaign.planning.plan import Plan
-
-    plan = Plan.of(loaded, out)
     if dry_run:
+        from retrain.campaign.planning.plan import Plan
         from retrain.commands.look import print_explanation
 
-        print_explanation(plan)
+        print_explanation(Plan.of(loaded, out))
         return
-    from retrain.campaign.planning.references import check
-    from retrain.campaign.running.controller import execute
+    from retrain.campaign.running.controller import launch
 
-    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
+    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
 
 
 def resume(
@@ -90,13 +87,12 @@ def resume(
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
-    from retrain.campaign.planning.manifest import read_plan
-    from retrain.campaign.planning.references import check
-    from retrain.campaign.running.controller import execute
+    from retrain.campaign.running.controller import resume as go_on
 
     require_directory(directory)
-    plan = read_plan(directory, sets or ())
-    finish(plain, lambda observer: execute(check(plan), observer, retry_failed, approval(accept_changes, observer)))
+    finish(
+        plain, lambda observer: go_on(directory, observer, retry_failed, approval(accept_changes, observer), sets or ())
+    )
 
 
 def approval(accept: bool, observer: Observer) -> Approval:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
-from retrain.commands.output import plural, print_record, print_text, tell, visible
+from retrain.commands.output import duration, note, print_record, print_text, visible
 from retrain.errors import RunFailed
 from retrain.files import dumps
+from retrain.wording import plural
 
 
 def try_(
@@ -37,22 +38,22 @@ def try_(
 
     plan = Plan.of(read(file, sets))
     for label in others(plan, condition):
-        tell(f"{label} has another reward or sampling: type --condition '{label}'")
-    found = trial(check(plan, places=False), problems, samples, condition, tell)
+        note(f"{label} has another reward or sampling: type --condition '{label}'")
+    report = trial(check(plan, places=False), problems, samples, condition, note)
     if as_json:
-        print(dumps({"file": str(file), **found}, indent=2))
+        print(dumps({"file": str(file), **report}, indent=2))
     elif sys.stdout.isatty():
-        print_trial(found)
+        print_trial(report)
     else:
-        print_trial_lines(found)
-    if found["verdict"]["all_failed"]:
-        reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in found["verdict"]["reasons"].items())
-        raise RunFailed(f"the reward graded none of {found['verdict']['answers']} answers: {reasons}")
+        print_trial_lines(report)
+    if report["verdict"]["all_failed"]:
+        reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in report["verdict"]["reasons"].items())
+        raise RunFailed(f"the reward graded none of {report['verdict']['answers']} answers: {reasons}")
 
 
-def print_trial(found: dict[str, Any]) -> None:
+def print_trial(report: dict[str, Any]) -> None:
     """The trial for a person."""
-    for number, prompt in enumerate(found["prompts"], start=1):
+    for number, prompt in enumerate(report["prompts"], start=1):
         reference = f", answer {visible(prompt['answer'])[:80]}" if prompt["answer"] else ""
         print(f"problem {number}  {visible(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
         print_text(prompt["rendered"], 2)
@@ -60,13 +61,12 @@ def print_trial(found: dict[str, Any]) -> None:
             print(f"  answer {place}  {sample_words(sample)}")
             print_text(sample["text"], 4)
         print()
-    sampling, grading, verdict = found["sampling"], found["grading"], found["verdict"]
-    low, high = (seconds_words(each) for each in sampling["step_seconds"])
-    print(f"run       {found['run']} with {visible(found['model'])}, its first step")
-    took, step = seconds_words(sampling["seconds"]), low if low == high else f"{low} to {high}"
+    sampling, grading, verdict = report["sampling"], report["grading"], report["verdict"]
+    step = " to ".join(dict.fromkeys(seconds_words(each) for each in sampling["step_seconds"]))
+    print(f"run       {report['run']} with {visible(report['model'])}, its first step")
     print(
-        f"sampling  {sampling['answers']} answers of {sampling['tokens']:,} tokens in {took};"
-        f" the {sampling['step_answers']:,} of a step: {step}"
+        f"sampling  {sampling['answers']} answers of {sampling['tokens']:,} tokens in"
+        f" {seconds_words(sampling['seconds'])}; the {sampling['step_answers']:,} of a step: {step}"
     )
     at_once = f", {grading['workers']} at once" if grading["workers"] > 1 else ""
     limit = f", given up after {grading['timeout_s']:g} s" if grading["timeout_s"] else ""
@@ -79,25 +79,25 @@ def print_trial(found: dict[str, Any]) -> None:
         print(f"failed    {count} of {verdict['answers']}: {visible(reason)}")
     if not verdict["all_failed"]:
         print(f"rewards   {verdict_words(verdict)}")
-    for advice in advice_of(found):
+    for advice in advice_of(report):
         print(f"careful   {advice}")
 
 
-def print_trial_lines(found: dict[str, Any]) -> None:
+def print_trial_lines(report: dict[str, Any]) -> None:
     """The trial for a script: one line for each prompt, answer and sum."""
-    print_record("run", run=found["run"], seed=found["seed"], model=found["model"])
-    for number, prompt in enumerate(found["prompts"], start=1):
+    print_record("run", run=report["run"], seed=report["seed"], model=report["model"])
+    for number, prompt in enumerate(report["prompts"], start=1):
         facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
         print_record("prompt", prompt=number, **facts, text=prompt["rendered"])
         for place, sample in enumerate(prompt["samples"], start=1):
             facts = {key: value for key, value in sample.items() if value not in ({}, []) and key != "text"}
             print_record("answer", prompt=number, answer=place, **facts, text=sample["text"])
     for kind in ("sampling", "grading", "verdict"):
-        print_record(kind, **{key: value for key, value in found[kind].items() if key != "reasons"})
-    for reason, count in found["verdict"]["reasons"].items():
+        print_record(kind, **{key: value for key, value in report[kind].items() if key != "reasons"})
+    for reason, count in report["verdict"]["reasons"].items():
         print_record("failed", answers=count, reason=reason)
-    for advice in advice_of(found):
-        tell(advice)
+    for advice in advice_of(report):
+        note(advice)
 
 
 def sample_words(sample: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def seconds_words(seconds: float | None) -> str:
         return "not tried"
     if seconds < 1:
         return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f"{seconds:.1f} s" if seconds < 90 else duration(seconds)
 
 
 def verdict_words(verdict: dict[str, Any]) -> str:
@@ -141,15 +141,15 @@ def verdict_words(verdict: dict[str, Any]) -> str:
     )
 
 
-def advice_of(found: dict[str, Any]) -> list[str]:
+def advice_of(report: dict[str, Any]) -> list[str]:
     """What a person should know before a run of this costs hours."""
-    grading, verdict, lines = found["grading"], found["verdict"], []
+    grading, verdict, lines = report["grading"], report["verdict"], []
     if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
         lines.append(
             f"{plural(verdict['groups'], 'group')} tried, and none has rewards that differ: such groups teach nothing"
         )
     if 2 * verdict["truncated"] > verdict["answers"]:
         lines.append(f"{verdict['truncated']} of {verdict['answers']} answers are cut off: raise [training] max_tokens")
-    if grading["step_seconds"] > max(found["sampling"]["step_seconds"][1], 1.0):
+    if grading["step_seconds"] > max(report["sampling"]["step_seconds"][1], 1.0):
         lines.append("grading a step takes longer than sampling it: raise [reward] workers, or make the reward faster")
     return lines

@@ -1,4 +1,4 @@
-"""The configuration: every key declared once, all mistakes told at once.
+"""The configuration: every key declared once, all mistakes reported at once.
 
 ``load`` reads a TOML file, ``parse_dict`` plain data; both give a frozen `Config` or raise one `ConfigError`.
 """
@@ -6,18 +6,8 @@
 from __future__ import annotations
 
 from retrain.config.campaign import Campaign, Condition
-from retrain.config.loading import Loaded, load, parse_dict, parse_with_sets
+from retrain.config.loading import Loaded, load, parse_dict
 from retrain.config.reference import configuration_markdown, json_schema
 from retrain.config.root import Config
 
-__all__ = [
-    "Campaign",
-    "Condition",
-    "Config",
-    "Loaded",
-    "configuration_markdown",
-    "json_schema",
-    "load",
-    "parse_dict",
-    "parse_with_sets",
-]
+__all__ = ["Campaign", "Condition", "Config", "Loaded", "configuration_markdown", "json_schema", "load", "parse_dict"]

@@ -72,8 +72,7 @@ class Algorithm(Section):
     """How that number is spread over the completion's tokens; `none` gives every token the same. A mode, or
     `module:function` of your own."""
     uncertainty_kind: Annotated[
-        _Uncertainty | Plugin,
-        _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True),
+        _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
     ] = "surprisal"
     """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
     `module:function` of your own."""

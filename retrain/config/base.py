@@ -121,8 +121,14 @@ def _blank_is_none(value: Any) -> Any:
     return None if isinstance(value, str) and not value.strip() else value
 
 
-def _zero_is_none(value: Any) -> Any:
+def zero_is_none(value: Any) -> Any:
+    """0 as unset; for a validator before the others."""
     return None if type(value) in (int, float) and value == 0 else value
+
+
+def minus_one(meaning: int) -> BeforeValidator:
+    """The validator that reads -1, which other tools have for "none" or "all", as what it means here."""
+    return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
 
 
 def _empty_is_none(value: Any) -> Any:
@@ -162,9 +168,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Plugin = Annotated[str, Field(pattern=PLUGIN_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none, json_schema_input_type=str | None)]
-OptionalCount = Annotated[Count | None, BeforeValidator(_zero_is_none, json_schema_input_type=Natural | None)]
+OptionalCount = Annotated[Count | None, BeforeValidator(zero_is_none, json_schema_input_type=Natural | None)]
 OptionalAboveOne = Annotated[
-    Annotated[float, Field(gt=1)] | None, BeforeValidator(_zero_is_none, json_schema_input_type=NotNegative | None)
+    Annotated[float, Field(gt=1)] | None, BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None)
 ]
 OptionalRanks = Annotated[list[Count] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[Count])]
 Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)]

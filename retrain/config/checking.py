@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.config.base import Finding
 from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.conditions import MODES, assemble, fold
-from retrain.config.problems import Mistake, Path, mistakes
+from retrain.config.problems import Mistake, Path, mistakes, path_of
 from retrain.config.root import Config, differing, effective, keys, rule_findings, unused
 from retrain.errors import ConfigError, Problem
 
@@ -64,7 +63,7 @@ class Places:
 
 @dataclass
 class Review:
-    """What has been found so far in one configuration."""
+    """The mistakes in one configuration, as far as they are known."""
 
     data: dict[str, Any]
     places: Places
@@ -81,8 +80,11 @@ class Review:
 
     def is_broken(self, dotted: str) -> bool:
         """Whether this key, or a table around it, is wrong by itself."""
-        parts = dotted.split(".")
-        return any(".".join(parts[:length]) in self.broken for length in range(1, len(parts) + 1))
+        return any(f"{dotted}.".startswith(f"{key}.") for key in self.broken)
+
+    def report(self, path: Path, message: str, fix: str = "", warning: bool = False, about: str = "") -> None:
+        """Note a mistake, or what is only worth a warning."""
+        (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 
 def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
@@ -100,9 +102,9 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
     return config, [str(problem) for problem in _problems(review.warnings, places)]
 
 
-def _problems(found: Iterable[Mistake], places: Places) -> list[Problem]:
+def _problems(wrong: Iterable[Mistake], places: Places) -> list[Problem]:
     """Mistakes with their places, in the order of the file, none twice."""
-    ordered = sorted(dict.fromkeys(found), key=lambda mistake: places.find(mistake.path)[0])
+    ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
     return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
@@ -128,9 +130,9 @@ def _validate(review: Review) -> Config | None:
     try:
         return Config.model_validate(review.data, context=LATER)
     except ValidationError as error:
-        found = mistakes(error, review.data)
-    review.wrong.extend(found)
-    for mistake in found:
+        wrong = mistakes(error, review.data)
+    review.wrong.extend(wrong)
+    for mistake in wrong:
         review.broken.add(".".join(str(part) for part in mistake.path[:2]))
         _put_aside(review.data, mistake.path)
     _close_gaps(review)
@@ -142,17 +144,12 @@ def _validate(review: Review) -> Config | None:
 
 def _put_aside(data: dict[str, Any], path: Path) -> None:
     """Remove a wrong section or key; of a list of tables, empty the whole table."""
+    table = data.get(str(path[0]))
     if len(path) == 1:
         data.pop(str(path[0]), None)
-        return
-    table = data.get(str(path[0]))
-    if not isinstance(table, dict):
-        return
-    if len(path) == 2:
+    elif len(path) == 2 and isinstance(table, dict):
         table.pop(path[1], None)
-        return
-    rows = table.get(path[1])
-    if isinstance(rows, list) and isinstance(path[2], int):
+    elif isinstance(table, dict) and isinstance(rows := table.get(path[1]), list) and isinstance(path[2], int):
         rows[path[2]] = None
 
 
@@ -171,47 +168,37 @@ def _close_gaps(review: Review) -> None:
             del table[key]
 
 
-def _path(dotted: str) -> Path:
-    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
-
-
 def _header(review: Review, position: int) -> Path:
     """The table of the condition at this position of the data; the whole campaign for a standard condition."""
     return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
 
 
 def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
-    """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``."""
+    """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``. A finding
+    points at an override of the condition, else at a key that was written, else at the condition."""
     for finding in rule_findings(config):
-        if not any(review.is_broken(key) for key in finding.keys):
-            found = _blame(review, finding, own, header)
-            (review.warnings if finding.warning else review.wrong).append(found)
-
-
-def _blame(review: Review, finding: Finding, own: Mapping[str, Path], header: Path) -> Mistake:
-    """Point at an override of the condition, else at a key that was written, else at the condition."""
-    main = finding.keys[0]
-    if main in own:
-        return Mistake(own[main], finding.message, finding.fix)
-    overridden = [own[key] for key in finding.keys if key in own]
-    written = [_path(key) for key in finding.keys if review.places.given(_path(key))]
-    path = (overridden or written or [header or _path(main)])[0]
-    return Mistake(path, finding.message, finding.fix, about=Mistake(_path(main), "").key)
+        if any(review.is_broken(key) for key in finding.keys):
+            continue
+        main = path_of(finding.keys[0])
+        overridden = [own[key] for key in finding.keys if key in own]
+        written = [path_of(key) for key in finding.keys if review.places.given(path_of(key))]
+        path = (overridden or written or [header or main])[0]
+        about = "" if finding.keys[0] in own else Mistake(main, "").key
+        review.report(path, finding.message, finding.fix, finding.warning, about)
 
 
 def _examine_single(review: Review, config: Config) -> None:
     _ask_rules(review, config, {})
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
-        review.warnings.append(Mistake(("training", "seed"), "is -1: every run is seeded, this one with 0"))
+        review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
 
 
 def _examine_campaign(review: Review, config: Config) -> None:
     """Ask about every condition as the run that it would be."""
     runs: dict[int, Config] = {}
     for position, condition in enumerate(config.campaign.conditions):
-        run = _examine_condition(review, condition, position)
-        if run is not None:
+        if run := _examine_condition(review, condition, position):
             runs[position] = run
     _examine_likeness(review, config, runs)
     if len(runs) == len(config.campaign.conditions):
@@ -233,10 +220,10 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
         twin = next((earlier for earlier, other in contents if other == content), None)
         if same != number:
             message = f"has the label of condition {same + 1}, {label}"
-            review.wrong.append(Mistake(_header(review, position), message, "remove one, or let a key differ"))
+            review.report(_header(review, position), message, "remove one, or let a key differ")
         elif twin is not None:
             message = f"is the same experiment as condition {twin + 1} under another label"
-            review.warnings.append(Mistake(_header(review, position), message))
+            review.report(_header(review, position), message, warning=True)
         contents.append((number, content))
 
 
@@ -253,9 +240,8 @@ def _examine_condition(review: Review, condition: Condition, position: int) -> C
         return None
     _ask_rules(review, run, own, header)
     for dotted in condition.overrides:
-        idle = unused(run, dotted, override=True)
-        if idle is not None:
-            review.wrong.append(Mistake(own.get(dotted, header), idle.message, idle.fix))
+        if idle := unused(run, dotted, override=True):
+            review.report(own.get(dotted, header), idle.message, idle.fix)
     return run
 
 
@@ -269,20 +255,19 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue
         message = "has no effect in any condition" if config.is_campaign else idle[0].message
-        review.wrong.append(Mistake(_path(dotted), message, idle[0].fix))
+        review.report(path_of(dotted), message, idle[0].fix)
 
 
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Say which values of the base are replaced in every run; and what a comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
     for finding in campaign_rules(config.campaign, is_run):
-        into = review.warnings if finding.warning else review.wrong
-        into.append(Mistake(_path(finding.keys[0]), finding.message, finding.fix))
+        review.report(path_of(finding.keys[0]), finding.message, finding.fix, finding.warning)
     for key in MODES:
         if review.places.given(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
-            review.warnings.append(Mistake(("algorithm", key), message, "remove the line"))
+            review.report(("algorithm", key), message, "remove the line", warning=True)
     steps = config.campaign.max_steps
     if review.places.given(("training", "max_steps")) and steps not in (None, config.training.max_steps):
         message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
-        review.warnings.append(Mistake(("training", "max_steps"), message, "keep one of the two"))
+        review.report(("training", "max_steps"), message, "keep one of the two", warning=True)

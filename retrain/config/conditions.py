@@ -9,7 +9,7 @@ from retrain.config.base import Role
 from retrain.config.campaign import Condition
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
 from retrain.config.problems import SYNONYMS, Mistake, Path, nearest
-from retrain.config.root import keys, role_of, sections
+from retrain.config.root import homes, keys, role_of, sections
 
 MODES = ("advantage_mode", "transform_mode")
 _ONE_BASE = "all runs of a campaign share one frozen base and one engine"
@@ -86,8 +86,8 @@ def _no_section(name: str) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """What is said of a key of another version that a condition names without its section."""
-    return next((told for dotted, told in REPLACED.items() if dotted.partition(".")[2] == name), None)
+    """What REPLACED says of a key that a condition names without its section."""
+    return next((reason for dotted, reason in REPLACED.items() if dotted.partition(".")[2] == name), None)
 
 
 def _dotted(name: str) -> str | Mistake:
@@ -100,25 +100,21 @@ def _dotted(name: str) -> str | Mistake:
             return _no_section(section)
         if name in REPLACED:
             return Mistake((), f"is not a key: {REPLACED[name][0]}", REPLACED[name][1])
-        own = [field.alias or key for key, field in sections()[section].model_fields.items()]
-        return Mistake((), f"is not a key of [{section}]", nearest(key, own))
+        return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
     if f"{name}.{name}" in keys():  # a bare ``model`` is the base model, not the embedding model of [planning]
         return f"{name}.{name}"
-    homes = [dotted for dotted in keys() if dotted.partition(".")[2] == name and not why_fixed(dotted)]
-    if len(homes) == 1:
-        return homes[0]
-    if homes:
-        fix = " or ".join(f'"{dotted}"' for dotted in homes)
-        return Mistake((), f"is a key of {len(homes)} sections", fix)
-    fixed = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
-    if fixed:
-        return next((dotted for dotted in fixed if not dotted.startswith("campaign.")), fixed[0])
+    named = homes(name)
+    free = [dotted for dotted in named if not why_fixed(dotted)]
+    if len(free) > 1:
+        fix = " or ".join(f'"{dotted}"' for dotted in free)
+        return Mistake((), f"is a key of {len(free)} sections", fix)
+    if named:
+        return next((dotted for dotted in free or named if not dotted.startswith("campaign.")), named[0])
     prefix, _, rest = name.partition("_")
     flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
     if flat in keys():
         return flat
-    replaced = _replaced(name)
-    if replaced:
+    if replaced := _replaced(name):
         return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
     if name in SYNONYMS:
         return Mistake((), "is not a key", f'"{SYNONYMS[name]}"')

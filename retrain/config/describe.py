@@ -13,7 +13,7 @@ import annotated_types
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from retrain.config.base import INT_MAX, PLUGIN_PATTERN, Device, Section, Unavailable
+from retrain.config.base import INT_MAX, PLUGIN_PATTERN, Device, Finding, Section, Unavailable
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
@@ -56,21 +56,24 @@ def _name(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
 
 
+KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "a boolean"),
+    (int | float, "a number"),
+    (str, "a string"),
+    (list, "a list"),
+    (Mapping, "a table"),
+    (datetime.date | datetime.time, "a date or time"),
+)
+
+
+def no_effect(key: str, other: str, value: Any, fix: str = "remove the line") -> Finding:
+    """That ``key`` does nothing while the key ``other`` has this value."""
+    return Finding((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
+
+
 def kind(value: Any) -> str:
     """The TOML type of a value, with its article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, datetime.date | datetime.time):
-        return "a date or time"
-    return type(value).__name__
+    return next((words for types, words in KINDS if isinstance(value, types)), type(value).__name__)
 
 
 def choices(field: FieldInfo) -> list[str]:
@@ -127,6 +130,7 @@ def _flat(metadata: Any) -> Iterator[Any]:
         yield from item.metadata if isinstance(item, FieldInfo) else [item]
 
 
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LARGEST = (INT_MAX, 2**63 - 1)
 """Upper bounds that only keep integers within what arrays and random streams hold."""
 
@@ -135,21 +139,17 @@ def bound(metadata: list[Any] | tuple[Any, ...], limits: bool = False) -> str:
     """The bounds among a field's metadata, such as ``≥ 0 and < 1``; with ``limits`` also those of all integers."""
     words = []
     for item in _flat(metadata):
-        if isinstance(item, annotated_types.Ge):
-            words.append(f"≥ {item.ge}")
-        elif isinstance(item, annotated_types.Gt):
-            words.append(f"> {item.gt}")
-        elif isinstance(item, annotated_types.Le) and (limits or item.le not in LARGEST):
-            words.append(f"≤ {item.le}")
-        elif isinstance(item, annotated_types.Lt):
-            words.append(f"< {item.lt}")
-        elif isinstance(item, annotated_types.MinLen):
+        for name, sign in SIGNS.items():
+            end = getattr(item, name, None)
+            if end is not None and (limits or name != "le" or end not in LARGEST):
+                words.append(f"{sign} {end}")
+        if isinstance(item, annotated_types.MinLen):
             words.append("not empty")
     return " and ".join(words)
 
 
 def field_expected(field: FieldInfo, value: Any = None) -> str:
-    """What a field accepts; the largest integer is told where ``value`` has one that may be above it."""
+    """What a field accepts; the largest integer is named where ``value`` has one that may be above it."""
     values = value if isinstance(value, list) else [value]
     return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
 

@@ -36,6 +36,8 @@ NAME_MAX = 64
 
 def _set_name(value: str) -> str:
     """A name that is one piece of a file name and of a metric's key."""
+    if value == "train":
+        raise fault('is "train", which is what a run calls its training problems', 'name = "train_part"')
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
         return value
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value).strip("._-")[:NAME_MAX] or "test"
@@ -189,10 +191,3 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         data=config.data.model_copy(update=own) if own else config.data,
         **{key: sampled(key) for key in CUTS},
     )
-
-
-def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
-    """The held-out sets of a configuration, in order; none when evaluation is switched off."""
-    if not config.evaluation.problems:
-        return ()
-    return tuple(resolved(config, each) for each in config.evaluation.sets or [EvaluationSet(name=HELDOUT)])

@@ -70,8 +70,5 @@ REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "tree": ("is not a section: one file is one campaign", "run each campaign file by itself"),
 }
 
-FLAT_PREFIXES: dict[str, str] = {
-    "optim": "optimizer",
-    "bp": "backpressure",
-}
+FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 """Sections that a condition's key may name by a shorter prefix: ``optim_beta1`` is ``optimizer.beta1``."""

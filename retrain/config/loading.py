@@ -16,7 +16,7 @@ import tomli
 from retrain.config.checking import Places, examine
 from retrain.config.lines import Repeat, find_repeat, key_lines
 from retrain.config.problems import Mistake
-from retrain.config.root import Config, keys, sections
+from retrain.config.root import Config, homes, sections
 from retrain.config.tasks import FILE_ENDINGS, SOURCES
 from retrain.errors import ConfigError, Problem, UsageError
 
@@ -29,7 +29,6 @@ class Loaded:
     config: Config
     path: FilePath
     text: str
-    is_campaign: bool
     places: Places
     warnings: list[str] = field(default_factory=list)
 
@@ -52,17 +51,13 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, config.is_campaign, places, warnings)
+    return Loaded(config, path, text, places, warnings)
 
 
-def parse_dict(data: Mapping[str, Any]) -> Config:
-    """The configuration in plain data such as ``config.model_dump(mode="json")``; ConfigError with every mistake."""
-    return examine(deepcopy(dict(data)), Places("config"), [])[0]
-
-
-def parse_with_sets(data: Mapping[str, Any], sets: Sequence[str]) -> Config:
-    """``parse_dict`` after ``section.key=value`` settings; ConfigError with every mistake."""
-    changed, places = deepcopy(dict(data)), Places("config", {})
+def parse_dict(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Config:
+    """The configuration in plain data such as ``config.to_dict()``, after ``section.key=value`` settings; ConfigError
+    with every mistake."""
+    changed, places = deepcopy(dict(data)), Places("config")
     wrong = _apply_sets(changed, sets, places)
     return examine(changed, places, wrong)[0]
 
@@ -117,12 +112,11 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> li
     for setting in sets:
         name, equals, value = setting.partition("=")
         parts = tuple(part.strip() for part in name.split("."))
-        homes = [dotted for dotted in keys() if dotted.partition(".")[2] == name.strip()]
         problem = ""
         if not equals or not all(parts):
             problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
-        elif len(parts) == 1 and homes and name.strip() not in sections():
-            problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in homes)
+        elif len(parts) == 1 and parts[0] not in sections() and (named := homes(parts[0])):
+            problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in named)
         if problem:
             places.sets.add(("--set",))
             wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))

@@ -21,6 +21,7 @@ from retrain.config.base import (
     Unavailable,
     UsedWhen,
 )
+from retrain.config.describe import no_effect
 
 _NO_SERVER = ("the engine samples in-process, and server engines are not available", 'engine = "local"')
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
@@ -114,6 +115,4 @@ class Inference(Section):
     def findings(self) -> Iterator[Finding]:
         """An address is a server's."""
         if self.url is not None:
-            yield Finding(
-                ("inference.url", "inference.engine"), 'has no effect with engine = "local"', "remove the line"
-            )
+            yield no_effect("inference.url", "inference.engine", self.engine)

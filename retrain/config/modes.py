@@ -247,9 +247,9 @@ def _rows() -> Iterator[str]:
     for key, table in MODES.items():
         for name, mode in table.items():
             formula = re.sub(r"\{([\w.]+)[^}]*\}", lambda match: _named(match[1]), mode.formula)
-            told = f"{mode.words}: {formula}" if mode.words else formula
+            text = f"{mode.words}: {formula}" if mode.words else formula
             paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
-            cells = (f"`{key}`", f"`{name}`", told, paper, ", ".join(sorted(mode.needs)))
+            cells = (f"`{key}`", f"`{name}`", text, paper, ", ".join(sorted(mode.needs)))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -29,7 +29,7 @@ from retrain.config.describe import (
 )
 from retrain.config.evaluation import EvaluationSet
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
-from retrain.config.root import keys, sections
+from retrain.config.root import homes, keys, sections
 from retrain.config.tasks import RewardComponent
 
 Path = tuple[str | int, ...]
@@ -92,13 +92,18 @@ class Mistake(NamedTuple):
         return text
 
 
+def path_of(dotted: str) -> Path:
+    """The path of a dotted key, positions in lists counted from 0."""
+    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
+
+
 def mistakes(error: ValidationError, data: Mapping[str, Any]) -> list[Mistake]:
     """One mistake for every wrong key in ``data``, however many complaints pydantic has about it."""
-    found: dict[Path, Mistake] = {}
+    by_path: dict[Path, Mistake] = {}
     for details in error.errors(include_url=False):
         mistake = _mistake(details, data)
-        found.setdefault(mistake.path, mistake)
-    return list(found.values())
+        by_path.setdefault(mistake.path, mistake)
+    return list(by_path.values())
 
 
 def _mistake(details: ErrorDetails, data: Mapping[str, Any]) -> Mistake:
@@ -142,8 +147,7 @@ def _at(data: Any, path: Iterable[str | int]) -> Any:
 def _not_a_table(path: Path, value: Any) -> Mistake:
     name = str(path[0])
     if isinstance(path[-1], int):
-        fix = f"[[{'.'.join(str(part) for part in path[:-1])}]]"
-        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", fix)
+        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", _table(path[:-1]))
     if name not in sections():
         return unknown(path, value)
     if isinstance(value, list):
@@ -162,8 +166,7 @@ def _example(field: FieldInfo) -> Any:
 def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
     """The mistake of a value that its key does not accept."""
     name = str(path[-1])
-    known = unavailable(field, value)
-    if known is not None:
+    if known := unavailable(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
     if isinstance(value, str) and choices(field) and re.fullmatch(r"[A-Za-z_][\w.]*[.:]\w+", value):
         if accepts(field, "module:function"):
@@ -175,8 +178,8 @@ def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
     if (entry := wrong_entry(field.annotation, value)) is not None:
         names, item, wanted = entry
         fix = f'{names[-1]} = "{show(item)[1:-1]}"' if isinstance(item, list) and str in get_args(wanted) else ""
-        told = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be {expected(wanted)}"
-        return Mistake(path, told, fix or _suggestion(name, field, value))
+        message = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be {expected(wanted)}"
+        return Mistake(path, message, fix or _suggestion(name, field, value))
     message = f"is {show(value)}" if value != [] else "is an empty list"
     if not isinstance(value, list):
         message += f", {kind(value)}" if not _same_kind(field, value) else ""
@@ -235,22 +238,19 @@ def unknown(path: Path, value: Any) -> Mistake:
     if len(path) > 2:
         listed = LISTED[".".join(str(part) for part in path[:2])]
         return Mistake(path, f"is not a key of {_table(path[:2])}", nearest(name, listed.model_fields, value))
-    replaced = REPLACED.get(f"{section}.{name}")
-    if replaced is not None:
+    if replaced := REPLACED.get(f"{section}.{name}"):
         return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
-    own = [field.alias or key for key, field in sections()[section].model_fields.items()]
-    synonym = SYNONYMS.get(name)
-    if synonym is not None:
+    own = sections()[section].roles()
+    if synonym := SYNONYMS.get(name):
         return Mistake(path, f"is not a key of [{section}]", f"{_elsewhere(synonym, section)} = {show(value)}")
-    elsewhere = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
-    if elsewhere:
+    if elsewhere := homes(name):
         belongs = " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
         return Mistake(path, f"is not a key of [{section}]", f"{name} belongs to {belongs}")
     close = difflib.get_close_matches(name, own, n=1, cutoff=0.65)
     if not close:
         wide = difflib.get_close_matches(name, [dotted.partition(".")[2] for dotted in keys()], n=1, cutoff=0.8)
         if wide:
-            dotted = next(dotted for dotted in keys() if dotted.partition(".")[2] == wide[0])
+            dotted = homes(wide[0])[0]
             return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
     return Mistake(path, f"is not a key of [{section}]", nearest(name, own, value))
 
@@ -275,12 +275,12 @@ def nearest(name: str, candidates: Iterable[str], value: Any = None) -> str:
 def _unknown_section(path: Path, name: str, value: Any) -> Mistake:
     if name in REPLACED_SECTIONS:
         return Mistake(path, *REPLACED_SECTIONS[name])
-    homes = [dotted.partition(".")[0] for dotted in keys() if dotted.partition(".")[2] == name]
+    tables = [dotted.partition(".")[0] for dotted in homes(name)]
     if name in SYNONYMS and not isinstance(value, Mapping):
         home, _, key = SYNONYMS[name].partition(".")
         return Mistake(path, "is not a key outside a section", f"[{home}] {key} = {show(value)}")
-    if homes and not isinstance(value, Mapping):
-        where = " or ".join(f"[{home}]" for home in homes)
+    if tables and not isinstance(value, Mapping):
+        where = " or ".join(f"[{table}]" for table in tables)
         return Mistake(path, "stands outside a section", f"put it under {where}")
     close = difflib.get_close_matches(name, list(sections()), n=1, cutoff=0.6)
     if close:

@@ -11,10 +11,9 @@ from retrain.config.base import Section, UsedWhen
 from retrain.config.campaign import Condition
 from retrain.config.conditions import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
-from retrain.config.evaluation import EvaluationSet
 from retrain.config.modes import modes_markdown
+from retrain.config.problems import LISTED
 from retrain.config.root import Config, keys, sections
-from retrain.config.tasks import RewardComponent
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -95,12 +94,9 @@ def configuration_markdown() -> str:
         parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")
         if name == "algorithm":
             parts.append(f"### Modes\n\n{MODES_INTRODUCTION}\n\n{modes_markdown()}")
-        if name == "campaign":
-            parts.append(f"### [[campaign.conditions]]\n\n{_text(Condition)}\n\n{_table(Condition)}")
-        if name == "reward":
-            parts.append(f"### [[reward.components]]\n\n{_text(RewardComponent)}\n\n{_table(RewardComponent)}")
-        if name == "evaluation":
-            parts.append(f"### [[evaluation.sets]]\n\n{_text(EvaluationSet)}\n\n{_table(EvaluationSet)}")
+        for listed, table in LISTED.items():
+            if listed.partition(".")[0] == name:
+                parts.append(f"### [[{listed}]]\n\n{_text(table)}\n\n{_table(table)}")
     return "\n".join(parts)
 
 

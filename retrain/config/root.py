@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
-from retrain.config.describe import show
-from retrain.config.evaluation import Evaluation, HeldOut, held_out_sets
+from retrain.config.describe import no_effect
+from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.tasks import Data, Environment, Reward
@@ -53,7 +53,8 @@ class Config(Section):
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
         """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
-        return held_out_sets(self)
+        sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
+        return tuple(resolved(self, each) for each in sets) if self.evaluation.problems else ()
 
     @property
     def decisive(self) -> HeldOut | None:
@@ -122,6 +123,11 @@ def keys() -> dict[str, FieldInfo]:
     }
 
 
+def homes(name: str) -> list[str]:
+    """Every key, dotted, that is called ``name`` in its section."""
+    return [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+
+
 def role_of(dotted: str) -> Role | None:
     """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
     section, _, rest = dotted.partition(".")
@@ -145,7 +151,7 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
             if value not in marker.values and not (marker.plugins and is_plugin(value)):
                 other, wanted = marker.key.partition(".")[2], marker.values[0]
                 fix = "remove one of the two" if wanted is None else f'remove the line, or {other} = "{wanted}"'
-                return Finding((dotted, marker.key), f"has no effect with {other} = {show(value)}", fix)
+                return no_effect(dotted, marker.key, value, fix)
     return None
 
 

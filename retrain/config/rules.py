@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from retrain.config.base import Finding, Section, is_plugin
+from retrain.config.describe import no_effect
 from retrain.config.evaluation import CUTS, EvaluationSet
 from retrain.config.modes import Need, advantage_of, credit_of
 from retrain.config.tasks import FILE_ENDINGS, has_configurations
@@ -141,17 +142,9 @@ def data_rules(config: Config) -> Iterator[Finding]:
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
     if data.subset is not None and not any(has_configurations(source) for source in sources):
-        yield Finding(
-            ("data.subset", "data.source"),
-            f'has no effect with source = "{data.source}"',
-            'remove the line, or source = "owner/name"',
-        )
+        yield no_effect("data.subset", "data.source", data.source, 'remove the line, or source = "owner/name"')
     if data.levels is not None and "arithmetic" not in sources:
-        yield Finding(
-            ("data.levels", "data.source"),
-            f'has no effect with source = "{data.source}"',
-            'remove the line, or source = "arithmetic"',
-        )
+        yield no_effect("data.levels", "data.source", data.source, 'remove the line, or source = "arithmetic"')
 
 
 def maxrl_rules(config: Config) -> Iterator[Finding]:
@@ -213,16 +206,12 @@ def _cut_findings(config: Config) -> Iterator[Finding]:
 def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
     source = each.source or config.data.eval_source or config.data.source
     if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
-        yield Finding((f"{path}.split", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line")
+        yield no_effect(f"{path}.split", f"{path}.source", source)
     if each.levels is not None and source != "arithmetic":
-        yield Finding(
-            (f"{path}.levels", f"{path}.source"), f'has no effect with source = "{source}"',
-            'remove the line, or source = "arithmetic"',
-        )  # fmt: skip
+        fix = 'remove the line, or source = "arithmetic"'
+        yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
     if each.subset is not None and each.source is not None and not has_configurations(source):
-        yield Finding(
-            (f"{path}.subset", f"{path}.source"), f'has no effect with source = "{source}"', "remove the line"
-        )
+        yield no_effect(f"{path}.subset", f"{path}.source", source)
     for key in ("subset", "prompt_column", "answer_column", "tags_column"):
         if getattr(each, key) is not None and each.source is None:
             yield Finding(

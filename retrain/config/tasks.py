@@ -21,7 +21,9 @@ from retrain.config.base import (
     UsedWhen,
     fault,
     is_plugin,
+    minus_one,
 )
+from retrain.config.describe import no_effect
 from retrain.plugins import why_no_range
 
 SOURCES = ("arithmetic", "gsm8k", "math")
@@ -59,10 +61,6 @@ def _prompt_template(value: str) -> str:
 
 OptionalSource = Annotated[OptionalText, AfterValidator(_source)]
 Template = Annotated[Text, AfterValidator(_prompt_template)]
-
-
-def _positive_turns(value: Any) -> Any:
-    return 1 if type(value) is int and value == -1 else value
 
 
 def _without_secrets(value: str | None) -> str | None:
@@ -179,13 +177,12 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
     for key, owner in owners.items():
         if kind != owner and getattr(grader, key) is not None:
             fix = f'remove the line, or type = "{owner}"'
-            yield Finding((f"{path}.{key}", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+            yield no_effect(f"{path}.{key}", f"{path}.type", kind, fix)
     if kind not in MARKED and not grader.strict:
         fix = "write it in a component" if kind == "weighted" else 'remove the line, or type = "match"'
-        yield Finding((f"{path}.strict", f"{path}.type"), f'has no effect with type = "{kind}"', fix)
+        yield no_effect(f"{path}.strict", f"{path}.type", kind, fix)
     if kind == "weighted" and grader.name is not None:
-        fix = "write it in a component"
-        yield Finding((f"{path}.name", f"{path}.type"), 'has no effect with type = "weighted"', fix)
+        yield no_effect(f"{path}.name", f"{path}.type", kind, "write it in a component")
     if kind in needs:
         key, example = needs[kind]
         if getattr(grader, key) is None:
@@ -240,11 +237,7 @@ class Reward(Grader):
                     'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
                 )
         elif self.components:
-            yield Finding(
-                ("reward.components", "reward.type"),
-                f'has no effect with type = "{self.type}"',
-                'type = "weighted"',
-            )
+            yield no_effect("reward.components", "reward.type", self.type, 'type = "weighted"')
         names: set[str] = set()
         for index, part in enumerate(self.components):
             path = f"reward.components.{index}"
@@ -279,7 +272,7 @@ class Environment(Section):
         default_factory=dict
     )
     """Arguments of the environment."""
-    max_turns: Annotated[Count, BeforeValidator(_positive_turns)] = 1
+    max_turns: Annotated[Count, minus_one(1)] = 1
     """Turns of one episode. Only 1; -1 is read as 1."""
     auto_install: bool = False
     """Whether to install the environment from its hub."""
@@ -294,7 +287,5 @@ class Environment(Section):
             yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
         if self.max_turns > 1:
             yield Finding(
-                ("environment.max_turns",),
-                f"is {self.max_turns}: only one turn is available",
-                "max_turns = 1",
+                ("environment.max_turns",), f"is {self.max_turns}: only one turn is available", "max_turns = 1"
             )

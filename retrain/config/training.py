@@ -21,14 +21,13 @@ from retrain.config.base import (
     Role,
     Section,
     Seed,
+    minus_one,
+    zero_is_none,
 )
 
 MOST_KEPT = 1024
 """Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
-TopK = Annotated[
-    Annotated[int, Field(ge=0, le=MOST_KEPT)],
-    BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value),
-]
+TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], minus_one(0)]
 
 
 def truncation(top_p: float, top_k: int, min_p: float) -> dict[str, Any]:
@@ -36,20 +35,12 @@ def truncation(top_p: float, top_k: int, min_p: float) -> dict[str, Any]:
     return {"top_p": top_p, "top_k": top_k or (MOST_KEPT if top_p < 1 or min_p > 0 else 0), "min_p": min_p}
 
 
-def _zero_follows(value: Any) -> Any:
-    return None if type(value) in (int, float) and value == 0 else value
-
-
 class Training(Section):
     """The loop: what one optimizer step is made of, and how many there are."""
 
     role: ClassVar[Role] = Role.LEARNS
 
-    seed: Annotated[
-        Seed,
-        BeforeValidator(lambda value: 0 if value == -1 and type(value) is int else value),
-        Role.LEARNS | Role.NAMES,
-    ] = 0
+    seed: Annotated[Seed, minus_one(0), Role.LEARNS | Role.NAMES] = 0
     """Seed of a single run; in a campaign `[campaign] seeds` takes its place. -1 ("no seed") is read as 0."""
     max_steps: Count = 100
     """Optimizer steps of a run."""
@@ -87,7 +78,7 @@ class Training(Section):
     clipping off."""
     clip_eps_high: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
-        BeforeValidator(_zero_follows, json_schema_input_type=NotNegative | None),
+        BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None),
         *CLIPPED,
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""

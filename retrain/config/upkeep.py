@@ -25,6 +25,7 @@ from retrain.config.base import (
     Trackers,
     UsedWhen,
 )
+from retrain.config.describe import no_effect
 
 Tool = Literal["tinker", "trl", "telescope", "retrain"]
 KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
@@ -159,5 +160,4 @@ class Logging(Section):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
             yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
         if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
-            what = "has no effect with rollouts_every = 0"
-            yield Finding(("logging.num_groups_to_log", "logging.rollouts_every"), what, "remove one of the two")
+            yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

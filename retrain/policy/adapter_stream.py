@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,18 @@ class Factors:
     def rank(self) -> int:
         """Rows of A."""
         return self.a_shape[0]
+
+    def at(self, rank: int) -> Factors:
+        """The same module with factors of another rank."""
+        return replace(self, a_shape=(rank, *self.a_shape[1:]), b_shape=(*self.b_shape[:-1], rank))
+
+
+def padded(pair: Pair, rank: int) -> Pair:
+    """A and B filled up with zeros to ``rank``."""
+    a, b = pair
+    missing = rank - a.shape[0]
+    pad = torch.nn.functional.pad
+    return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
 
 
 class AdapterFile:

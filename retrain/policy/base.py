@@ -102,6 +102,18 @@ def _sum_of_bits(flat: torch.Tensor) -> int:
     return int(flat.view(INTEGERS[math.gcd(start, size, 8)]).sum(dtype=torch.int64))
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model is, once looked at: what ``from_pretrained`` is given, its tokenizer, and its context length
+    (tokens; 0 where it is not known)."""
+
+    name: str
+    source: str
+    options: dict[str, Any]
+    tokenizer: Any
+    context: int
+
+
 def load_base(
     name: str,
     *,
@@ -117,19 +129,23 @@ def load_base(
 
     Raises ModelError when it cannot be had, with what to do; the underlying error stays chained.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    return load_weights(_look(name, revision, local_files_only, trust_remote_code), devices, dtype)
+
+
+def load_weights(files: ModelFiles, devices: str, dtype: str) -> BaseModel:
+    """``load_base`` of files that were looked at."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    name, tokenizer = files.name, files.tokenizer
     device = resolve_device(devices)
     set_up(device)
-    source, options = _whence(name, revision, local_files_only, trust_remote_code)
     torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, **options)
-    except Exception as error:  # of whatever kind, from files that somebody else has written
+        model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
+    except Exception as error:  # as in _look
         raise _cannot_load(name, error) from error
     model.to(device).eval().requires_grad_(False)
     eos_ids = _end_ids(model, tokenizer)
@@ -140,33 +156,27 @@ def load_base(
     return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
 
 
-def tokenizer_of(config: Config) -> tuple[Any, int]:
-    """Tokenizer and context length (tokens; 0 where it is not told) of the model that a run's configuration names,
-    without its weights. Raises ModelError as ``load_base``."""
+def look_at(config: Config) -> ModelFiles:
+    """The model that a run's configuration names, without its weights. Raises ModelError as ``load_base``."""
+    model = config.model
+    return _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+
+
+def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool) -> ModelFiles:
     from transformers import AutoConfig, AutoTokenizer
 
-    model = config.model
-    source, options = _whence(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+    if fault := model_fault(name, trust_remote_code=trust_remote_code):
+        raise ModelError(f"cannot load model {name!r}: {fault}")
+    source, options = name, {"revision": revision, "local_files_only": local_files_only}
+    if directory := local_directory(name):
+        source, options = str(directory), {"local_files_only": True}
+    options["trust_remote_code"] = trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         text = AutoConfig.from_pretrained(source, **options).get_text_config()
-    except Exception as error:  # as in load_base
-        raise _cannot_load(model.model, error) from error
-    return tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0)
-
-
-def _whence(
-    name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool
-) -> tuple[str, dict[str, Any]]:
-    """What ``from_pretrained`` is to be given: directory or hub name, and options. Raises ModelError for what cannot be
-    loaded, as far as ``model_fault`` tells."""
-    if fault := model_fault(name, trust_remote_code=trust_remote_code):
-        raise ModelError(f"cannot load model {name!r}: {fault}")
-    directory = local_directory(name)
-    if directory is not None:
-        return str(directory), {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    asked = {"revision": revision, "local_files_only": local_files_only}
-    return name, {"trust_remote_code": trust_remote_code, **asked}
+    except Exception as error:  # of whatever kind, from files that somebody else has written
+        raise _cannot_load(name, error) from error
+    return ModelFiles(name, source, options, tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0))
 
 
 def _cannot_load(name: str, error: Exception) -> ModelError:
@@ -177,15 +187,3 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
     reason = next(iter(str(error).splitlines()), "")
     kind = "" if isinstance(error, OSError | ValueError) and reason else f"{type(error).__name__}: "
     return ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}")
-
-
-def base_of(config: Config) -> BaseModel:
-    """``load_base`` of what a run's configuration names."""
-    return load_base(
-        config.model.model,
-        revision=config.model.revision,
-        local_files_only=config.model.local_files_only,
-        trust_remote_code=config.model.trust_remote_code,
-        devices=config.backend.devices,
-        dtype=config.inference.dtype,
-    )

@@ -27,16 +27,18 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     owner = _holding((adapter.parent, adapter.parent.parent), "config.json")
     home = _holding((directory, *directory.absolute().parents), PLAN)
     if owner is None or home is None:
-        raise UsageError(f"{directory} is no run directory of retrain: its settings are not known, so it cannot go on")
+        raise UsageError(
+            f"{directory} is not a run directory of retrain: its settings are not known, so it cannot go on"
+        )
     plan = read_plan(home)
     spec = next((spec for spec in plan.specs if run_directory(home, spec).resolve() == owner.resolve()), None)
     if spec is None:
-        raise UsageError(f"{home / PLAN} does not know the run {owner}")
+        raise UsageError(f"{home / PLAN} has no run in {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
     if not ((target / PLAN).is_file() and (compressed / "adapter_config.json").is_file()):
         compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
-    settings = spec.config.model_dump(mode="json", by_alias=True)
+    settings = spec.config.to_dict()
     settings["model"]["lora_rank"] = rank
     settings["lora"] |= {"alpha": read_json(compressed / "adapter_config.json")["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
@@ -48,7 +50,7 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = plan.folder / f"{owner.name}_continue_{rank}.toml"
-    loaded = Loaded(config, path, document(settings), is_campaign=False, places=Places(path.name))
+    loaded = Loaded(config, path, document(settings), places=Places(path.name))
     return Plan.of(loaded, target)
 
 

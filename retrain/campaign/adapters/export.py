@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import torch
 
 from retrain.campaign.adapters.provenance import Provenance
 from retrain.errors import ModelError, StorageError, UsageError
-from retrain.files import prepare_directory, publish_directory, writing
-from retrain.policy.adapter_stream import AdapterFile, Pair, write_streamed
+from retrain.files import aside_of, prepare_directory, publish_directory, writing
+from retrain.policy.adapter_stream import AdapterFile, Pair, padded, write_streamed
 from retrain.policy.base import load_base
 from retrain.rng import generator
 
@@ -45,16 +43,12 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     adapter do not fit, or the written model differs by more than rounding to its number format explains.
     """
     out = _free(out)
-    model_keys = source.config.model
-    base = load_base(
-        source.base, revision=source.revision, local_files_only=model_keys.local_files_only,
-        trust_remote_code=model_keys.trust_remote_code, devices="cpu", dtype="stored",
-    )  # fmt: skip
+    base = source.load("cpu", "stored")
     stored = {name: weight.dtype for name, weight in base.model.named_parameters()}
-    changed = source.fingerprint != base.fingerprint and source.dtype == str(base.dtype).removeprefix("torch.")
-    if source.fingerprint and changed:
-        raise ModelError(f"{source.base} holds other weights than those that {source.adapter} was trained on")
-    tokens = _probe(base.vocab_size, base.context_length)
+    if changed := source.other_weights(base):
+        raise ModelError(changed)
+    shape = (PROBE_ROWS, min(PROBE_TOKENS, base.context_length))
+    tokens = torch.from_numpy(generator("export").integers(0, base.vocab_size, shape))
     model = _with_adapter(base.model.float(), source)
     modules = sum(hasattr(module, "lora_A") for module in model.modules())
     with_adapter = _logits(model, tokens)
@@ -64,23 +58,23 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     for name, weight in merged.named_parameters():
         weight.data = weight.data.to(DTYPES.get(dtype, stored.get(name, base.dtype)))
     merged.config.dtype = DTYPES.get(dtype, base.dtype)
-    told = str(merged.config.dtype).removeprefix("torch.")
+    written = str(merged.config.dtype).removeprefix("torch.")
     with _published(out) as aside:
         _save(merged, base.tokenizer, aside)
         tokenizer = base.tokenizer
         del base, model, merged  # one model at a time is enough memory
         gc.collect()
-        own_code = model_keys.trust_remote_code
+        own_code = source.config.model.trust_remote_code
         again = load_base(str(aside), trust_remote_code=own_code, devices="cpu", dtype="float32")
         _check_tokenizer(tokenizer, again.tokenizer)
         difference = _difference(_logits(again.model, tokens), with_adapter)
-        tolerance = max(torch.finfo(DTYPES[told]).eps, FLOAT32_NOISE) * math.sqrt(modules)
-        _check(difference, tolerance, effect, told)
+        tolerance = max(torch.finfo(DTYPES[written]).eps, FLOAT32_NOISE) * math.sqrt(modules)
+        _check(difference, tolerance, effect, written)
     return {
         "adapter": str(source.adapter),
         "base": source.base,
         "out": str(out),
-        "dtype": told,
+        "dtype": written,
         "modules": modules,
         "difference": difference,
         "tolerance": tolerance,
@@ -127,12 +121,9 @@ def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
         config = file.config | {
             "r": rank, "lora_alpha": round(alpha) if abs(alpha - round(alpha)) < 1e-9 * rank else alpha,
             "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {},
-            "base_model_name_or_path": source.base, "revision": source.revision,
+            "base_model_name_or_path": source.base, "revision": source.config.model.revision,
         }  # fmt: skip
-        layout = {
-            name: replace(where, a_shape=(rank, where.a_shape[1]), b_shape=(where.b_shape[0], rank))
-            for name, where in file.modules.items()
-        }
+        layout = {name: where.at(rank) for name, where in file.modules.items()}
         with _published(out) as aside, writing(aside):
             write_streamed(aside, layout, pairs, config)
         ranks = sorted({where.rank for where in file.modules.values()})
@@ -152,15 +143,13 @@ def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pa
     scales = list(file.scales.values())
     common = max(scales, key=lambda scale: (scales.count(scale), scale))
 
-    def padded(name: str) -> Pair:
+    def scaled(name: str) -> Pair:
         a, b = file.factors(name)
         if file.scales[name] != common:
             b = (b.to(torch.float64) * (file.scales[name] / common)).to(b.dtype)
-        missing = rank - a.shape[0]
-        pad = torch.nn.functional.pad
-        return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
+        return padded((a, b), rank)
 
-    return common, ((name, padded(name)) for name in file.modules)
+    return common, ((name, scaled(name)) for name in file.modules)
 
 
 def _free(out: Path) -> Path:
@@ -178,7 +167,7 @@ def _free(out: Path) -> Path:
 @contextmanager
 def _published(out: Path) -> Iterator[Path]:
     """A directory aside to write to, renamed to ``out`` at the end, removed when anything fails."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    aside = aside_of(out)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with writing(aside):
@@ -188,7 +177,7 @@ def _published(out: Path) -> Iterator[Path]:
             try:
                 out.rmdir()  # only an empty one goes: whoever has written there meanwhile keeps it
             except OSError:
-                raise UsageError(f"{out} has been filled meanwhile: give a new directory with --out") from None
+                raise UsageError(f"{out} is no longer empty: give a new directory with --out") from None
         publish_directory(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -206,11 +195,6 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
         mode = (directory / "config.json").stat().st_mode
         for path in directory.iterdir():
             path.chmod(mode)  # safetensors makes files that their owner alone reads, and a server is another user
-
-
-def _probe(vocabulary: int, context: int) -> torch.Tensor:
-    shape = (PROBE_ROWS, min(PROBE_TOKENS, context))
-    return torch.from_numpy(generator("export").integers(0, vocabulary, shape))
 
 
 @torch.no_grad()
@@ -240,7 +224,7 @@ def _check(difference: float, tolerance: float, effect: float, dtype: str) -> No
     if effect > 0 and difference > LARGEST_LOSS * effect:
         advice = "type --dtype float32, or serve the adapter itself" if dtype != "float32" else "serve the adapter"
         raise ModelError(
-            f"rounding to {dtype} takes {min(difference / effect, 99):.0%} of what the adapter changes: {advice}; "
+            f"rounding to {dtype} loses {min(difference / effect, 99):.0%} of the effect of the adapter: {advice}; "
             "nothing is written"
         )
 
@@ -249,4 +233,4 @@ def _check_tokenizer(before: Any, after: Any) -> None:
     text = "Natalia sold 48/2 = 24 clips in May. \\boxed{24}\n\t<|end|> é 数学"
     same = before(text)["input_ids"] == after(text)["input_ids"]
     if not same or getattr(before, "chat_template", None) != getattr(after, "chat_template", None):
-        raise ModelError("the tokenizer reads texts otherwise after it was saved: nothing is written")
+        raise ModelError("the saved tokenizer gives other tokens than the base's: nothing is written")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.campaign.planning.manifest import MANIFEST, PLAN
@@ -13,6 +13,9 @@ from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models import bundled_model_path
 
+if TYPE_CHECKING:
+    from retrain.policy.base import BaseModel
+
 CONFIG = "config.json"
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
 """What an adapter's use depends on; the rest of a run's configuration is about its training."""
@@ -20,19 +23,36 @@ SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evalua
 
 @dataclass(frozen=True)
 class Provenance:
-    """An adapter's directory, its base (a hub name, or an absolute path), and what the run that trained it recorded.
+    """An adapter's directory, and what the run that trained it recorded; ``config`` names its base (a hub name, or an
+    absolute path).
 
     ``record`` is the directory of that run, None where an adapter lies elsewhere; ``config`` then has the defaults.
     ``fingerprint`` and ``dtype`` are those of the base that it was trained on, as far as they are recorded.
     """
 
     adapter: Path
-    base: str
-    revision: str | None
     config: Config
     record: Path | None = None
     fingerprint: str | None = None
     dtype: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The base model."""
+        return self.config.model.model
+
+    def load(self, devices: str, dtype: str) -> BaseModel:
+        """The base in memory. Raises as ``load_base``."""
+        from retrain.policy.base import load_weights, look_at
+
+        return load_weights(look_at(self.config), devices, dtype)
+
+    def other_weights(self, base: BaseModel) -> str:
+        """That the base is not the one that the adapter was trained on, "" where it is, or cannot be compared."""
+        same_format = self.dtype == str(base.dtype).removeprefix("torch.")
+        if not self.fingerprint or not same_format or self.fingerprint == base.fingerprint:
+            return ""
+        return f"{self.base} holds other weights than those that {self.adapter} was trained on"
 
 
 def provenance(directory: Path, base: str | None = None) -> Provenance:
@@ -44,15 +64,12 @@ def provenance(directory: Path, base: str | None = None) -> Provenance:
     _refuse_several(directory)
     adapter = find_adapter(directory).resolve()
     named = _adapter_config(adapter)
-    found = _recorded(adapter)
+    recorded = _recorded(adapter)
     name, revision = base or named.get("base_model_name_or_path"), None if base else named.get("revision")
     if not name:
         raise ModelError(f"{adapter} does not name its base model: type --base MODEL")
-    config = found.config.model_copy(
-        update={"model": found.config.model.model_copy(update={"model": name, "revision": revision})}
-    )
-    path = _base_path(name, found.record)
-    return replace(found, base=path, revision=revision, config=config)
+    model = recorded.config.model.model_copy(update={"model": _base_path(name, recorded.record), "revision": revision})
+    return replace(recorded, config=recorded.config.model_copy(update={"model": model}))
 
 
 def _refuse_several(directory: Path) -> None:
@@ -71,33 +88,26 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{adapter / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{adapter / 'adapter_config.json'} is no JSON object")
+        raise ModelError(f"{adapter / 'adapter_config.json'} is not a JSON object")
     return content
 
 
 def _recorded(adapter: Path) -> Provenance:
     """What the nearest run or campaign above the adapter says of it; its base is filled in by the caller."""
     for folder in (adapter, *list(adapter.parents)[:4]):
-        content = _own_record(folder)
-        if content is None:
+        try:
+            content = read_json(folder / CONFIG)
+        except (OSError, ValueError):
             continue
+        if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
+            continue  # not of a run or campaign of ours: a model's
         try:
             config = parse_dict({key: content[key] for key in SECTIONS if key in content})
         except ConfigError as error:
             raise UsageError(f"{folder / CONFIG} is not of this version of retrain: {error}") from error
         base, built = content.get("base") or {}, content.get("built") or {}
-        return Provenance(adapter, "", None, config, folder, base.get("fingerprint"), built.get("dtype"))
-    return Provenance(adapter, "", None, parse_dict({}))
-
-
-def _own_record(folder: Path) -> dict[str, Any] | None:
-    """The content of ``config.json`` where it is one of a run or campaign of ours, and not a model's."""
-    try:
-        content = read_json(folder / CONFIG)
-    except (OSError, ValueError):
-        return None
-    ours = isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types"))
-    return content if ours else None
+        return Provenance(adapter, config, folder, base.get("fingerprint"), built.get("dtype"))
+    return Provenance(adapter, parse_dict({}))
 
 
 def _base_path(name: str, record: Path | None) -> str:
@@ -115,5 +125,5 @@ def _base_path(name: str, record: Path | None) -> str:
         if path.is_dir():
             return str(path.resolve())
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
-        raise ModelError(f"the adapter's base {name!r} is no directory here: type --base and where it lies now")
+        raise ModelError(f"the adapter's base {name!r} is not a directory here: type --base and where it lies now")
     return name

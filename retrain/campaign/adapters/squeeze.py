@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
+from retrain.campaign.planning.asked import Longest
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import ADAPTER_FILES
 from retrain.campaign.planning.plan import RunSpec, run_directory
-from retrain.config import parse_dict
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
@@ -21,7 +20,7 @@ from retrain.record.context import RunContext
 from retrain.record.trackers import log_squeeze_analysis
 
 if TYPE_CHECKING:
-    from retrain.campaign.adapters.verify import Take
+    from retrain.campaign.running.models import Bases
 
 VERIFICATION = "verification.json"
 
@@ -43,16 +42,10 @@ def find_adapter(directory: Path) -> Path:
     raise UsageError(f"{directory} holds no adapter: give a run directory, its final/ or a PEFT adapter directory")
 
 
-def analyse_adapter(
-    adapter: Path,
-    *,
-    min_variance_retention: float = 0.95,
-    min_layer_retention: float | None = None,
-    target_ranks: Sequence[int] | None = None,
-) -> dict[str, Any]:
+def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
     """The squeeze table of one adapter directory, as JSON (see ``record.tables.squeeze_table``).
 
-    Candidates are ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
+    Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
     and the recommended one.
     """
     from retrain.maths.squeeze import recommend
@@ -60,17 +53,17 @@ def analyse_adapter(
     spectra = _spectra(adapter)
     result = recommend(
         spectra,
-        min_variance_retention=min_variance_retention,
-        min_layer_retention=min_layer_retention,
-        ranks=target_ranks,
+        min_variance_retention=settings.min_variance_retention,
+        min_layer_retention=settings.min_layer_retention,
+        ranks=settings.target_ranks,
     )
     shown = {result.source_rank, result.recommended, *(1 << k for k in range(result.source_rank.bit_length()))}
     return {
         "run": str(adapter),
         "source_rank": result.source_rank,
         "recommended_rank": result.recommended,
-        "min_variance_retention": min_variance_retention,
-        "min_layer_retention": min_layer_retention,
+        "min_variance_retention": settings.min_variance_retention,
+        "min_layer_retention": settings.min_layer_retention,
         "num_layers": len(spectra),
         "rows": [
             {
@@ -81,7 +74,7 @@ def analyse_adapter(
                 "relative_error": row.weight_error,
             }
             for row in result.rows
-            if target_ranks or row.rank in shown
+            if settings.target_ranks or row.rank in shown
         ],
         "worst_module": result.worst_module,
         "rank_pattern": result.rank_pattern,
@@ -122,10 +115,7 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
         ranks = dict.fromkeys(file.modules, rank)
         if pattern:
             ranks, alpha = rank_pattern(_spectra(adapter), rank), float(rank)
-        layout = {
-            name: replace(where, a_shape=(ranks[name], where.a_shape[1]), b_shape=(where.b_shape[0], ranks[name]))
-            for name, where in file.modules.items()
-        }
+        layout = {name: where.at(ranks[name]) for name, where in file.modules.items()}
         own = {name: each for name, each in ranks.items() if each != rank}
         config = file.config | {
             "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": own,
@@ -135,9 +125,9 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
         owner = _owner(adapter, "squeezed")
         check_publish(out, ADAPTER_FILES, owner)
         aside = aside_of(out)
-        scale = alpha / rank
         pairs = (
-            (name, _truncated(*file.factors(name), file.scales[name], ranks[name], scale)) for name in file.modules
+            (name, _truncated(*file.factors(name), file.scales[name], ranks[name], alpha / rank))
+            for name in file.modules
         )
         write_streamed(aside, layout, pairs, config)
     publish(aside, out, owner)
@@ -152,13 +142,10 @@ def _owner(adapter: Path, place: str) -> Owner:
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
     """Factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is filled up with zeros."""
-    from torch.nn.functional import pad
-
     from retrain.maths.squeeze import truncate
+    from retrain.policy.adapter_stream import padded
 
-    a, b = truncate(a, b, scale, min(rank, a.shape[0]), new_scale)
-    missing = rank - a.shape[0]
-    return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
+    return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> dict[str, Any]:
@@ -168,8 +155,8 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is read
     from the verification of this very adapter, if there is one.
     """
-    adapter = find_adapter(Path(directory))
-    analysis = analyse_adapter(adapter, **_wanted(adapter))
+    adapter = find_adapter(directory)
+    analysis = analyse_adapter(adapter, _settings(adapter))
     if verified := _known_verification(adapter):
         analysis["verified"] = verified
     if to is not None:
@@ -189,35 +176,29 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 
     run = adapter.absolute().parent
     for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
-        found = read_verification(home / "squeeze" / VERIFICATION, adapter)
-        if found is not None:
-            return found
+        if verified := read_verification(home / "squeeze" / VERIFICATION, adapter):
+            return verified
     return None
 
 
-def _wanted(adapter: Path) -> dict[str, Any]:
+def _settings(adapter: Path) -> Squeeze:
     """What must be kept and which ranks are tabulated, as the run's own [squeeze] section says, else the defaults."""
-    wanted = Squeeze().model_dump(include={"min_variance_retention", "min_layer_retention", "target_ranks"})
     for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
         if (folder / "config.json").is_file():
             stored = read_json(folder / "config.json").get("squeeze") or {}
-            return {key: stored.get(key, default) for key, default in wanted.items()}
-    return wanted
+            keys = ("min_variance_retention", "min_layer_retention", "target_ranks")
+            return Squeeze().model_copy(update={key: stored[key] for key in keys if key in stored})
+    return Squeeze()
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, take: Take | None = None) -> dict[str, Any]:
+def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, longest: Longest, bases: Bases) -> dict[str, Any]:
     """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
     rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
 
-    ``folder`` is that of the TOML file, ``take`` as for ``verify_ranks``."""
+    ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``."""
     settings = spec.config.squeeze
     adapter = find_adapter(run_directory(directory, spec))
-    analysis = analyse_adapter(
-        adapter,
-        min_variance_retention=settings.min_variance_retention,
-        min_layer_retention=settings.min_layer_retention,
-        target_ranks=settings.target_ranks,
-    )
+    analysis = analyse_adapter(adapter, settings)
     rank = settings.compress_to or analysis["recommended_rank"]
     if rank:
         out = Path(settings.output_path) if settings.output_path else directory / "squeeze" / f"rank_{rank}"
@@ -226,7 +207,7 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, take: Take |
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verify(directory, spec, folder, adapter, smaller or [rank], take)
+            analysis["verified"] = _verified(directory, spec, folder, adapter, smaller or [rank], longest, bases)
     write_json(directory / "squeeze" / "analysis.json", analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
@@ -241,8 +222,8 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, take: Take |
     return analysis
 
 
-def _verify(
-    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], take: Take | None
+def _verified(
+    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
 ) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
     there already of this very adapter is read."""
@@ -254,5 +235,4 @@ def _verify(
         return known
     with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        planned = [parse_dict(config) for config in planned_configs(directory).values()]
-        return verify_ranks(spec, folder, adapter, smaller, out, planned, take)
+        return verify_ranks(spec, folder, adapter, smaller, out, longest, bases)

@@ -15,7 +15,7 @@ from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.environments.prompts import render
 from retrain.errors import ModelError
 from retrain.policy.adapter_stream import AdapterFile
-from retrain.policy.base import BaseModel, load_base
+from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.threads import workers_for
@@ -45,14 +45,9 @@ def answers(
     max_tokens = max_tokens or asked.max_tokens
     cut = replace(asked, temperature=temperature).truncation
     with ExitStack() as stack:
-        base = load_base(
-            source.base, revision=source.revision, local_files_only=config.model.local_files_only,
-            trust_remote_code=config.model.trust_remote_code, devices=config.backend.devices,
-            dtype=config.inference.dtype,
-        )  # fmt: skip
-        same_format = source.dtype == str(base.dtype).removeprefix("torch.")
-        if source.fingerprint and same_format and source.fingerprint != base.fingerprint:
-            tell(f"{source.base} holds other weights than those that the adapter was trained on")
+        base = source.load(config.backend.devices, config.inference.dtype)
+        if changed := source.other_weights(base):
+            tell(changed)
         with AdapterFile(source.adapter) as file:
             file.require_plain()
             lanes = Lanes(base, _layers(file, base))
@@ -84,8 +79,8 @@ def answers(
                 "prompt": text,
                 "rendered": as_read(prompt, base.tokenizer),
                 "tokens": len(prompt.token_ids),
-                "base": [_told(each) for each in sampled[i]],
-                "adapter": [_told(each) for each in sampled[count + i]],
+                "base": [answer(each) for each in sampled[i]],
+                "adapter": [answer(each) for each in sampled[count + i]],
             }
             for i, (text, prompt) in enumerate(zip(prompts, rendered, strict=True))
         ],
@@ -97,19 +92,20 @@ def as_read(prompt: Prompt, tokenizer: Any) -> str:
     return tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
 
 
-def _told(completion: Action) -> dict[str, Any]:
+def answer(completion: Action) -> dict[str, Any]:
+    """A completion as JSON."""
     return {"text": completion.text, "tokens": len(completion), "stop": completion.stop_reason}
 
 
 def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
     """The adapted modules, all of them linear layers of the base."""
-    found = dict(base.model.named_modules())
+    layers = dict(base.model.named_modules())
     for name, where in file.modules.items():
-        weight = getattr(found.get(name), "weight", None)
+        weight = getattr(layers.get(name), "weight", None)
         if weight is None or tuple(weight.shape) != (where.b_shape[0], where.a_shape[1]):
             raise ModelError(
-                f"{file.directory} adapts {name}, which is no linear layer of that size in {base.name}: give the right "
-                "base with --base"
+                f"{file.directory} adapts {name}, which is not a linear layer of that size in {base.name}: "
+                "give the right base with --base"
             )
     return list(file.modules)
 

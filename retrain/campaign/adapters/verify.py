@@ -10,14 +10,14 @@ has: in this fixed order the chance of calling any rank enough wrongly stays tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.campaign.planning.asked import Longest, askable, data_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
@@ -29,31 +29,21 @@ from retrain.maths.statistics import accuracy_interval
 from retrain.record.numbers import percent, points
 from retrain.types import Problem
 
-WEIGHTS = "adapter_model.safetensors"
 if TYPE_CHECKING:
-    from retrain.engines.local import LocalEngine
-    from retrain.policy.base import BaseModel
-    from retrain.policy.lora import Lanes
+    from retrain.campaign.running.models import Bases
 
-    Take = Callable[[Config], tuple[BaseModel, Lanes, LocalEngine]]
-
+WEIGHTS = "adapter_model.safetensors"
 TOLERANCE = 0.02
 """A loss of accuracy up to this is called small."""
 
 
 def verify_ranks(
-    spec: RunSpec,
-    folder: Path,
-    full: Path,
-    smaller: Sequence[Path],
-    out: Path,
-    planned: Iterable[Config] = (),
-    take: Take | None = None,
+    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, longest: Longest, bases: Bases
 ) -> dict[str, Any]:
     """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
 
-    ``planned`` are the configurations of all runs of the plan, which decide what problems can be asked. ``take`` gives
-    a configuration's base in memory, with lanes and an engine; without it the base is loaded for this.
+    ``longest`` are the longest completions of the plan's runs, which decide what problems can be asked; ``bases`` has
+    the base in memory, or loads it.
 
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
@@ -64,13 +54,13 @@ def verify_ranks(
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], planned, take)
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], longest, bases)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
     ]
     rows.sort(key=lambda row: -row["rank"])
-    found: dict[str, Any] = {
+    verification: dict[str, Any] = {
         "problems": correct.shape[1],
         "samples": correct.shape[2],
         "tolerance": TOLERANCE,
@@ -80,9 +70,9 @@ def verify_ranks(
         "ranks": rows,
         "enough": enough(rows),
     }
-    found["sentence"] = sentence(found)
-    write_json(out, found)
-    return found
+    verification["sentence"] = sentence(verification)
+    write_json(out, verification)
+    return verification
 
 
 def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
@@ -90,10 +80,10 @@ def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = read_json(path)
+        content = read_json(path)
     except ValueError:
         return None  # damaged: it can be made again
-    return found if isinstance(found, dict) and found.get("adapter") == sha256(adapter / WEIGHTS) else None
+    return content if isinstance(content, dict) and content.get("adapter") == sha256(adapter / WEIGHTS) else None
 
 
 def verdict(low: float | None, high: float | None) -> str:
@@ -115,17 +105,18 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return smallest
 
 
-def sentence(found: Mapping[str, Any]) -> str:
+def sentence(verification: Mapping[str, Any]) -> str:
     """The finding for a person."""
-    small, full = f"a loss above {100 * TOLERANCE:g} points", found["full"]
+    small, full = f"a loss above {100 * TOLERANCE:g} points", verification["full"]
     start = (
-        f"Verified on {found['problems']} held-out problems × {found['samples']} ({percent(full['accuracy'], 1)} with "
-        f"the full adapter of rank {full['rank']}{', sampled anew' if full.get('sampled_anew') else ''}): "
+        f"Verified on {verification['problems']} held-out problems × {verification['samples']} "
+        f"({percent(full['accuracy'], 1)} with the full adapter of rank {full['rank']}"
+        f"{', sampled anew' if full.get('sampled_anew') else ''}): "
     )
-    if found["enough"] is None:
-        least = found["ranks"][0]["rank"]
+    if verification["enough"] is None:
+        least = verification["ranks"][0]["rank"]
         return f"{start}{small} is not excluded even at rank {least}; more held-out problems, or rank, would tell."
-    row = next(row for row in found["ranks"] if row["rank"] == found["enough"])
+    row = next(row for row in verification["ranks"] if row["rank"] == verification["enough"])
     mean, low, high = (points(row["difference"][key]) for key in ("mean", "low", "high"))
     return (
         f"{start}rank {row['rank']} is enough, {percent(row['accuracy'], 1)}, {mean} points [{low}, {high}]: "
@@ -136,8 +127,8 @@ def sentence(found: Mapping[str, Any]) -> str:
 def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
     """Share of right answers [problems, samples] with its interval, clustered by problem."""
     clusters = np.arange(len(marks)).repeat(marks.shape[1])
-    found = accuracy_interval(marks.ravel(), clusters.tolist())
-    return {"accuracy": found.estimate, "low": found.low, "high": found.high}
+    interval = accuracy_interval(marks.ravel(), clusters.tolist())
+    return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}
 
 
 def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
@@ -147,36 +138,29 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def _evaluate(
-    spec: RunSpec,
-    folder: Path,
-    held_out: HeldOut,
-    paths: Sequence[Path],
-    planned: Iterable[Config],
-    take: Take | None,
+    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], longest: Longest, bases: Bases
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
 
     One adapter after the other: memory does not grow with their number.
     """
-    from retrain.campaign.planning.asked import askable, data_of, longest_completions
     from retrain.engines.protocol import PolicyRef
     from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
-    from retrain.policy.base import tokenizer_of
     from retrain.policy.local import LocalSnapshot
     from retrain.policy.threads import workers_for
     from retrain.rewards import build_grader
 
     config = spec.config
-    longest = longest_completions([config, *planned])
-    data = askable(data_of(config, folder), config, longest, *tokenizer_of(config))
+    files = bases.look(config)
+    data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
-        base, lanes, engine = (take or partial(_loaded, stack))(config)
+        base, lanes, engine = bases.take(config)
         engine.workers = workers_for(base)
         stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder))
@@ -203,18 +187,6 @@ def _evaluate(
     return np.stack(correct), ranks, full is None
 
 
-def _loaded(stack: ExitStack, config: Config) -> tuple[BaseModel, Lanes, LocalEngine]:
-    """The base of a configuration, until the stack is closed."""
-    from retrain.engines.local import LocalEngine
-    from retrain.policy.base import base_of
-    from retrain.policy.lora import Lanes
-
-    base = base_of(config)
-    stack.callback(base.release)
-    lanes = Lanes(base, config.lora.target_modules)
-    return base, lanes, LocalEngine(base, lanes)
-
-
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
     """Marks [problems, samples] of the run's final evaluation, None when that was none of this adapter on these
     problems, or sampled otherwise."""
@@ -222,10 +194,10 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
     facts = read_json(run / "config.json") if adapter.name == "final" and (run / "config.json").is_file() else {}
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
         return None
-    told = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
+    rows = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
     sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
     sampling |= held_out.truncation
-    if not told or told[-1]["step"] != steps or any(told[-1].get(key) != value for key, value in sampling.items()):
+    if not rows or rows[-1]["step"] != steps or any(rows[-1].get(key) != value for key, value in sampling.items()):
         return None
     rows = read_jsonl(run / "emergence/evaluations.jsonl")
     rows = [row for row in rows if row["name"] == held_out.name and row["step"] == steps]

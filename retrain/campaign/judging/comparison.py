@@ -51,7 +51,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import METRIC, Measure, RunResult, first_set, read_run, require_measure
+from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_measure
 from retrain.campaign.judging.sequential import overlay
 from retrain.campaign.judging.sequential import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
@@ -70,32 +70,25 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.record.notes import is_graded
-
-__all__ = ["METRIC", "compare", "compare_runs"]
+from retrain.wording import plural
 
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""
 SECONDARY = ("final", "auc")
+PAIRED = (
+    "difference", "difference_interval", "differences", "paired_seeds", "iqm_difference", "probability_of_improvement",
+    "pairs", "p_value", "p_holm", "smallest_p", "equivalence_p", "equivalence_p_holm",
+)  # fmt: skip
+"""Of a condition, what comes from its pairs with the baseline."""
 
 
-def compare(
-    directory: Path,
-    runs: Sequence[dict[str, Any]],
-    labels: Sequence[str],
-    *,
-    metric: str | None = None,
-    margin: float | None = None,
-    warnings: Sequence[str] = (),
-    sequential: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def compare(directory: Path, runs: Sequence[dict[str, Any]], labels: Sequence[str], **declared: Any) -> dict[str, Any]:
     """The comparison of a campaign's runs (manifest entries) from their files; written to ``comparison.json``.
 
-    The first of ``labels`` is the baseline. ``metric`` and ``margin`` are those that the campaign declared,
-    ``sequential`` is the manifest's record of its stopping rule.
+    The first of ``labels`` is the baseline. ``declared`` are metric, margin, warnings and sequential as for
+    ``compare_runs``.
     """
-    results = [read_run(directory, run) for run in runs]
-    order = list(dict.fromkeys(labels))
-    comparison = compare_runs(results, order, metric=metric, margin=margin, warnings=warnings, sequential=sequential)
+    comparison = compare_runs([read_run(directory, run) for run in runs], list(dict.fromkeys(labels)), **declared)
     write_json(directory / "comparison.json", comparison)
     return comparison
 
@@ -113,7 +106,8 @@ def compare_runs(
     """Compare conditions over seeds; the shape is that in the head of this file.
 
     ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
-    of training where nothing was held out. Raises UsageError for an unknown metric or baseline.
+    of training where nothing was held out. ``margin`` is what the campaign declared, ``sequential`` the manifest's
+    record of its stopping rule. Raises UsageError for an unknown metric or baseline.
     """
     first = baseline or labels[0]
     if first not in labels:
@@ -133,7 +127,7 @@ def compare_runs(
         condition["verdict"] = condition["verdict"] or verdict(condition, measure, len(conditions) - 1, margin)
         condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1) + rule_words(condition)
     failed = [run.run_id for run in runs if run.state == "failed"]
-    found = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
+    notes = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
     return {
         "format": 2,
         "metric": measure.key,
@@ -146,45 +140,40 @@ def compare_runs(
         "conditions": conditions,
         "secondary": [_secondary(runs, order, other) for other in _others(measure, runs)],
         "failed": failed,
-        "warnings": found,
-        "note": " ".join([*found, *missing_words(conditions)]),
+        "warnings": notes,
+        "note": " ".join([*notes, *missing_words(conditions)]),
     }
 
 
 def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
     """The results of one condition's finished runs, by seed."""
-    runs = sorted(runs, key=lambda run: run.pair)
-    values = {run.pair: value for run in runs if run.done and (value := run.value(measure)) is not None}
-    finished = [run for run in runs if run.pair in values]
+    results = _finished(label, runs, measure)
+    finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
     before = [value for run in finished if (value := run.before(measure)) is not None]
-    after = list(values.values())
+    no_value = f"its files have no {measure.name}"
+    runs = sorted(runs, key=lambda run: run.pair)
     missing = [
-        {"run_id": run.run_id, "seed": run.seed, "state": run.state, "reason": run.reason or _why(run, measure)}
+        {
+            "run_id": run.run_id,
+            "seed": run.seed,
+            "state": run.state,
+            "reason": run.reason or (no_value if run.done else None),
+        }
         for run in runs
-        if run.pair not in values
+        if run.pair not in results
     ]
     return {
         "label": label,
         "seeds": [run.seed for run in runs],
         "finished": [run.seed for run in finished],
-        "before": float(np.mean(before)) if before else None,
+        "before": _mean(before),
         **_level(after, finished, measure),
         "after_values": after,
         "iqm": asdict(iqm_interval(after, resolution=_resolution(finished, measure))) if after else None,
         "mean_bootstrap": _bootstrap(after, np.mean),
         "iqm_bootstrap": _bootstrap(after, iqm),
-        "difference": None,
-        "difference_interval": None,
-        "differences": [],
-        "paired_seeds": [],
-        "iqm_difference": None,
-        "probability_of_improvement": None,
-        "pairs": 0,
-        "p_value": None,
-        "p_holm": None,
-        "smallest_p": None,
-        "equivalence_p": None,
-        "equivalence_p_holm": None,
+        **dict.fromkeys(PAIRED),
+        **{"differences": [], "paired_seeds": [], "pairs": 0},
         "verdict": "",
         "sentence": "",
         "missing": missing,
@@ -198,9 +187,12 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
     }
 
 
-def _why(run: RunResult, measure: Measure) -> str | None:
-    """Why a run that is done has no value."""
-    return f"its files have no {measure.name}" if run.done else None
+def _finished(
+    label: str, runs: Sequence[RunResult], measure: Measure
+) -> dict[tuple[int, int], tuple[RunResult, float]]:
+    """The finished runs of a condition that have a value, with it, by pair and in their order."""
+    own = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
+    return {run.pair: (run, value) for run in own if (value := run.result(measure)) is not None}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -234,12 +226,8 @@ def _bootstrap(values: Sequence[float], statistic: Any) -> dict[str, float | Non
 
 def _paired(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
     """(seed, value, baseline's value) of every pair of finished runs."""
-    by_label: dict[str, dict[tuple[int, int], tuple[int, float]]] = {label: {}, baseline: {}}
-    for run in sorted(runs, key=lambda run: run.pair):
-        if run.label in by_label and run.done and (value := run.value(measure)) is not None:
-            by_label[run.label][run.pair] = (run.seed, value)
-    mine, base = by_label[label], by_label[baseline]
-    return [(mine[pair][0], mine[pair][1], base[pair][1]) for pair in mine if pair in base]
+    mine, base = (_finished(each, runs, measure) for each in (label, baseline))
+    return [(run.seed, value, base[pair][1]) for pair, (run, value) in mine.items() if pair in base]
 
 
 def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: Measure, margin: float | None) -> None:
@@ -264,7 +252,7 @@ def _against(mine: Sequence[float], base: Sequence[float], margin: float | None,
     """The paired difference and everything that is said of it."""
     a, b = np.asarray(mine), np.asarray(base)
     paired = paired_comparison(a, b, resolution=resolution)
-    found: dict[str, Any] = {
+    tested: dict[str, Any] = {
         "difference": paired.mean,
         "differences": (a - b).tolist(),
         "smallest_p": paired.smallest_p,
@@ -274,12 +262,12 @@ def _against(mine: Sequence[float], base: Sequence[float], margin: float | None,
         ),
     }
     if paired.low is not None:
-        found["difference_interval"] = [paired.low, paired.high]
+        tested["difference_interval"] = [paired.low, paired.high]
     if paired.verdict_possible:
-        found["p_value"] = paired.p
+        tested["p_value"] = paired.p
         if margin is not None:
-            found["equivalence_p"] = tost_p(a - b, margin, resolution)
-    return found
+            tested["equivalence_p"] = tost_p(a - b, margin, resolution)
+    return tested
 
 
 def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -310,18 +298,18 @@ def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure
     """One further measure: differences with intervals, no verdict."""
     rows = []
     for label in order:
-        own = [run for run in sorted(runs, key=lambda run: run.pair) if run.label == label and run.done]
-        told = [(run, value) for run in own if (value := run.value(measure)) is not None]
-        values, before = [value for _, value in told], [run.before(measure) for run, _ in told]
+        results = _finished(label, runs, measure).values()
+        finished, values = [run for run, _ in results], [value for _, value in results]
+        before = [value for run in finished if (value := run.before(measure)) is not None]
         pairs = _paired(label, order[0], runs, measure) if label != order[0] else []
         paired = paired_comparison([a for _, a, _ in pairs], [b for _, _, b in pairs]) if pairs else None
         rows.append(
             {
                 "label": label,
-                "finished": [run.seed for run, _ in told],
+                "finished": [run.seed for run in finished],
                 "after_values": values,
-                "before": _mean([value for value in before if value is not None]),
-                **_level(values, [run for run, _ in told], measure),
+                "before": _mean(before),
+                **_level(values, finished, measure),
                 "difference": paired.mean if paired else None,
                 "difference_interval": [paired.low, paired.high] if paired and paired.low is not None else None,
                 "pairs": len(pairs),
@@ -345,17 +333,17 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
 
 def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: bool) -> list[str]:
     """What a reader must know before believing the table."""
-    said = []
+    notes = []
     if not held_out and not measure.is_held_out:
-        said.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
+        notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
     family = len(conditions) - 1
     pairs = max((condition["pairs"] for condition in conditions[1:]), default=0)
     needed = pairs_for_verdict(max(1, family))
     if 0 < pairs < needed:
         least = min(1.0, family * 2.0 ** -(pairs - 1))
         over = f" after correction for {family} comparisons" if family > 1 else ""
-        said.append(
-            f"With {pairs} paired seed{'s' * (pairs > 1)} the smallest p-value any difference can reach is "
+        notes.append(
+            f"With {plural(pairs, 'paired seed')} the smallest p-value any difference can reach is "
             f"{least:.3g}{over}: a verdict needs {needed} or more."
         )
-    return said
+    return notes

@@ -51,7 +51,7 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
         groups = [condition["after_values"] for condition in conditions if len(condition["after_values"]) > 1]
         factor, what = math.sqrt(2.0), "unpaired runs (pairs may do better)"
     if not groups:
-        raise UsageError(f"{directory} cannot tell a spread: it needs finished runs of two seeds or more")
+        raise UsageError(f"{directory} does not show a spread: it needs finished runs of two seeds or more")
     freedom = sum(len(values) - 1 for values in groups)
     squares = sum(float(((np.asarray(values) - np.mean(values)) ** 2).sum()) for values in groups)
     count = sum(len(values) for values in groups)
@@ -91,12 +91,14 @@ def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | 
     if effect is None:
         lines.append(f"no verdict is possible: with {family + 1} conditions it needs {least} seeds or more")
     else:
-        lines.append(f"found with {100 * POWER:.0f} % probability: {scale * effect * spread.value:.2g}{unit} or more")
+        lines.append(
+            f"detected with {100 * POWER:.0f} % probability: {scale * effect * spread.value:.2g}{unit} or more"
+        )
     targets = [wanted / scale] if wanted is not None else [spread.value / 2.0, spread.value]
     for target in targets:
         needed = pairs_needed(target / spread.value, family, POWER)
-        told = "more than 10,000" if needed is None else str(needed)
-        lines.append(f"a difference of {scale * target:.2g}{unit} needs {told} seeds")
+        seeds_needed = "more than 10,000" if needed is None else needed
+        lines.append(f"a difference of {scale * target:.2g}{unit} needs {seeds_needed} seeds")
     return lines
 
 
@@ -108,31 +110,31 @@ def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
 
 def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
     """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
-    said = []
+    notes = []
     for spec in {spec.label: spec for spec in specs}.values():
         if lambda_stays_zero(spec.config):
             steps = spec.config.training.max_steps
-            said.append(
+            notes.append(
                 f"{spec.label} trains with λ = 0 in all of its {steps} steps: it is gtpo under another name, and says "
                 "nothing about SEPA"
             )
-    return said
+    return notes
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:
     """What differs between two conditions, as far as both could have it: settings of a mode belong to the mode."""
     mine, theirs = spec.config.algorithm, other.config.algorithm
-    found = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
+    differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):
         works = [unused(each.config, key, override=True) is None for each in (spec, other)]
         if spec.overrides.get(key) != other.overrides.get(key) and all(works):
-            found.append(key)
-    return found
+            differing.append(key)
+    return differing
 
 
 def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
     """Conditions that differ from the baseline in several factors, with a condition that isolates one, if any."""
-    said, first = [], conditions[0]
+    notes, first = [], conditions[0]
     for spec in conditions[1:]:
         differing = factors(spec, first)
         if len(differing) < 2:
@@ -140,22 +142,22 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
         nearer = [other.label for other in conditions[1:] if other is not spec and len(factors(spec, other)) == 1]
         hint = f"; against {nearer[0]} it is one: retrain compare DIR --baseline {nearer[0]}" if nearer else ""
         what = f"{len(differing)} factors from {first.label} ({', '.join(differing)})"
-        said.append(f"{spec.label} differs in {what}: a difference cannot be ascribed to one of them{hint}")
-    return said
+        notes.append(f"{spec.label} differs in {what}: a difference cannot be ascribed to one of them{hint}")
+    return notes
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
     """Advantage modes whose advantages differ in size while the learning rate is one for all."""
-    found = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
-    known = [(spec, scale) for spec, scale in found if scale is not None]
+    scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
+    known = [(spec, scale) for spec, scale in scales if scale is not None]
     rates = {spec.config.training.lr for spec, _ in known}
     sizes = {spec.config.algorithm.advantage_mode: [scale(p) for p in (0.1, 0.5, 0.9)] for spec, scale in known}
     modes = list(sizes)
     if len(modes) < 2 or len(rates) > 1 or len({tuple(size) for size in sizes.values()}) < 2:
         return []
-    told = "; ".join(f"{mode} {', '.join(f'{size:.2g}' for size in sizes[mode])}" for mode in modes)
+    listed = "; ".join(f"{mode} {', '.join(f'{size:.2g}' for size in sizes[mode])}" for mode in modes)
     return [
-        f"the advantages of {', '.join(modes)} differ in size (root mean square at 10, 50 and 90 % success: {told}) "
+        f"the advantages of {', '.join(modes)} differ in size (root mean square at 10, 50 and 90 % success: {listed}) "
         f"and share lr = {next(iter(rates)):g}: AdamW divides a constant factor out, grad_clip_norm and the weight of "
         "a prompt do not; a rate tuned for one may decide the comparison"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from retrain.campaign.planning.manifest import planned_configs, read_manifest
 from retrain.config.evaluation import HELDOUT
 from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
+from retrain.record.charts import Series
 
 Point = tuple[float, float]
 Completion = dict[str, Any]
@@ -74,18 +75,9 @@ def read_campaign(directory: Path) -> Campaign:
     return Campaign(directory, manifest, comparison, runs, configs)
 
 
-@dataclass
-class Curve:
-    """A metric over steps for one condition: its mean over the finished runs, the 95 % interval, every run's line."""
-
-    label: str
-    mean: list[Point] = field(default_factory=list)
-    band: list[tuple[float, float, float]] = field(default_factory=list)
-    seeds: list[list[Point]] = field(default_factory=list)
-
-
-def curve(label: str, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Curve:
-    """The curve of ``key``. Failed and unfinished runs have their line but do not enter mean and band."""
+def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Series:
+    """The metric ``key`` over steps: its mean over the finished runs with the 95 % interval, and the line of every run,
+    also of one that failed or is unfinished."""
     lines: list[tuple[RunResult, list[Point]]] = []
     for run in runs:
         points = [(float(step), value) for step, value in run.curve(key)]
@@ -93,19 +85,22 @@ def curve(label: str, runs: Sequence[RunResult], key: str, *, share: bool, smoot
             points = smoothed(points, window_of(len(points)))
         if points:
             lines.append((run, points))
-    found = Curve(label, seeds=[points for _, points in lines])
+    mean: list[Point] = []
+    band: list[tuple[float, float, float]] = []
     values: dict[float, list[float]] = defaultdict(list)
     finished = [points for run, points in lines if run.done]
     for points in finished:
         for step, value in points:
             values[step].append(value)
     for step in sorted(step for step, each in values.items() if len(each) == len(finished)):
-        found.mean.append((step, sum(values[step]) / len(values[step])))
+        mean.append((step, sum(values[step]) / len(values[step])))
         interval = cluster_interval(values[step], range(len(values[step])))  # mean ± t·SE over the runs
         if len(values[step]) >= MIN_BAND_SEEDS and interval.low is not None and interval.high is not None:
             low, high = (max(0.0, interval.low), min(1.0, interval.high)) if share else (interval.low, interval.high)
-            found.band.append((step, low, high))
-    return found
+            band.append((step, low, high))
+    thin = [points for _, points in lines]
+    # A condition without a finished run still shows what there is of it.
+    return Series(label, index, mean or (thin[0] if thin else []), band, thin, dots=key.startswith("eval/"))
 
 
 def window_of(steps: int) -> int:
@@ -174,9 +169,9 @@ def twins(sides: Sequence[tuple[int, Sequence[Completion], Sequence[Completion]]
             for row in rows:
                 if row["problem_id"] in mine:
                     kept[row["problem_id"]].append((seed, row))
-    found = [_twin(problem, left[problem], right[problem]) for problem in left]
-    found.sort(key=lambda twin: (-abs(twin.change), twin.problem))
-    return [twin for twin in found[:most] if twin.change != 0.0], len(found)
+    pairs = [_twin(problem, left[problem], right[problem]) for problem in left]
+    pairs.sort(key=lambda twin: (-abs(twin.change), twin.problem))
+    return [twin for twin in pairs[:most] if twin.change != 0.0], len(pairs)
 
 
 def _twin(problem: str, left: Sequence[tuple[int, Completion]], right: Sequence[tuple[int, Completion]]) -> Twin:
@@ -209,16 +204,11 @@ def settings(configs: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
     for key in keys:
         if key.startswith(("campaign.", "logging.")) or key == "training.seed":
             continue  # what a run is called and where it goes differs always
-        values = [_told(each.get(key)) for each in values_of.values()]
+        values = [_shown(each.get(key)) for each in values_of.values()]
         if len(set(values)) > 1:
             out.append((key, values))
     return out
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def rollout_pages(directory: Path, run: RunResult) -> list[str]:
-    """Rollout pages of a run in order, as paths from ``directory``."""
-    return [str(path.relative_to(directory)) for path in sorted(run.path.glob("*_iteration_*.html"))]

@@ -2,7 +2,7 @@
 
 Refused are numbers that measure different things: other held-out problems, or the same ones sampled otherwise. Runs of
 one condition are pooled over directories when their settings agree; when not, they are kept apart as
-``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are told.
+``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 
 from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run
-from retrain.campaign.planning.changes import flat
+from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.config.base import Role
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
 from retrain.errors import UsageError
+from retrain.wording import listed
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
 """In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
-TOLD_KEYS = 4
+NAMED_KEYS = 4
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,10 @@ def compare_directories(
     warnings += twice + _differences(runs)
     # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
     rule = read_manifest(directories[0]).get("sequential") if len(sources) == 1 else None
-    return compare_runs(
-        runs,
-        labels,
-        metric=metric or declared,
-        baseline=baseline,
-        margin=margin,
-        warnings=warnings,
-        sequential=rule,
-    ) | {"directories": [str(path) for path in directories]}
+    comparison = compare_runs(
+        runs, labels, metric=metric or declared, baseline=baseline, margin=margin, warnings=warnings, sequential=rule
+    )
+    return comparison | {"directories": [str(path) for path in directories]}
 
 
 def read_source(directory: Path, name: str = "") -> Source:
@@ -87,21 +83,21 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 def _declared(sources: Sequence[Source], metric: str | None) -> tuple[str | None, float | None, list[str]]:
     """What the campaigns declared as deciding, their margin, and what a reader must know of it."""
-    found = [_declaration(source) for source in sources]
-    first, margin = next((pair for pair in found if pair[0] is not None), (None, None))
-    said = []
-    others = sorted({str(pair[0]) for pair in found if pair[0] not in (None, first)})
+    declared = [_declaration(source) for source in sources]
+    first, margin = next((pair for pair in declared if pair[0] is not None), (None, None))
+    notes = []
+    others = sorted({str(pair[0]) for pair in declared if pair[0] not in (None, first)})
     if others and metric is None:
-        said.append(f"The campaigns declared different metrics ({first}, {', '.join(others)}); {first} is compared.")
-    if len({pair[1] for pair in found if pair[0] is not None}) > 1:
-        said.append("The campaigns declared different equivalence margins; none is applied.")
+        notes.append(f"The campaigns declared different metrics ({first}, {', '.join(others)}); {first} is compared.")
+    if len({pair[1] for pair in declared if pair[0] is not None}) > 1:
+        notes.append("The campaigns declared different equivalence margins; none is applied.")
         margin = None
     held_out = first_set([run for source in sources for run in source.runs])
     chosen, before = Measure.parse(metric or "final", held_out), Measure.parse(first or "final", held_out)
     if metric is not None and chosen != before:
-        said.append(f"{chosen.name} was not declared as deciding ({before.name} was): what it shows is exploratory.")
+        notes.append(f"{chosen.name} was not declared as deciding ({before.name} was): what it shows is exploratory.")
         margin = margin if chosen.key == before.key else None
-    return (None if first == "final" else first), margin, said
+    return (None if first == "final" else first), margin, notes
 
 
 def _declaration(source: Source) -> tuple[str | None, float | None]:
@@ -132,16 +128,16 @@ def _same_evaluation(sources: Sequence[Source], held_out: str) -> None:
             for what, value in facts.items():
                 name, other = seen.setdefault(what, (source.name, value))
                 if other != value:
-                    told = "" if "problems" in what else f" ({other} and {value})"
+                    values = "" if "problems" in what else f" ({other} and {value})"
                     raise UsageError(
-                        f"{name} and {source.name} cannot be compared on held-out problems: {what} differ{told}; "
+                        f"{name} and {source.name} cannot be compared on held-out problems: {what} differ{values}; "
                         "compare them one by one, or with --metric on a number of training"
                     )
 
 
 def _pool(sources: Sequence[Source]) -> list[str]:
     """Rename conditions (in place) whose settings differ from those of the same label elsewhere; say so."""
-    said: list[str] = []
+    notes: list[str] = []
     first: dict[str, tuple[Source, dict[str, Any]]] = {}
     for source in sources:
         for place, label in enumerate(list(source.labels)):
@@ -149,23 +145,16 @@ def _pool(sources: Sequence[Source]) -> list[str]:
             if own is None:
                 continue
             other, settings = first.setdefault(label, (source, own))
-            keys = differing(settings, own)
+            keys = differences(settings, own, tells_apart)
             if other is source or not keys:
                 continue
             source.labels[place] = renamed = f"{label}@{source.name}"
             for run in source.runs:
                 run.label = renamed if run.label == label else run.label
-            said.append(
-                f"{label} has other settings in {source.name} than in {other.name} ({_told(keys)}): kept apart."
+            notes.append(
+                f"{label} has other settings in {source.name} than in {other.name} ({_changes(keys)}): kept apart."
             )
-    return said
-
-
-def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ in a way that changes what is learned, with both values."""
-    left, right = dict(flat(a)), dict(flat(b))
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    return {key: (left.get(key), right.get(key)) for key in keys if tells_apart(key)}
+    return notes
 
 
 def tells_apart(key: str) -> bool:
@@ -174,10 +163,9 @@ def tells_apart(key: str) -> bool:
     return role is None or not role & MAY_DIFFER
 
 
-def _told(keys: dict[str, tuple[Any, Any]]) -> str:
+def _changes(keys: dict[str, tuple[Any, Any]]) -> str:
     """The first differing keys with their values."""
-    told = [f"{key} {b} instead of {a}" for key, (a, b) in list(keys.items())[:TOLD_KEYS]]
-    return ", ".join(told) + (f" and {len(keys) - TOLD_KEYS} more" if len(keys) > TOLD_KEYS else "")
+    return listed([f"{key} {b} instead of {a}" for key, (a, b) in keys.items()], NAMED_KEYS)
 
 
 def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
@@ -195,12 +183,12 @@ def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[s
     if not repeated:
         return list(chosen.values()), []
     names = ", ".join(dict.fromkeys(repeated))
-    return list(chosen.values()), [f"The same seeds were run more than once; one of each counts: {names}."]
+    return list(chosen.values()), [f"Some seeds were run more than once; one run of each counts: {names}."]
 
 
 def _differences(runs: Sequence[RunResult]) -> list[str]:
     """What else is not the same for all runs."""
-    said = []
+    notes = []
     for what, values in (
         ("base weights", [run.facts.get("base", {}).get("fingerprint") for run in runs]),
         ("training data", [run.facts.get("data_hash") for run in runs]),
@@ -210,5 +198,5 @@ def _differences(runs: Sequence[RunResult]) -> list[str]:
     ):
         known = {value for value in values if value is not None}
         if len(known) > 1:
-            said.append(f"The runs were made with different {what}.")
-    return said
+            notes.append(f"The runs were made with different {what}.")
+    return notes

@@ -34,6 +34,7 @@ from retrain.record import charts
 from retrain.record.charts import Row
 from retrain.record.html import asset, escape, generator, page
 from retrain.record.numbers import duration, short
+from retrain.wording import plural
 
 REPORT = "report.html"
 
@@ -48,7 +49,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     target = out or directory / REPORT
     target = target / REPORT if target.is_dir() else target
     if os.path.lexists(target) and not _is_report_of(directory, target):
-        raise NotOurs(f"{target} is no report of {directory}, and stays as it is: give another file with --out")
+        raise NotOurs(f"{target} is not a report of {directory} and is left as it is: give another file with --out")
     text = report_html(read_campaign(directory))
     try:
         write_text(target, text)
@@ -101,7 +102,7 @@ def _header(campaign: Campaign) -> str:
     config = next(iter(campaign.configs.values()), {})
     made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = [
-        _plural(len(campaign.labels), "condition") + " × " + _plural(len(seeds), "seed"),
+        plural(len(campaign.labels), "condition") + " × " + plural(len(seeds), "seed"),
         ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
     if config:
@@ -115,15 +116,11 @@ def _header(campaign: Campaign) -> str:
     facts.append(
         f"{short(sum(c['tokens'] for c in cost))} tokens, {duration(sum(c['seconds'] for c in cost))} of device time"
     )
-    told = " ".join(f"<span>{escape(fact)}</span>" for fact in [*facts, made])
-    return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{told}</p>"
+    spans = " ".join(f"<span>{escape(fact)}</span>" for fact in [*facts, made])
+    return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{spans}</p>"
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _verdicts(campaign: Campaign) -> str:
@@ -154,14 +151,13 @@ def _verdicts(campaign: Campaign) -> str:
     ]  # fmt: skip
     plots = []
     if rows:
-        drawn = charts.dot_chart(
+        chart = charts.dot_chart(
             rows, label=f"difference to {comparison['baseline']} for each seed", zero=True, unit=unit,
             x_title=f"difference to {comparison['baseline']}" + (", points" if unit else ""),
             margin=comparison["margin"],
         )  # fmt: skip
-        plots.append(
-            figure(f"{title_of(measure)}: difference to the baseline", _difference_words(comparison, rows), drawn)
-        )
+        words = _difference_words(comparison, rows)
+        plots.append(figure(f"{title_of(measure)}: difference to the baseline", words, chart))
     plots += _seed_plot(campaign)
     return body + f"<div class='plots'>{''.join(plots)}</div>"
 
@@ -169,8 +165,7 @@ def _verdicts(campaign: Campaign) -> str:
 def _verdict_item(condition: dict[str, Any], baseline: str) -> str:
     verdict = condition["verdict"]
     css = {"better": "up", "worse": "down", "cannot": "unclear"}.get(verdict.split()[0].rstrip(","), "")
-    said = verdict[0].upper() + verdict[1:]
-    head = f"{condition['label']} against {baseline}: {said}"
+    head = f"{condition['label']} against {baseline}: {verdict[0].upper()}{verdict[1:]}"
     return f'<li class="{css}"><b>{escape(head)}</b>{escape(condition["sentence"])}</li>'
 
 
@@ -189,7 +184,7 @@ def _seed_plot(campaign: Campaign) -> list[str]:
     if not seeds:
         return []
     lines = [(f"seed {seed}", [values.get(seed) for values in by_seed]) for seed in seeds]
-    drawn = charts.pair_chart(
+    chart = charts.pair_chart(
         [c["label"] for c in conditions], lines, label=f"{title_of(measure)} of every seed", unit=unit, limits=limits
     )
-    return [figure(f"{title_of(measure)}, every seed", "a grey line joins the runs of one seed", drawn)]
+    return [figure(f"{title_of(measure)}, every seed", "a grey line joins the runs of one seed", chart)]

@@ -13,17 +13,15 @@ from retrain.campaign.judging.evidence import (
     MIN_BAND_SEEDS,
     Campaign,
     Completion,
-    Curve,
     Twin,
     completions,
     curve,
-    rollout_pages,
     settings,
     twins,
     window_of,
 )
 from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.words import amount, number, probability
+from retrain.campaign.judging.words import brackets, difference_words, number, probability
 from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape
@@ -48,10 +46,10 @@ CURVES = (
 """Metric, title, unit, whether it is a share, whether it is noisy enough to be smoothed."""
 
 
-def figure(title: str, words: str, drawn: str) -> str:
+def figure(title: str, words: str, chart: str) -> str:
     """A chart on a card, with its title and how to read it."""
     return (
-        f"<figure class='card'><figcaption>{escape(title)}<small>{escape(words)}</small></figcaption>{drawn}</figure>"
+        f"<figure class='card'><figcaption>{escape(title)}<small>{escape(words)}</small></figcaption>{chart}</figure>"
     )
 
 
@@ -66,11 +64,7 @@ def title_of(measure: Measure) -> str:
 def level_words(condition: dict[str, Any], measure: Measure) -> str:
     """Mean after training with its interval, as text."""
     unit = "%" if measure.is_share else ""
-    said = f"{number(condition['after_mean'], measure)}{unit}"
-    if condition["interval"]:
-        low, high = (number(end, measure) for end in condition["interval"])
-        said += f" [{low}, {high}]"
-    return said
+    return f"{number(condition['after_mean'], measure)}{unit}" + brackets(condition["interval"], measure)
 
 
 def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str:
@@ -99,36 +93,31 @@ def curves_section(campaign: Campaign) -> str:
     for key, title, unit, share, smooth in (*held_out, *CURVES):
         # Back pressure steers what all runs of a cohort do together: one line says it for all.
         labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
-        found = [curve(label, campaign.of(label), key, share=share, smooth=smooth) for label in labels]
+        curves = [
+            curve(label, index, campaign.of(label), key, share=share, smooth=smooth)
+            for index, label in enumerate(labels)
+        ]
         if key == "mean_reward" and _same_as_correct(campaign):
             continue  # a reward of 0 and 1: the curve above once more
         if key.startswith("sepa_"):  # 0 throughout in the conditions without it
-            found = [
-                each if any(y > 0 for line in each.seeds for _, y in line) else Curve(each.label) for each in found
-            ]
-        if not any(each.seeds for each in found):
+            curves = [each for each in curves if any(y > 0 for line in each.thin for _, y in line)]
+        series = [each for each in curves if each.thin]
+        if not series:
             continue
-        series = [_series(each, index, title.startswith("Held-out")) for index, each in enumerate(found) if each.seeds]
         limits = (0.0, 1.0) if share else (0.0, None)
-        words = f"mean of the seeds, {interval_words('band', any(each.band for each in found))}, thin: every run"
-        window = window_of(max(len(line) for each in found for line in each.seeds)) if smooth else 1
+        words = f"mean of the seeds, {interval_words('band', any(each.band for each in series))}, thin: every run"
+        window = window_of(max(len(line) for each in series for line in each.thin)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
-        drawn = charts.line_chart(
+        chart = charts.line_chart(
             series, label=f"{title} over steps, by condition", x_title="step", unit=unit, limits=limits
         )
-        plots.append(figure(title, words, drawn))
+        plots.append(figure(title, words, chart))
     return f"<div class='plots'>{''.join(plots)}</div>" if plots else ""
 
 
 def interval_words(shape: str, drawn: bool) -> str:
     """How the intervals over seeds are drawn, or why they are not."""
     return f"{shape}: 95 % interval" if drawn else f"no {shape} below {MIN_BAND_SEEDS} seeds"
-
-
-def _series(found: Curve, index: int, dots: bool) -> Series:
-    # A condition without a finished run still shows what there is of it.
-    points = found.mean or found.seeds[0]
-    return Series(found.label, index, points, found.band, found.seeds, dots)
 
 
 def _same_as_correct(campaign: Campaign) -> bool:
@@ -149,11 +138,11 @@ def distributions_section(campaign: Campaign) -> str:
             rewards.append((label, index, [float(row["reward"]) for row in rows if row["reward"] is not None]))
     if not lengths:
         return ""
-    said = f"{words} after training, completions of all finished runs"
+    words = f"{words} after training, completions of all finished runs"
     plots = [
-        figure("Tokens per completion", said,
+        figure("Tokens per completion", words,
                 charts.histogram(lengths, label="distribution of lengths", x_title="tokens")),
-        figure("Reward", said, charts.histogram(rewards, label="distribution of rewards", x_title="reward")),
+        figure("Reward", words, charts.histogram(rewards, label="distribution of rewards", x_title="reward")),
     ]  # fmt: skip
     return f"<div class='plots'>{''.join(plots)}</div>"
 
@@ -177,8 +166,8 @@ def same_prompt_section(campaign: Campaign) -> str:
     for label in campaign.labels:
         sides = [(run.seed, *sampled[run.run_id][:2]) for run in campaign.of(label) if run.done]
         blocks.append(_twins_block(f"{label}: first → last", "first", "last", sides))
-    told = "".join(blocks)
-    if not told:
+    body = "".join(blocks)
+    if not body:
         return ""
     words = next(iter(sampled.values()))[2]
     intro = (
@@ -186,15 +175,15 @@ def same_prompt_section(campaign: Campaign) -> str:
         "seeds that both have; the untrained model is sampled once for all seeds and counts once. The extremes "
         "among many prompts are partly luck: read them as examples, not as findings."
     )
-    return f"<p class='muted'>{escape(intro)}</p>{told}"
+    return f"<p class='muted'>{escape(intro)}</p>{body}"
 
 
 def _twins_block(title: str, left: str, right: str, sides: list[tuple[int, list[Completion], list[Completion]]]) -> str:
-    found, count = twins(sides, TWINS)
-    if not found:
+    shown, count = twins(sides, TWINS)
+    if not shown:
         return ""
-    items = "".join(_twin_item(twin, left, right, place < OPEN_TWINS) for place, twin in enumerate(found))
-    return f"<h3>{escape(title)} <span class='chip'>{len(found)} of {count} prompts</span></h3>{items}"
+    items = "".join(_twin_item(twin, left, right, place < OPEN_TWINS) for place, twin in enumerate(shown))
+    return f"<h3>{escape(title)} <span class='chip'>{len(shown)} of {count} prompts</span></h3>{items}"
 
 
 def _twin_item(twin: Twin, left: str, right: str, opened: bool) -> str:
@@ -215,8 +204,8 @@ def _twin_item(twin: Twin, left: str, right: str, opened: bool) -> str:
 
 
 def _outcome(row: Completion) -> str:
-    said = "<b class='good'>right</b>" if row["correct"] else "<b class='bad'>wrong</b>"
-    return f"{said}, {row['num_tokens']} tokens" + (", cut off" if row.get("stop_reason") == "length" else "")
+    words = "<b class='good'>right</b>" if row["correct"] else "<b class='bad'>wrong</b>"
+    return f"{words}, {row['num_tokens']} tokens" + (", cut off" if row.get("stop_reason") == "length" else "")
 
 
 # -- tables -----------------------------------------------------------------------------------------------------
@@ -229,8 +218,8 @@ def results_section(campaign: Campaign) -> str:
             "tokens / run", "s / run")  # fmt: skip
     rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
     body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
-    said = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
-    body += f"<p class='muted'>{said}</p>"
+    words = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
+    body += f"<p class='muted'>{words}</p>"
     if comparison.get("secondary"):
         labels = campaign.labels
         head = ("metric", *(f"{label}" for label in labels), *(f"{label} − baseline" for label in labels[1:]))
@@ -243,29 +232,26 @@ def results_section(campaign: Campaign) -> str:
 def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list[str]:
     unit = "%" if measure.is_share else ""
 
-    def told(value: float | None, form: str = "") -> str:
+    def shown(value: float | None, form: str = "") -> str:
         return "–" if value is None else (form.format(value) if form else f"{number(value, measure)}{unit}")
 
     iqm, better = condition.get("iqm") or {}, condition.get("probability_of_improvement") or {}
     difference = "baseline" if index == 0 else "–"
     if condition["difference"] is not None:
-        difference = amount(condition["difference"], measure, sign=True)
-        if condition["difference_interval"]:
-            low, high = (number(end, measure) for end in condition["difference_interval"])
-            difference += f" [{low}, {high}]"
+        difference = difference_words(condition, measure)
     p = condition["p_holm"]
     return [
         f"<span class='key whole' style='--series:{charts.colour(index)}'>{_breaking(condition['label'])}</span>",
         f"{len(condition['finished'])} of {len(condition['seeds'])}",
-        told(condition["before"]),
+        shown(condition["before"]),
         "–" if condition["after_mean"] is None else cell(level_words(condition, measure)),
-        told(iqm.get("estimate")),
+        shown(iqm.get("estimate")),
         cell(difference),
         "–" if p is None else probability(p),
-        told(condition["smallest_p"], "{:.3g}"),
-        told(better.get("estimate"), "{:.2f}"),
+        shown(condition["smallest_p"], "{:.3g}"),
+        shown(better.get("estimate"), "{:.2f}"),
         "–" if condition["tokens_per_run"] is None else short(condition["tokens_per_run"]),
-        told(condition["seconds_per_run"], "{:.0f}"),
+        shown(condition["seconds_per_run"], "{:.0f}"),
     ]
 
 
@@ -276,14 +262,7 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
     for condition in secondary["conditions"]:
         cells.append("–" if condition["after_mean"] is None else cell(level_words(condition, measure)))
     for condition in secondary["conditions"][1:]:
-        if condition["difference"] is None:
-            cells.append("–")
-            continue
-        said = amount(condition["difference"], measure, sign=True)
-        if condition["difference_interval"]:
-            low, high = (number(end, measure) for end in condition["difference_interval"])
-            said += f" [{low}, {high}]"
-        cells.append(cell(said))
+        cells.append("–" if condition["difference"] is None else cell(difference_words(condition, measure)))
     return cells
 
 
@@ -304,10 +283,10 @@ def squeeze_section(campaign: Campaign) -> str:
         Series("energy, worst layer", 2, [(row["rank"], row["min_variance"]) for row in rows], dots=True),
         Series("weight error", 1, [(row["rank"], row["relative_error"]) for row in rows], dots=True),
     ]
-    drawn = charts.line_chart(
+    chart = charts.line_chart(
         series, label="energy and weight error by rank", x_title="rank kept", unit="%", limits=(0.0, 1.0)
     )
-    plots = [figure("What a smaller rank would keep", "by singular values of the first finished run", drawn)]
+    plots = [figure("What a smaller rank would keep", "by singular values of the first finished run", chart)]
     if report.get("verified"):
         plots.append(_verified_plot(report["verified"]))
     headings = squeeze_columns(report)
@@ -316,8 +295,8 @@ def squeeze_section(campaign: Campaign) -> str:
         [f"<b>{cell(row[heading])}</b>" if row[""] else cell(row[heading]) for heading in headings]
         for row in cells
     ], "tight")  # fmt: skip
-    told = "".join(f"<p>{escape(text)}</p>" for text in squeeze_words(report))
-    return f"{told}<div class='plots'>{''.join(plots)}</div>{table}"
+    words = "".join(f"<p>{escape(text)}</p>" for text in squeeze_words(report))
+    return f"{words}<div class='plots'>{''.join(plots)}</div>{table}"
 
 
 def _verified_plot(verified: dict[str, Any]) -> str:
@@ -325,12 +304,12 @@ def _verified_plot(verified: dict[str, Any]) -> str:
     rows = sorted([verified["full"], *verified["ranks"]], key=lambda row: row["rank"])
     line = [(row["rank"], row["accuracy"]) for row in rows]
     band = [(row["rank"], row["low"], row["high"]) for row in rows]
-    drawn = charts.line_chart(
+    chart = charts.line_chart(
         [Series("held-out accuracy", 0, line, band, dots=True)], label="held-out accuracy by rank",
         x_title="rank kept", unit="%", limits=(0.0, 1.0),
     )  # fmt: skip
     words = "the adapter compressed to each rank, without further training; band: 95 % interval over problems"
-    return figure("Held-out accuracy by rank", words, drawn)
+    return figure("Held-out accuracy by rank", words, chart)
 
 
 def settings_section(campaign: Campaign) -> str:
@@ -341,17 +320,17 @@ def settings_section(campaign: Campaign) -> str:
     rows = [[f"<code>{escape(key)}</code>", *map(escape, values)] for key, values in settings(configs)]
     if not rows:
         return "<p>The conditions differ in no setting.</p>" if len(configs) > 1 else ""
-    said = "Everything else is the same for all runs; <code>plan.json</code> beside this file has every key."
-    return table_of(("setting", *configs), rows) + f"<p class='muted'>{said}</p>"
+    words = "Everything else is the same for all runs; <code>plan.json</code> beside this file has every key."
+    return table_of(("setting", *configs), rows) + f"<p class='muted'>{words}</p>"
 
 
 def runs_section(campaign: Campaign) -> str:
     """Every run with its state and links; nothing is left out."""
     rows = []
     for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
-        value = run.value(campaign.measure) if run.done else None
+        value = run.result(campaign.measure)
         unit = "%" if campaign.measure.is_share else ""
-        pages = rollout_pages(campaign.directory, run)
+        pages = [str(path.relative_to(campaign.directory)) for path in sorted(run.path.glob("*_iteration_*.html"))]
         shown = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
         links = [_link(path, _page_name(path)) for path in shown]
         if len(pages) > len(shown):

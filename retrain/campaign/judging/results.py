@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import sections
@@ -69,7 +69,7 @@ class Measure:
 
     @property
     def is_share(self) -> bool:
-        """Whether values lie in [0, 1], so that differences are told in percentage points."""
+        """Whether values lie in [0, 1], so that differences are in percentage points."""
         metric = BY_KEY.get(self._pattern())
         return metric is not None and metric.unit == "share"
 
@@ -114,17 +114,17 @@ class RunResult:
 
     @property
     def done(self) -> bool:
-        """Whether it has finished; only then are its numbers compared."""
+        """Whether it has finished."""
         return self.state == "done"
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         """(updates of the policy that was measured, value) wherever the metric has a value: the number of the step,
         or of the evaluation."""
         if name := Measure(key=key).held_out:
-            found = [(row["step"], row.get(key)) for row in self.evaluations if row.get("name") == name]
+            rows = [row for row in self.evaluations if row.get("name") == name]
         else:
-            found = [(row["step"], row.get(key)) for row in self.rows]
-        return [(int(step), float(value)) for step, value in found if value is not None and _is_number(value)]
+            rows = self.rows
+        return [(int(row["step"]), float(value)) for row in rows if _is_number(value := row.get(key))]
 
     def value(self, measure: Measure) -> float | None:
         """The run's number, None where its files have none: an evaluation that could not be graded has no value."""
@@ -139,6 +139,10 @@ class RunResult:
             return area_under(curve) if measure.is_held_out else sum(value for _, value in curve) / len(curve)
         last = curve[-1:] if measure.is_held_out else curve[-max(1, len(curve) // LAST_SHARE) :]
         return sum(value for _, value in last) / len(last)
+
+    def result(self, measure: Measure) -> float | None:
+        """As ``value``, of a run that is done; only these are compared."""
+        return self.value(measure) if self.done else None
 
     def before(self, measure: Measure) -> float | None:
         """The untrained model's value."""
@@ -198,13 +202,6 @@ def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
     )
 
 
-def known_measures(runs: Sequence[RunResult]) -> set[str]:
-    """Keys of all numbers that these runs have."""
-    rows = [row for run in runs for row in run.last_evaluations.values()]
-    keys = {key for row in rows for key in row if key.startswith("eval/")}
-    return keys | {key for run in runs for row in run.rows[-1:] for key, value in row.items() if _is_number(value)}
-
-
 def first_set(runs: Sequence[RunResult]) -> str:
     """The held-out set that short names of metrics mean."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
@@ -212,7 +209,9 @@ def first_set(runs: Sequence[RunResult]) -> str:
 
 def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
     """Raise UsageError, with the nearest keys, when no run has this metric at all."""
-    known = known_measures(runs)
+    rows = [row for run in runs for row in run.last_evaluations.values()]
+    known = {key for row in rows for key in row if key.startswith("eval/")}
+    known |= {key for run in runs for row in run.rows[-1:] for key, value in row.items() if _is_number(value)}
     if measure.key in known or not any(run.rows or run.evaluations for run in runs):
         return
     import difflib
@@ -224,7 +223,7 @@ def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
     raise UsageError(f"no run has the metric {measure.key}{hint}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from retrain.campaign.judging.results import Measure, RunResult, read_run
+from retrain.campaign.judging.results import Measure, read_run
 from retrain.campaign.judging.words import SIGNIFICANT, direction, probability
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import RunSpec
@@ -25,11 +25,6 @@ from retrain.maths.sequential import sequential_looks
 from retrain.record.observer import Observer
 
 SETTLED = ("done", "failed", "stopped")
-
-
-def still_wanted(manifest: Manifest, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Those of ``specs`` that no decision has made unnecessary."""
-    return [spec for spec in specs if manifest.run(spec.run_id)["state"] != "stopped"]
 
 
 def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> None:
@@ -63,10 +58,9 @@ def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> No
         if record[key] != now:
             name = {"rule": "sequential", "metric": "primary_metric"}.get(key, key)
             raise UsageError(_changed(manifest, name, record[key]))
-    runs = {run["run_id"]: run for run in manifest.content["runs"]}
     for label, condition in record["conditions"].items():
         if condition["stopped_after"] is None:
-            _look_at(condition, _new_pairs(manifest, specs, label, labels[0], condition, measure, runs), record)
+            _look_at(condition, _new_pairs(manifest, specs, (label, labels[0]), condition, measure), record)
     manifest.note(sequential=record)
     _stop(manifest, specs, record, observer)
 
@@ -79,13 +73,7 @@ def _changed(manifest: Manifest, key: str, before: Any) -> str:
 
 
 def _new_pairs(
-    manifest: Manifest,
-    specs: Sequence[RunSpec],
-    label: str,
-    baseline: str,
-    condition: Mapping[str, Any],
-    measure: Measure,
-    runs: Mapping[str, Mapping[str, Any]],
+    manifest: Manifest, specs: Sequence[RunSpec], labels: Sequence[str], condition: Mapping[str, Any], measure: Measure
 ) -> list[tuple[int, float | None]]:
     """Pairs that are complete and have not been looked at, in the order of the seeds; None for one without a value.
 
@@ -95,26 +83,22 @@ def _new_pairs(
     by_seed: dict[int, dict[str, RunSpec]] = {}
     for spec in specs:
         by_seed.setdefault(spec.seed, {})[spec.label] = spec
-    had = {seed: value for seed, value in condition["differences"]}
-    found: list[tuple[int, float | None]] = []
+    had = dict(condition["differences"])
+    pairs: list[tuple[int, float | None]] = []
     for seed, pair in by_seed.items():
         if had.get(seed) is not None:
             continue
-        entries = [runs[pair[name].run_id] for name in (label, baseline)]
+        entries = [manifest.run(pair[label].run_id) for label in labels]
         if any(entry["state"] not in SETTLED for entry in entries):
             if seed in had:  # failed before, being tried again
                 continue
             break
-        values = [_value(read_run(manifest.directory, entry), measure) for entry in entries]
-        if values[0] is not None and values[1] is not None:
-            found.append((seed, values[0] - values[1]))
+        value, base = (read_run(manifest.directory, entry).result(measure) for entry in entries)
+        if value is not None and base is not None:
+            pairs.append((seed, value - base))
         elif seed not in had:
-            found.append((seed, None))
-    return found
-
-
-def _value(run: RunResult, measure: Measure) -> float | None:
-    return run.value(measure) if run.done else None
+            pairs.append((seed, None))
+    return pairs
 
 
 def _look_at(condition: dict[str, Any], new: Sequence[tuple[int, float | None]], record: Mapping[str, Any]) -> None:
@@ -159,12 +143,11 @@ def overlay(conditions: Sequence[dict[str, Any]], record: Mapping[str, Any], mea
     the number of comparisons.
     """
     for condition in conditions:
-        found = record["conditions"].get(condition["label"])
-        if found is None:
+        own = record["conditions"].get(condition["label"])
+        if own is None:
             continue
-        looks = found["looks"]
-        decided = found["stopped_after"] is not None
-        ended = decided or len(found["differences"]) == record["planned"]
+        looks, decided = own["looks"], own["stopped_after"] is not None
+        ended = decided or len(own["differences"]) == record["planned"]
         last = looks[-1] if looks and ended else None
         condition["p_value"] = last["p"] if last else None
         condition["p_holm"] = min(1.0, last["p"] * len(record["conditions"])) if last else None
@@ -172,7 +155,7 @@ def overlay(conditions: Sequence[dict[str, Any]], record: Mapping[str, Any], mea
             "rule": record["rule"],
             "planned": record["planned"],
             "looks": len(looks),
-            "stopped_after": found["stopped_after"],
+            "stopped_after": own["stopped_after"],
             "spent": looks[-1]["spent"] if looks else 0.0,
             "level": record["alpha"] / len(record["conditions"]),
         }

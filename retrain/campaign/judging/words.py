@@ -8,9 +8,10 @@ from typing import Any
 from retrain.campaign.judging.results import Measure
 from retrain.maths.statistics import pairs_for_verdict
 from retrain.record.numbers import minus, points
+from retrain.wording import listed, plural
 
 SIGNIFICANT = 0.05
-TOLD_RUNS = 6
+NAMED_RUNS = 6
 """Missing runs that are named one by one; further ones are counted."""
 
 
@@ -23,7 +24,7 @@ def verdict(condition: Mapping[str, Any], measure: Measure, family: int, margin:
     if pairs == 0:
         return "cannot tell: no pair of finished runs"
     if pairs < needed:
-        return f"cannot tell: {pairs} pair{'s' * (pairs > 1)} of seeds, {needed} needed"
+        return f"cannot tell: {plural(pairs, 'pair')} of seeds, {needed} needed"
     different = condition["p_holm"] <= SIGNIFICANT
     small = condition["equivalence_p_holm"] is not None and condition["equivalence_p_holm"] <= SIGNIFICANT
     within = f"beyond {amount(margin or 0.0, measure)}"
@@ -44,22 +45,29 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
     start, pairs = f"{condition['label']} − {baseline}: ", condition["pairs"]
     if not pairs:
         return f"{start}{condition['verdict']}."
-    said = amount(condition["difference"], measure, sign=True)
-    if condition["difference_interval"]:
-        low, high = (number(end, measure) for end in condition["difference_interval"])
-        said += f" [{low}, {high}]"
+    text = difference_words(condition, measure)
     if condition["p_holm"] is not None:
-        said += f", p = {probability(condition['p_holm'])}"
-        said += f" (corrected for {family} comparisons)" if family > 1 else ""
-    found = condition["verdict"]
-    if found.startswith("cannot tell") and "sequential" not in condition:
-        found = f"cannot tell, {pairs_for_verdict(family)} are needed"
-    said += f", {pairs} pair{'s' * (pairs > 1)}: {found}"
+        text += f", p = {probability(condition['p_holm'])}"
+        text += f" (corrected for {family} comparisons)" if family > 1 else ""
+    finding = condition["verdict"]
+    if finding.startswith("cannot tell") and "sequential" not in condition:
+        finding = f"cannot tell, {pairs_for_verdict(family)} are needed"
+    text += f", {plural(pairs, 'pair')}: {finding}"
     excluded = exclusion(condition, measure)
     cost = condition["cost_ratio"]
-    said += f"; {excluded}" if excluded else ""
-    said += f"; {cost:.2f} times the device time per run" if cost is not None else ""
-    return f"{start}{said}."
+    text += f"; {excluded}" if excluded else ""
+    text += f"; {cost:.2f} times the device time per run" if cost is not None else ""
+    return f"{start}{text}."
+
+
+def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
+    """The difference with its unit and its interval, as far as there is one."""
+    return amount(condition["difference"], measure, sign=True) + brackets(condition["difference_interval"], measure)
+
+
+def brackets(ends: Sequence[float] | None, measure: Measure) -> str:
+    """An interval behind its estimate; "" where there is none."""
+    return f" [{', '.join(number(end, measure) for end in ends)}]" if ends else ""
 
 
 def exclusion(condition: Mapping[str, Any], measure: Measure) -> str:
@@ -97,7 +105,7 @@ def probability(p: float) -> str:
 def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which runs are in no mean, and why: failed ones and those that have not finished are told apart."""
     missing = [run for condition in conditions for run in condition["missing"]]
-    said = []
+    notes = []
     for kind, runs in (
         ("failed", [run for run in missing if run["state"] == "failed"]),
         ("unfinished", [run for run in missing if run["state"] not in ("failed", "done", "stopped")]),
@@ -105,10 +113,9 @@ def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
         ("finished without a value", [run for run in missing if run["state"] == "done"]),
     ):
         if runs:
-            names = ", ".join(run["run_id"] for run in runs[:TOLD_RUNS])
-            more = f" and {len(runs) - TOLD_RUNS} more" if len(runs) > TOLD_RUNS else ""
-            verb = "run is" if len(runs) == 1 else "runs are"
-            said.append(f"{len(runs)} {kind} {verb} not in the means: {names}{more}.")
+            names = listed([run["run_id"] for run in runs], NAMED_RUNS)
+            are = "is" if len(runs) == 1 else "are"
+            notes.append(f"{plural(len(runs), f'{kind} run')} {are} not in the means: {names}.")
     if any(run["state"] == "failed" for run in missing):
-        said.append("If runs fail because of what is compared, the means of the others flatter their condition.")
-    return said
+        notes.append("If runs fail because of what is compared, the means of the others flatter their condition.")
+    return notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,18 @@ from retrain.environments import Dataset, load_data
 from retrain.environments.dataset import Wanted
 from retrain.environments.prompts import Room, fitting
 from retrain.errors import ModelError
+from retrain.types import Problem
 
 
 def data_of(config: Config, folder: Path) -> Dataset:
     """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
     wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
     return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+
+
+def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
+    """The problems that a run is asked, in training and in each held-out set, with the keys by which they are asked."""
+    return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,16 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
 
 def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
     limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
-    room = context - completion
+    room, model = context - completion, f"{config.model.model} has a context of {context} tokens"
     if context and room < 1:
         raise ModelError(
-            f"{config.model.model} holds {context} tokens, max_tokens = {completion} leaves none for a prompt: "
-            f"lower {key} below {context}"
+            f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
         )
     if context and (limit is None or room < limit):
-        limit, why = room, f"{config.model.model} holds {context} tokens, max_tokens = {completion} takes the rest"
+        limit, why = (
+            room,
+            f"{model}, max_tokens = {completion} takes the rest",
+        )
     return Room(section, limit, why)
 
 

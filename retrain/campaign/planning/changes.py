@@ -15,6 +15,7 @@ from retrain.campaign.planning.plan import RunSpec
 from retrain.config.base import Role
 from retrain.config.root import role_of
 from retrain.errors import UsageError
+from retrain.files import read_json
 from retrain.record.environment import code_version, module_hashes, package_versions
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
@@ -73,35 +74,29 @@ def counts(key: str) -> bool:
     return role is None or role not in QUIET
 
 
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(before, now) by dotted key, for every key that counts and differs. A key that is new has its default before."""
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = counts
+) -> dict[str, tuple[Any, Any]]:
+    """(old, new) by dotted key, for every key that matters and differs. Absent, unset and empty are the same."""
     before, now = dict(flat(old)), dict(flat(new))
-    found = {}
-    for key in sorted({*before, *now}):
-        if not counts(key):
-            continue
-        pair = before.get(key), now.get(key)
-        if pair[0] != pair[1] and not (pair[0] in (None, [], {}) and pair[1] in (None, [], {})):
-            found[key] = pair
-    return found
+    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if matters(key)}
+    empty = (None, [], {})
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
 
 
 def line(name: str, old: Any, new: Any) -> str:
     """``name: old → new``."""
-    return f"{name}: {_shown(old)} → {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+    return f"{name}: {' → '.join(texts)}"
 
 
 def recorded_facts(run_directory: Path) -> dict[str, Any]:
     """The ``config.json`` of a run's last start; empty when there is none to read."""
     try:
-        found = json.loads((run_directory / "config.json").read_text(encoding="utf-8"))
+        facts = read_json(run_directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[str]:
@@ -118,10 +113,10 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
     if code.get("sha256") != now["sha256"]:
         old = f"{code.get('version')} ({str(code.get('sha256'))[:12]})" if code else MISSING
         lines.append(line("retrain's code", old, f"{now['version']} ({now['sha256'][:12]})"))
-    modules, found = facts.get("modules") or {}, module_hashes(spec.config, folder)
-    for name in sorted({*modules, *found}):
-        if modules.get(name) != found.get(name):
-            old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, found))
+    modules, hashes = facts.get("modules") or {}, module_hashes(spec.config, folder)
+    for name in sorted({*modules, *hashes}):
+        if modules.get(name) != hashes.get(name):
+            old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
             lines.append(line(f"code of {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
     for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):
@@ -159,18 +154,19 @@ def _differences(facts: Mapping[str, Any], now: Mapping[str, Any], names: Mappin
 def settings_changes(
     specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """What the configuration says otherwise of runs that are there already: (lines to ask about, lines to tell).
+    """What the configuration says otherwise of runs that are there already: (lines to ask about, lines about more
+    steps).
 
     ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps are no matter of
     acceptance: asking for them is what the change is for. Raises UsageError for a change that cannot be made: fewer
     steps than are done, and other settings of a finished run that is not continued.
     """
-    asked, told = [], []
+    asked, extensions = [], []
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
             continue
-        changed = config_changes(old[spec.run_id], spec.config.model_dump(mode="json", by_alias=True))
+        changed = differences(old[spec.run_id], spec.config.to_dict())
         steps = changed.pop(EXTENSION, None)
         if steps and steps[1] < entry["step"]:
             raise UsageError(
@@ -178,12 +174,12 @@ def settings_changes(
                 "give another directory with --out"
             )
         if steps:
-            told.append(line(EXTENSION, *steps))
-        lines = [line(key, *pair) for key, pair in changed.items()]
+            extensions.append(line(EXTENSION, *steps))
+        lines = [line(key, *pair) for key, pair in sorted(changed.items())]
         if lines and entry["state"] == "done" and not (steps and steps[1] > entry["step"]):
             raise UsageError(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "
                 f"--out, or ask for more steps than {entry['step']} to continue it with these"
             )
         asked += lines
-    return list(dict.fromkeys(asked)), list(dict.fromkeys(told))
+    return list(dict.fromkeys(asked)), list(dict.fromkeys(extensions))

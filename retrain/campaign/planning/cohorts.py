@@ -61,13 +61,7 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
     return [list(group[i : i + count]) for i in range(0, len(group), count)]
 
 
-def _on_gpu(spec: RunSpec) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and spec.config.backend.devices != "cpu"
-
-
-def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool) -> list[list[RunSpec]]:
     """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
     shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record."""
     known = {spec.run_id: spec for spec in specs}
@@ -77,7 +71,7 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[R
         if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
     ]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
-    lanes = lanes or lane_count(specs, _on_gpu(specs[0]))
+    lanes = lanes or lane_count(specs, on_gpu)
     rest = [spec for spec in specs if not any(spec.run_id in group for group in begun)]
     planned = [[known[name] for name in group if name in known] for group in begun] + cohorts(rest, lanes)
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned])

@@ -200,16 +200,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Costs of one run (counts, seconds) and of the process that trains it (``memory``)."""
+    """Costs of one run in seconds, and of the process that trains it in bytes (``memory``)."""
 
-    prompt_tokens: int
-    completions: int
-    completion_tokens: int
-    evaluation_completions: int
-    parameters: int | None
-    adapter_parameters: int | None
-    memory: Memory | None
-    seconds: float | None
+    adapter_parameters: int
+    memory: Memory
+    seconds: float
 
 
 QWEN3 = {
@@ -254,12 +249,6 @@ def reference_gpu() -> Device:
     return Device("gpu", "one H100", tflops * 1e12, gigabytes * 1e9)
 
 
-def evaluations(max_steps: int, eval_every: int, at_start: bool) -> int:
-    """How many held-out evaluations a run makes: at the start, every ``eval_every`` updates, after the last."""
-    between = (max_steps - 1) // eval_every if eval_every > 0 else 0
-    return int(at_start) + between + 1
-
-
 @dataclass(frozen=True)
 class Work:
     """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
@@ -278,36 +267,38 @@ class Work:
         """Tokens of a prompt and its completion."""
         return self.prompt + self.tokens
 
+    @property
+    def completions(self) -> int:
+        """Completions of all steps."""
+        return self.steps * self.rows
+
+    @property
+    def evaluation_completions(self) -> int:
+        """Completions of all held-out evaluations."""
+        return (self.at_start + self.evaluations) * self.evaluated
+
 
 def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
     training, evaluation = config.training, config.evaluation
     evaluated = sum(each.problems * each.samples for each in config.held_out)
+    between = (training.max_steps - 1) // training.eval_every if training.eval_every > 0 else 0
     return Work(
         prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=training.max_tokens,
         rows=training.batch_size * training.group_size,
         steps=training.max_steps,
         evaluated=evaluated,
-        evaluations=evaluations(training.max_steps, training.eval_every, at_start=False) if evaluated else 0,
+        evaluations=between + 1 if evaluated else 0,
         at_start=evaluation.at_start and evaluated > 0,
     )
 
 
 def estimate_run(
-    config: Config, architecture: Architecture | None, device: Device, prompt_tokens: int | None = None
+    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None
 ) -> Estimate:
     """Costs of one resolved run configuration."""
     work = work_of(config, prompt_tokens)
-    counts = {
-        "prompt_tokens": work.prompt,
-        "completions": work.steps * work.rows,
-        "completion_tokens": work.steps * work.rows * work.tokens,
-        "evaluation_completions": (work.at_start + work.evaluations) * work.evaluated,
-    }
-    if architecture is None:
-        return Estimate(**counts, parameters=None, adapter_parameters=None, memory=None, seconds=None)
-
     width = _width(config, device)
     adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
     asked = config.training.micro_batch_tokens
@@ -322,8 +313,6 @@ def estimate_run(
         sampling=work.rows * (work.length * architecture.cache_bytes(width) + logits),
     )
     return Estimate(
-        **counts,
-        parameters=architecture.parameters(),
         adapter_parameters=adapter,
         memory=memory,
         seconds=cohort_seconds([config], architecture, device, prompt_tokens),

@@ -16,7 +16,7 @@ from typing import Any
 
 from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
-from retrain.config import parse_with_sets
+from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json
 from retrain.ownership import not_readable
@@ -66,7 +66,8 @@ class Manifest:
         had accepted; a finished run that is to take more steps is pending again, and what was concluded is forgotten.
         """
         path = directory / MANIFEST
-        content = read_manifest(directory) if path.exists() else _new_content(name)
+        new = {"format": 1, "name": name, "created": time.time(), "runs": []}
+        content = read_manifest(directory) if path.exists() else new
         known = {run["run_id"]: run for run in content["runs"]}
         for spec in specs:
             digest, run = fingerprint(spec), known.get(spec.run_id)
@@ -117,25 +118,17 @@ class Manifest:
         self.files.check()
 
 
-def _new_content(name: str) -> dict[str, Any]:
-    return {"format": 1, "name": name, "created": time.time(), "runs": []}
-
-
-def write_plan(directory: Path, specs: Sequence[RunSpec], toml_text: str, toml_path: Path) -> None:
+def write_plan(plan: Plan) -> None:
     """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
-    every run with its resolved configuration."""
-    file = {"file": toml_path.name, "folder": str(toml_path.resolve().parent), "toml": toml_text}
-    _write_plan(directory, specs, file)
-
-
-def update_plan(directory: Path, specs: Sequence[RunSpec]) -> None:
-    """Replace the runs of ``plan.json``, the file they came from stays."""
-    content = read_json(directory / PLAN)
-    _write_plan(directory, specs, {key: content[key] for key in ("file", "folder", "toml")})
-
-
-def _write_plan(directory: Path, specs: Sequence[RunSpec], file: dict[str, Any]) -> None:
-    write_json(directory / PLAN, {"format": 1, **file, "runs": [spec.to_json() for spec in specs]})
+    every run with its resolved configuration. Of a plan without a file, what is there says where it came from."""
+    if plan.source is None:
+        content = read_json(plan.directory / PLAN)
+        file = {key: content[key] for key in ("file", "folder", "toml")}
+    else:
+        path = plan.source.path
+        file = {"file": path.name, "folder": str(path.resolve().parent), "toml": plan.source.text}
+    runs = [spec.to_json() for spec in plan.specs]
+    write_json(plan.directory / PLAN, {"format": 1, **file, "runs": runs})
 
 
 def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
@@ -160,7 +153,7 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
         if mine or key.startswith("campaign."):
             why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
-    specs = [RunSpec.from_json(run, parse_with_sets(run["config"], sets) if sets else None) for run in content["runs"]]
+    specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
 
 
@@ -170,7 +163,7 @@ def _plan_content(directory: Path) -> dict[str, Any]:
         content = read_json(path)
         for run in content["runs"]:
             if not is_name(run["run_id"]):
-                raise UsageError(f"{path} names {run['run_id']!r}, which is no run of this directory")
+                raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")
     except (OSError, ValueError, KeyError, TypeError) as error:

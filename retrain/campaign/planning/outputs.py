@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.errors import NotOurs
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
+from retrain.wording import listed
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHECKPOINT_FILES = (*ADAPTER_FILES, "manifest.json", "optimizer.safetensors", "state.json")
@@ -34,25 +34,19 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
     if owner is not NOBODY and (directory / MANIFEST).is_file():
         content = read_manifest(directory)
     entries = {entry["run_id"]: entry for entry in content.get("runs", ())}
-    _check_runs(directory, specs, entries)
+    known = [(entries[spec.run_id]["path"], run_place(spec)) for spec in specs if spec.run_id in entries]
+    # Other runs are another campaign's; so are runs that have their files elsewhere in the directory.
+    if entries and (not known or any(there != here for there, here in known)):
+        others = listed(list(entries), 3)
+        raise NotOurs(f"{directory} holds other runs ({others}; here {specs[0].run_id}): {ELSEWHERE}")
     for spec in specs:
         place, folder = run_place(spec), run_directory(directory, spec)
-        own = owner if place == "." else owner.at(place)
+        own = owner.at(place)
         check_claim(folder, own if owner is not NOBODY else None, AWAY)
         entry = entries.get(spec.run_id)
         if entry is None or entry["state"] != "done" or entry["step"] < spec.config.training.max_steps:
             _check_adapters(folder, spec, own)
     _check_squeezed(specs, owner, bool(content.get("squeeze")))
-
-
-def _check_runs(directory: Path, specs: Sequence[RunSpec], entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Other runs are another campaign's; so are runs that have their files elsewhere in the directory."""
-    known = [(entries[spec.run_id]["path"], run_place(spec)) for spec in specs if spec.run_id in entries]
-    if entries and (not known or any(there != here for there, here in known)):
-        raise NotOurs(
-            f"{directory} holds other runs ({', '.join(list(entries)[:3])}{' …' * (len(entries) > 3)}; here "
-            f"{specs[0].run_id}): {ELSEWHERE}"
-        )
 
 
 def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
@@ -81,9 +75,8 @@ def _check_squeezed(specs: Sequence[RunSpec], owner: Owner, made: bool) -> None:
         return
     out, refused = Path(settings.output_path), []
     for spec in specs:
-        own = owner if run_place(spec) == "." else owner.at(run_place(spec))
         try:
-            check_publish(out, ADAPTER_FILES, own.at("final/squeezed"), advice)
+            check_publish(out, ADAPTER_FILES, owner.at(run_place(spec)).at("final/squeezed"), advice)
             return
         except NotOurs as error:
             refused.append(error)

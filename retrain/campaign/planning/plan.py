@@ -9,7 +9,7 @@ is stopped half-way has complete pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from retrain.config.root import without_unused
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run to be done.
+    """One run to be done, with its fields in the order of ``plan.json``.
 
     ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
     the condition's overrides are applied, keys without effect have their defaults, and values that follow others
@@ -33,9 +33,9 @@ class RunSpec:
     label: str
     seed: int
     condition_index: int
-    config: Config
+    overrides: dict[str, Any]
     is_campaign: bool
-    overrides: dict[str, Any] = field(default_factory=dict)
+    config: Config
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
@@ -45,15 +45,7 @@ class RunSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The run as plain data, as ``plan.json`` has it."""
-        return {
-            "run_id": self.run_id,
-            "label": self.label,
-            "seed": self.seed,
-            "condition_index": self.condition_index,
-            "overrides": self.overrides,
-            "is_campaign": self.is_campaign,
-            "config": self.config.model_dump(mode="json", by_alias=True),
-        }
+        return vars(self) | {"config": self.config.to_dict()}
 
     @property
     def export(self) -> Path | None:
@@ -103,16 +95,16 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
         algorithm = config.algorithm
         name = label_of(algorithm.advantage_mode, algorithm.transform_mode, {})
         seed = config.training.seed
-        return [RunSpec(f"{name}_s{seed}", name, seed, 0, _resolve(config, None, seed, name), is_campaign=False)]
+        return [RunSpec(f"{name}_s{seed}", name, seed, 0, {}, False, _resolve(config, None, seed, name))]
     return [
         RunSpec(
             run_id=f"{condition.label}_s{seed}",
             label=condition.label,
             seed=seed,
             condition_index=index,
-            config=_resolve(config, condition, seed, condition.label),
-            is_campaign=True,
             overrides=condition.overrides,
+            is_campaign=True,
+            config=_resolve(config, condition, seed, condition.label),
         )
         for seed in config.campaign.seeds
         for index, condition in enumerate(config.campaign.conditions)

@@ -16,10 +16,9 @@ from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
-from retrain.config.checking import Places
 from retrain.config.modes import Need, mode_of
-from retrain.config.problems import Mistake
-from retrain.config.problems import Path as KeyPath
+from retrain.config.problems import Mistake, path_of
+from retrain.config.root import value_at
 from retrain.config.tasks import Data, Reward
 from retrain.config.upkeep import trackers
 from retrain.environments import load_data
@@ -48,43 +47,38 @@ SET_SOURCE = "evaluation.sets.{}.source"
 
 
 def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
-    """The plan, once all that can be known before anything is loaded has been looked at: what a file refers to, and
-    with ``places`` whether what it would write to is free or its own. Raises ConfigError, NotOurs or UsageError."""
+    """The plan, once all that can be known before anything is loaded has been looked at: the packages, code,
+    model and problems that a file refers to, with ``rewards`` also the code of rewards; with ``places`` whether what it
+    would write to is free or its own. Raises ConfigError, NotOurs or UsageError."""
     if plan.source is not None:
-        check_references(plan, plan.source, rewards)
+        problems = [*_problems(plan, plan.source, rewards), *data_problems(plan, plan.source)]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
     if places:
         check_places(plan.directory, plan.specs)
     return plan
 
 
-def check_references(plan: Plan, loaded: Loaded, rewards: bool = False) -> None:
-    """Look for the packages that the file needs and for its model, load every function and class that it names, with
-    ``rewards`` also those of [reward], look for the layers that get an adapter, and read the problems.
-
-    Raises ConfigError with one line for each that cannot be used, and for token credit that a backend would flatten.
-    """
-    problems = list(dict.fromkeys([*_problems(plan, loaded, rewards), *data_problems(plan, loaded)]))
-    if problems:
-        raise ConfigError(problems)
-
-
 def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
+    """One for each package, function, class, model and layer that the file names and that cannot be used, with
+    ``rewards`` also those of [reward]; and token credit that a backend would flatten."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
-            where = _place(loaded, key, value)
             try:
-                found = load_function(value, folder, "")
+                backend = load_function(value, folder, "")
                 plugin_ranges(value, folder, "")
                 if key == "backend.backend":
-                    check_backend_class(found, value)
+                    check_backend_class(backend, value)
             except PluginError as error:
                 reason = str(error).removeprefix(f" {value!r}: ").removeprefix(f"{value} ")
-                yield Problem(where, _shown(key), f'is "{value}": {reason}')
+                yield _problem_at(loaded, key, value, f'is "{value}": {reason}')
                 continue
             if key == "backend.backend":
-                yield from _capability_problems(loaded, spec.config, found)
-        yield from _package_problems(loaded, spec.config, folder)
+                yield from _capability_problems(loaded, spec.config, backend)
+        for key, value, module in absent_packages(spec.config, folder):
+            message = f'is "{value}", which needs the package {package_of(module)}'
+            yield _problem_at(loaded, key, value, message, install_line(module))
         model, targets = spec.config.model, spec.config.lora.target_modules
         backend = (spec.config.backend.backend, spec.config.backend.devices)
         wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets))
@@ -92,7 +86,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
         if rewards:
-            yield from _reward_problems(loaded.places, spec.config.reward, folder)
+            yield from _reward_problems(loaded, spec.config.reward, folder)
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
@@ -124,13 +118,6 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _package_problems(loaded: Loaded, config: Config, folder: Path) -> Iterator[Problem]:
-    """Packages that the run needs and that are not installed."""
-    for key, value, module in absent_packages(config, folder):
-        message = f'is "{value}", which needs the package {package_of(module)}'
-        yield _problem_at(loaded, key, value, message, install_line(module))
-
-
 def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
     layers that it does not have."""
@@ -138,13 +125,15 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if config.backend.backend != "local":
         return
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
-        where = _place(loaded, "model.model", model.model)
-        yield Problem(where, "model.model", f'is "{model.model}": {fault}')
-    elif not fits_a_cpu(config) and (fault := build_fault(config.backend.devices)):
-        devices = config.backend.devices
-        yield Problem(_place(loaded, "backend.devices", devices), "backend.devices", f'is "{devices}": {fault}')
-    else:
-        yield from _target_problems(loaded, config)
+        yield _problem_at(loaded, "model.model", model.model, f'is "{model.model}": {fault}')
+        return
+    if not fits_a_cpu(config) and (fault := build_fault(config.backend.devices)):
+        yield _problem_at(loaded, "backend.devices", config.backend.devices, f'is "{config.backend.devices}": {fault}')
+    key, targets = "lora.target_modules", config.lora.target_modules
+    path = find_config(model.model, model.revision)
+    layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them
+    for message, fix in target_mistakes(targets, layers, "lm_head") if layers is not None else ():
+        yield _problem_at(loaded, key, targets, message, fix)
 
 
 def fits_a_cpu(config: Config) -> bool:
@@ -156,19 +145,19 @@ def fits_a_cpu(config: Config) -> bool:
 def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
     """What is wrong with the problems that the file names: of files and directories everything but what the model's
     tokenizer says of them; of functions and of the hub's data sets nothing, they are read when training starts."""
-    found: dict[str, Problem | None] = {}
+    problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         wanted = repr((config.data, held_out, config.training.max_examples))
-        if wanted not in found:
-            found[wanted] = _data_problem(loaded, config, plan.folder)
-    return [problem for problem in found.values() if problem is not None]
+        if wanted not in problems:
+            problems[wanted] = _data_problem(loaded, config, plan.folder)
+    return [problem for problem in problems.values() if problem is not None]
 
 
 def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
     """The first mistake in the problems of one configuration."""
     sources = sources_of(config)
-    absent = {key for key, _, _ in absent_packages(config, folder)}  # told by itself
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
     local = [
         key
         for key, value in sources.items()
@@ -204,20 +193,18 @@ def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Proble
 
 def sources_of(config: Config) -> dict[str, str]:
     """Every source of problems that a run reads, by its key."""
-    found, sets = {"data.source": config.data.source}, config.evaluation.sets
+    sources, sets = {"data.source": config.data.source}, config.evaluation.sets
     if not config.held_out:
-        return found
+        return sources
     if config.data.eval_source is not None and not (sets and all(each.source for each in sets)):
-        found["data.eval_source"] = config.data.eval_source
-    return found | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
+        sources["data.eval_source"] = config.data.eval_source
+    return sources | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
 
 
 def named_code(config: Config) -> Iterator[tuple[str, str]]:
     """(key, ``module:function``) of all code besides rewards that a configuration names."""
     for key in (*KEYS, *SOURCES):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if is_plugin(value):
+        if is_plugin(value := value_at(config, key)):
             yield key, value
     for index, each in enumerate(config.evaluation.sets):
         if each.source is not None and is_plugin(each.source):
@@ -234,36 +221,22 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
-        where = _place(loaded, "algorithm.transform_mode", mode)
         message = f'is "{mode}", which gives tokens different advantages, and backend {name} flattens them'
-        yield Problem(where, "algorithm.transform_mode", message, 'transform_mode = "none"')
-    for key, fix in (
-        ("transform_mode", 'transform_mode = "gtpo"'),
-        ("uncertainty_kind", 'uncertainty_kind = "surprisal"'),
-    ):
-        wants, dotted = getattr(algorithm, key), f"algorithm.{key}"
+        yield _problem_at(loaded, "algorithm.transform_mode", mode, message, 'transform_mode = "none"')
+    for key, other in (("transform_mode", "gtpo"), ("uncertainty_kind", "surprisal")):
+        wants = getattr(algorithm, key)
         if Need.ENTROPY in mode_of(key, wants).needs and not getattr(backend, "gives_entropy", False):
             message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
-            yield Problem(_place(loaded, dotted, wants), dotted, message, fix)
+            yield _problem_at(loaded, f"algorithm.{key}", wants, message, f'{key} = "{other}"')
             return
 
 
-def _target_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
-    """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
-    key, targets = "lora.target_modules", config.lora.target_modules
-    path = find_config(config.model.model, config.model.revision)
-    layers = None if path is None else dense_layers(read_json(path))
-    if layers is not None:
-        for message, fix in target_mistakes(targets, layers, "lm_head"):
-            yield Problem(_place(loaded, key, targets), key, message, fix)
-
-
-def _reward_problems(places: Places, reward: Reward, folder: Path) -> Iterator[Problem]:
+def _reward_problems(loaded: Loaded, reward: Reward, folder: Path) -> Iterator[Problem]:
     """Modules and functions of rewards of type ``custom``."""
     from retrain.rewards.custom import found_file, is_path, scorer
 
-    parts = [(("reward",), reward), *((("reward", "components", i), part) for i, part in enumerate(reward.components))]
-    for path, part in parts:
+    parts = [("reward", reward), *((f"reward.components.{i}", part) for i, part in enumerate(reward.components))]
+    for table, part in parts:
         if part.type != "custom" or part.custom_module is None:
             continue
         module = part.custom_module
@@ -273,35 +246,26 @@ def _reward_problems(places: Places, reward: Reward, folder: Path) -> Iterator[P
             scorer(module, part.custom_function, [str(each) for each in search_folders(folder)])
         except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
             if isinstance(error, PluginError):
-                told = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
+                reason = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
             else:
-                told = f"importing it failed: {described(error)}"
-            key = ".".join(str(each + 1) if isinstance(each, int) else each for each in path) + ".custom_module"
-            yield Problem(places.find((*path, "custom_module"))[1], key, f'is "{part.custom_module}": {told}')
+                reason = f"importing it failed: {described(error)}"
+            message = f'is "{part.custom_module}": {reason}'
+            yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
 
 
 def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
     """The problem at the line of its key."""
-    return Problem(_place(loaded, key, value), _shown(key), message, fix)
+    return Problem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 
 def _place(loaded: Loaded, key: str, value: Any) -> str:
     """Where the key was written: in the first condition that has the value, else in its section."""
     places, (section, _, name) = loaded.places, key.partition(".")
-    for index, condition in enumerate(loaded.config.campaign.conditions if loaded.is_campaign else []):
+    for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
             for path in ((name,), (key,), (section, name)):
                 if places.given(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
-    return places.find(_path(key))[1]
-
-
-def _path(key: str) -> KeyPath:
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
-
-
-def _shown(key: str) -> str:
-    """The key as messages name it, tables of a list counted from 1."""
-    return Mistake(_path(key), "").key
+    return places.find(path_of(key))[1]

@@ -14,17 +14,17 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm, Need
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.planning.asked import askable, data_of, longest_completions
+from retrain.campaign.planning.asked import Longest, askable, data_of, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
-from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
 from retrain.campaign.running.fitting import check_memory, lane_bytes
-from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
+from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
+from retrain.campaign.running.protocol import CohortJob
 from retrain.checkpoints import checkpoint_directories, common_step
-from retrain.config import Config, parse_dict
-from retrain.engines.protocol import Engine
+from retrain.config import Config
 from retrain.environments import Dataset, content_hash
 from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.protocol import Environment
@@ -35,7 +35,6 @@ from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
-from retrain.policy.base import tokenizer_of
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import objective_of
@@ -53,17 +52,6 @@ from retrain.trainer import Cohort
 from retrain.types import Problem
 
 
-@dataclass(frozen=True)
-class Restart:
-    """How the runs of a cohort go on. ``failed_at``: those of them that had failed, with the steps they had done.
-    ``together``: all from the newest step that they have in common, else each from its own newest. ``accepted``: the
-    differences from the runs' records with which they may go on."""
-
-    failed_at: Mapping[str, int] = field(default_factory=dict)
-    together: bool = True
-    accepted: Sequence[str] = ()
-
-
 class Changed(Exception):
     """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
 
@@ -73,43 +61,34 @@ class Changed(Exception):
 
 
 def assemble(
-    directory: Path,
-    specs: Sequence[RunSpec],
-    folder: Path,
-    observer: Observer,
-    stop: Callable[[], bool],
-    stack: ExitStack,
-    restart: Restart = Restart(),
-    bases: Bases | None = None,
-    others: Sequence[RunSpec] = (),
+    job: CohortJob, observer: Observer, stop: Callable[[], bool], stack: ExitStack, bases: Bases | None = None
 ) -> Cohort:
-    """The cohort of these runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
+    """The cohort of a job's runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
     taken from and stays.
-
-    ``folder`` is that of the TOML file, where relative paths to data and modules are looked up first; ``others`` are
-    runs of the plan besides those in the directory's plan.json.
 
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is
     too short for all of them, and Changed.
     """
-    begin = _resume_points(directory, specs, restart)
+    directory, folder, longest = Path(job.directory), Path(job.folder), Longest(**job.longest)
+    specs = [RunSpec.from_json(run) for run in job.runs]
+    begin = _resume_points(specs, job)
     specs = [spec for spec in specs if spec.run_id in begin]
     modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
-    _use_deterministic(specs[0].config.training.deterministic)
-    # What is quick to read comes before the model, which may take minutes.
+    first, bases = specs[0].config, bases or stack.enter_context(Bases())
+    _use_deterministic(first.training.deterministic)
+    # What is quick to read comes before the weights, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
-    data = data_of(specs[0].config, folder)
-    planned = [parse_dict(config) for config in planned_configs(directory).values()]
-    longest = longest_completions([*planned, *(spec.config for spec in (*others, *specs))])
-    if _is_local(specs[0].config):
-        data = askable(data, specs[0].config, longest, *tokenizer_of(specs[0].config))  # before weights are loaded
-    model = model_of(specs, folder, data, bases or stack.enter_context(Bases()), stack, observer)
-    if not _is_local(specs[0].config):
-        data = askable(data, specs[0].config, longest, model.tokenizer.source, context=0)
+    data = data_of(first, folder)
+    if _is_local(first):
+        files = bases.look(first)
+        data = askable(data, first, longest, files.tokenizer, files.context)
+    model = model_of(specs, folder, data, bases, stack, observer)
+    if not _is_local(first):
+        data = askable(data, first, longest, model.tokenizer.source, context=0)
     shared = _Shared(directory, folder, model, data, observer, stack)
-    _compare_records(shared, specs, begin, _world(model, data), restart)
-    for note in (*data.notes, *model.notes()):  # once it is known that these runs train here
+    _compare_records(shared, specs, begin, _world(model, data), job)
+    for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
     runs = []
     for spec, mode in zip(specs, modes, strict=True):
@@ -119,13 +98,16 @@ def assemble(
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
-        _check_engine(run, model.engine)
+        if Need.ENTROPY in run.algorithm.needs and not model.engine.gives_entropy:
+            raise UsageError(
+                f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
+                'use [inference] engine = "local"'
+            )
         runs.append(run)
     if going_on := [run for run in runs if run.saved_shared.get("engine")]:
         model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
-    kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(specs[0].config) else None
-    renderer = Renderer(model.tokenizer.source, specs[0].config.data)
-    evaluator = Evaluator(model.engine, renderer, specs[0].config.held_out, kept)
+    kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(first) else None
+    evaluator = Evaluator(model.engine, Renderer(model.tokenizer.source, first.data), first.held_out, kept)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, _pressure(runs, model))
 
 
@@ -148,15 +130,6 @@ def _is_local(config: Config) -> bool:
     return config.backend.backend == "local"
 
 
-def _check_engine(run: Run, engine: Engine) -> None:
-    """Raise UsageError when the algorithm needs entropies and the engine has none."""
-    if Need.ENTROPY in run.algorithm.needs and not engine.gives_entropy:
-        raise UsageError(
-            f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
-            'use [inference] engine = "local"'
-        )
-
-
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
     """The controller of the shared decode batch, with what was observed so far, when a run asks for it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
@@ -164,7 +137,7 @@ def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
         return None
     prompts = sum(run.config.training.batch_size for run in runs)
     samples = max(run.config.training.group_size for run in runs)
-    pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work())
+    pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work)
     for run in asking:
         if saved := run.saved_shared.get("pressure"):
             pressure.restore(saved)
@@ -184,20 +157,15 @@ def model_of(
     """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
     config = specs[0].config
     if not _is_local(config):
-        return PluginModel.load(list(specs), folder)
+        return plugin_model(specs, folder)
     base, lanes, engine = bases.take(config, observer.message)
     # Dropout draws from torch's global stream, which runs side by side would share.
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
-    check_memory(base, lanes, specs, _longest_prompt(config, data, base.tokenizer))
-    return LocalModel(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
-
-
-def _longest_prompt(config: Config, data: Dataset, tokenizer: Any) -> int:
-    """Tokens of the longest prompt that is sampled from, in training or evaluation."""
-    parts = [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
-    return max(longest_prompt(problems, tokenizer, keys) for problems, keys in parts)
+    longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
+    check_memory(base, lanes, specs, longest)
+    return local_model(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
 
 
 @dataclass
@@ -227,31 +195,32 @@ class _Shared:
     stack: ExitStack
 
 
-def _resume_points(directory: Path, specs: Sequence[RunSpec], restart: Restart) -> dict[str, ResumePoint]:
+def _resume_points(specs: Sequence[RunSpec], job: CohortJob) -> dict[str, ResumePoint]:
     """Where each run of a cohort goes on; failed runs are in it when the others go back to before their failure."""
-    told: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
-    step: int | None = None
-    if restart.together:
-        going = [spec for spec in specs if spec.run_id not in restart.failed_at]
+    directory, step = Path(job.directory), None
+    passed_over: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
+    if job.together:
+        going = [spec for spec in specs if spec.run_id not in job.failed_at]
         step = common_step(
             [(run_directory(directory, spec), spec.config.training.max_steps) for spec in going],
-            [told[spec.run_id] for spec in going],
+            [passed_over[spec.run_id] for spec in going],
         )
-        specs = [spec for spec in specs if restart.failed_at.get(spec.run_id, step) >= step]
-    return {
-        spec.run_id: ResumePoint(None if step is None else min(step, spec.config.training.max_steps), told[spec.run_id])
-        for spec in specs
-    }
+        specs = [spec for spec in specs if job.failed_at.get(spec.run_id, step) >= step]
+    begin = {}
+    for spec in specs:
+        own = None if step is None else min(step, spec.config.training.max_steps)
+        begin[spec.run_id] = ResumePoint(own, passed_over[spec.run_id])
+    return begin
 
 
 def _compare_records(
-    shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, ResumePoint], facts: dict[str, Any], restart: Restart
+    shared: _Shared, specs: Sequence[RunSpec], begin: dict[str, ResumePoint], facts: dict[str, Any], job: CohortJob
 ) -> None:
     """Compare these facts with the runs' records, and keep them for the new ones. Raises Changed."""
     system = SystemInfo.now(shared.folder)
     records = {spec.run_id: recorded_facts(run_directory(shared.directory, spec)) for spec in specs}
     differing = [line for recorded in records.values() for line in world_changes(recorded, facts)]
-    if refused := [line for line in dict.fromkeys(differing) if line not in restart.accepted]:
+    if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise Changed(refused)
     for spec in specs:
         recorded, own = records[spec.run_id], begin[spec.run_id]
@@ -266,7 +235,7 @@ def _compare_records(
 def _world(model: CohortModel, data: Dataset) -> dict[str, Any]:
     """What a run is made with that has to be loaded to be known; part of every run's ``config.json``."""
     return {
-        "built": model.built(),
+        "built": model.built,
         "base": {"name": model.name, "fingerprint": model.identity, "tokenizer": model.tokenizer.digest},
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
@@ -278,19 +247,41 @@ def _world(model: CohortModel, data: Dataset) -> dict[str, Any]:
 def _build_run(
     shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: ResumePoint
 ) -> Run:
-    """One run of the cohort, where it goes on, with its record begun. Raises CheckpointError when its files do not
-    let it."""
+    """One run of the cohort, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
     recorder = _recorder(shared, spec, grader)
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
-    run = _new_run(shared, spec, recorder, modes, grader, begin.any_base)
+    config, model, data, (own, detector) = spec.config, shared.model, shared.data, modes
+    stream = (config.campaign.seed, config.training.seed)
+    run = Run(
+        spec=spec,
+        config=config,
+        directory=recorder.directory,
+        base_id=model.identity,
+        policy=model.policy(spec, recorder.directory),
+        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
+        objective=objective_of(config, own.loss),
+        environments=environments_of(config, data, grader),
+        renderer=Renderer(model.tokenizer.source, config.data),
+        recorder=recorder,
+        cursor=DataCursor(data.train, stream, config.data.shuffle),
+        any_base=begin.any_base,
+    )
     if run.export is not None:
         prepare_directory(run.export)  # now, and not after hours of training
-    for note in shared.data.notes:
+    for note in data.notes:
         recorder.log(note)
-    for line in _restored(run, shared.model, begin):
+    for line in _restored(run, model, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
-    recorder.start(_facts(run, recorder.context, begin), begin.system)
+    facts = run_facts(
+        config,
+        run_id=run.run_id,
+        condition=spec.label,
+        seeds={"campaign": stream[0], "run": stream[1]},
+        ranges=dict(recorder.context.ranges),
+        **begin.facts,
+    )
+    recorder.start(facts, begin.system)
     return run
 
 
@@ -326,29 +317,6 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
     )
 
 
-def _new_run(
-    shared: _Shared, spec: RunSpec, recorder: RunRecorder, modes: tuple[Modes, Detector], grader: Grader, any_base: bool
-) -> Run:
-    """The run at its first step."""
-    config, model, data = spec.config, shared.model, shared.data
-    stream = (config.campaign.seed, config.training.seed)
-    own, detector = modes
-    return Run(
-        spec=spec,
-        config=config,
-        directory=recorder.directory,
-        base_id=model.identity,
-        policy=model.policy(spec, recorder.directory),
-        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
-        objective=objective_of(config, own.loss),
-        environments=environments_of(config, data, grader),
-        renderer=Renderer(model.tokenizer.source, config.data),
-        recorder=recorder,
-        cursor=DataCursor(data.train, stream, config.data.shuffle),
-        any_base=any_base,
-    )
-
-
 def algorithm_of(
     config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: tuple[int | str, ...]
 ) -> Algorithm:
@@ -373,18 +341,6 @@ def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
     if run.restored_step is None and config.resume.from_:
         lines += run.continue_from(Path(config.resume.from_))
     return lines
-
-
-def _facts(run: Run, context: RunContext, begin: ResumePoint) -> dict[str, Any]:
-    """The run's ``config.json``."""
-    return run_facts(
-        run.config,
-        run_id=context.run_id,
-        condition=context.condition,
-        seeds={"campaign": run.config.campaign.seed, "run": context.seed},
-        ranges=dict(context.ranges),
-        **begin.facts,
-    )
 
 
 def _declared_ranges(config: Config, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,18 +14,10 @@ from signal import SIGINT
 from typing import Any
 
 from retrain.campaign.judging.design import without_sepa
-from retrain.campaign.judging.sequential import look, still_wanted
+from retrain.campaign.judging.sequential import look
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
-from retrain.campaign.planning.manifest import (
-    MANIFEST,
-    Manifest,
-    planned_configs,
-    read_manifest,
-    read_plan,
-    update_plan,
-    write_plan,
-)
+from retrain.campaign.planning.manifest import MANIFEST, Manifest, planned_configs, read_manifest, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executor import InProcess
@@ -51,6 +43,7 @@ from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
 from retrain.record.observer import Observer
+from retrain.wording import plural
 
 
 @dataclass
@@ -77,7 +70,7 @@ def resume(
 ) -> Outcome:  # fmt: skip
     """Continue a run or campaign from its directory alone, with ``section.key=value`` settings changed for all of its
     runs."""
-    return execute(check(read_plan(Path(directory), sets)), observer, retry_failed, approval)
+    return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
 
 
 def execute(
@@ -92,17 +85,12 @@ def execute(
     directory cannot be written, LeaseLost when another process has taken it over.
     """
     approval, executor = approval or Approval(), executor or InProcess()
-    with (
-        DirectoryLock(plan.directory, observer.message) as lock,
-        _open(plan, observer, approval) as manifest,
-    ):
+    with DirectoryLock(plan.directory, observer.message) as lock, _open(plan, observer, approval) as manifest:
         loaded = plan.source
-        if loaded is not None:
-            manifest.files.write(lambda: write_plan(plan.directory, plan.specs, loaded.text, loaded.path))
-            if loaded.is_campaign:
-                manifest.files.write(lambda: _write_facts(plan.directory, loaded))
-        elif plan.sets:
-            manifest.files.write(lambda: update_plan(plan.directory, plan.specs))
+        if loaded is not None or plan.sets:
+            manifest.files.write(lambda: write_plan(plan))
+        if loaded is not None and loaded.config.is_campaign:
+            manifest.files.write(lambda: _write_facts(plan.directory, loaded))
         return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
 
 
@@ -119,13 +107,13 @@ def _open(plan: Plan, observer: Observer, approval: Approval) -> Manifest:
     entries = {}
     if (directory / MANIFEST).is_file():
         entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
-    asked, told = settings_changes(plan.specs, planned_configs(directory), entries)
+    asked, extensions = settings_changes(plan.specs, planned_configs(directory), entries)
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
             asked += version_changes(run_directory(directory, spec), spec, plan.folder)
     approval(directory, asked)
-    for line in told:
+    for line in extensions:
         observer.message(f"changed since the last start: {line}")
     return Manifest.open(directory, plan.name, plan.specs)
 
@@ -153,7 +141,9 @@ class Controller:
         todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
         left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
         if left and not retry_failed:
-            observer.message(f"{left} failed run(s) are left as they are; --retry-failed continues them", "warning")
+            observer.message(
+                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+            )
         if todo:
             require_packages((spec.config for spec in todo), self.plan.folder)
             observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
@@ -161,8 +151,8 @@ class Controller:
             observer.message(f"every run in {self.directory} is done; give another directory with --out to train anew")
         with closing(self.executor), self.stop.listening(observer):
             try:
-                for group, job in self._jobs(retry_failed) if todo else ():
-                    self._train(group, job)
+                for group, how in self._jobs(retry_failed) if todo else ():
+                    self._train(group, how)
                     self._squeeze_once()
                     look(manifest, specs, observer)
                 self._squeeze_once()  # killed after the last run and before its analysis
@@ -195,8 +185,10 @@ class Controller:
         go on have to be in its batches again, and fail again.
         """
         manifest = self.manifest
-        for planned in planned_cohorts(manifest, self.specs):
-            group = still_wanted(manifest, planned)  # asked between cohorts: the sequential rule may have decided
+        on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.devices != "cpu"
+        for planned in planned_cohorts(manifest, self.specs, on_gpu):
+            # Asked between cohorts: the sequential rule may have stopped some.
+            group = [spec for spec in planned if manifest.run(spec.run_id)["state"] != "stopped"]
             states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
             failed = {name: int(manifest.run(name)["step"]) for name, state in states.items() if state == "failed"}
             if any(state not in ("done", "failed") for state in states.values()):
@@ -204,33 +196,31 @@ class Controller:
             if retry_failed and failed:
                 yield [spec for spec in group if spec.run_id in failed], {"together": False}
 
-    def _train(self, specs: list[RunSpec], job: dict[str, Any]) -> None:
+    def _train(self, specs: list[RunSpec], how: dict[str, Any]) -> None:
         """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest.
         Raises Interrupted when it was stopped."""
         self.manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
-        runs = [spec.to_json() for spec in specs]
-        places = {"directory": str(self.directory), "folder": str(self.plan.folder)}
-        end = self._follow(CohortJob(**places, runs=runs, accepted=list(self.approval.accepted), **job), specs)
+        job = CohortJob.of(self.plan, specs, accepted=list(self.approval.accepted), **how)
+        end = self._follow(job, specs)
         if end.status == "stopped":
             raise Interrupted(end.reason)
         if end.status == "changed":
             self.approval(self.directory, end.changes)
-            self._train(specs, job)
+            self._train(specs, how)
         if end.status == "too_large":
-            self._train_in_parts(specs, job, end)
+            self._train_in_parts(specs, how, end)
 
-    def _train_in_parts(self, specs: list[RunSpec], job: dict[str, Any], short: JobEnded) -> None:
+    def _train_in_parts(self, specs: list[RunSpec], how: dict[str, Any], short: JobEnded) -> None:
         parts = smaller_cohorts(specs, short.lanes, short.reason)
-        told = f"{short.reason}: they train in {len(parts)} cohorts, one after another"
-        self.observer.message(told, "warning")
-        names, now = {spec.run_id for spec in specs}, self.manifest.content["cohorts"]
-        place = next(i for i, cohort in enumerate(now) if names & set(cohort))
+        self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
+        names, before = {spec.run_id for spec in specs}, self.manifest.content["cohorts"]
+        place = next(i for i, cohort in enumerate(before) if names & set(cohort))
         cut = [[spec.run_id for spec in part] for part in parts]
-        rest = [[name for name in cohort if name not in names] for cohort in now]
+        rest = [[name for name in cohort if name not in names] for cohort in before]
         cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         for part in parts:
-            self._train(part, job)
+            self._train(part, how)
 
     def _follow(self, job: Job, specs: Sequence[RunSpec]) -> JobEnded:
         """Have a job done and follow it to its end."""
@@ -250,11 +240,14 @@ class Controller:
                     entry.update(state="interrupted", reason=str(error))
             with suppress(StorageError):
                 self.manifest.write()
-            raise _with_advice(error, self.directory) from error
+            raise RetrainError(
+                f"{error}\nEverything up to the last checkpoint is whole. Make room, or make the directory writable, "
+                f"then type: retrain resume {self.directory}"
+            ) from error
         raise RuntimeError(f"the executor's events ended before its job {handle.id}")
 
     def _hear(self, event: Event) -> None:
-        """Put down in the manifest what has happened, and tell the observer."""
+        """Record an event in the manifest, and pass it to the observer."""
         manifest, observer = self.manifest, self.observer
         match event:
             case RunStarted(run_id, step, max_steps):
@@ -288,13 +281,12 @@ class Controller:
                 weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
                 if spec.config.backend.backend == "local" or weights.is_file():
                     # else a backend of the user's that trains something else than a LoRA adapter
-                    job = SqueezeJob(str(self.directory), str(self.plan.folder), spec.to_json())
-                    self._follow(job, ())
+                    self._follow(SqueezeJob.of(self.plan, spec), ())
                 return
 
 
 def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """Metric and margin that decide, as ``compare`` takes them; a change since the first start is told in it.
+    """Metric and margin that decide, as ``compare`` takes them; a change since the first start is among the warnings.
 
     The manifest keeps what was declared first: what is chosen after results were there is exploratory.
     """
@@ -317,20 +309,14 @@ def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
 def summary(manifest: Manifest) -> dict[str, Any]:
     """What the command line prints at the end."""
     content, directory = manifest.content, manifest.directory
-    paths = {"directory": str(directory), "manifest": str(directory / "manifest.json")}
+    paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
     if content.get("report"):
         paths["report"] = str(directory / content["report"])
     done = [run for run in content["runs"] if run["state"] == "done"]
     if done:
         paths["adapter"] = str(directory / done[0]["path"] / "final")
         paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
-    return {
-        "name": content["name"],
-        "runs": content["runs"],
-        "comparison": content.get("comparison"),
-        "squeeze": content.get("squeeze"),
-        "paths": paths,
-    }
+    return {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze")} | {"paths": paths}
 
 
 def _with_advice(error: RunFailed, directory: Path) -> RetrainError:

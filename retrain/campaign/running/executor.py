@@ -1,7 +1,7 @@
 """The executor in this process: one job after the other, over one base in memory.
 
-No thread is needed to turn what the loop tells its observer into events: ``Cohort.train`` pauses between steps, and
-what was told until then is handed out in the pause. A signal therefore finds the main thread at its work.
+No thread is needed to turn calls of the loop's observer into events: ``Cohort.train`` pauses between steps, and what
+the observer has collected is handed out in the pause. A signal therefore finds the main thread at its work.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrain.campaign.planning.asked import Longest
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.protocol import (
     CohortJob,
@@ -36,37 +37,37 @@ if TYPE_CHECKING:
 
 
 class Outbox(NullObserver):
-    """An observer that keeps what it hears as events, from any thread, until they are asked for."""
+    """An observer that keeps its calls as events, from any thread, until they are asked for."""
 
     def __init__(self) -> None:
         self._waiting: deque[Event] = deque()
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """See ``Observer.run_started``."""
-        self._waiting.append(RunStarted(spec.run_id, step, max_steps))
+        self.put(RunStarted(spec.run_id, step, max_steps))
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
         """See ``Observer.step``."""
-        self._waiting.append(StepDone(spec.run_id, dict(row)))
+        self.put(StepDone(spec.run_id, dict(row)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
         """See ``Observer.evaluated``."""
-        self._waiting.append(Evaluated(spec.run_id, name, dict(row)))
+        self.put(Evaluated(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """See ``Observer.run_finished``."""
-        self._waiting.append(RunEnded(spec.run_id, status, message))
+        self.put(RunEnded(spec.run_id, status, message))
 
     def message(self, text: str, level: str = "info") -> None:
         """See ``Observer.message``."""
-        self._waiting.append(Message(text, level))
+        self.put(Message(text, level))
 
-    def facts(self, facts: dict[str, Any]) -> None:
-        """What the campaign's manifest says from now on."""
-        self._waiting.append(Facts(facts))
+    def put(self, event: Event) -> None:
+        """Keep an event."""
+        self._waiting.append(event)
 
     def drain(self) -> Iterator[Event]:
-        """What was heard since the last time."""
+        """The events since the last time."""
         while self._waiting:
             yield self._waiting.popleft()
 
@@ -85,12 +86,19 @@ class Submitted:
 
 
 class InProcess:
-    """See ``Executor``. The base stays in memory between jobs, until ``close``. Imports torch with the first job."""
+    """See ``Executor``. The base stays in memory between jobs, until ``close``. Torch is imported when it
+    is first asked about GPUs, or given a job."""
 
     def __init__(self) -> None:
         self._jobs: deque[Submitted] = deque()
         self._count = 0
         self._bases: Bases | None = None
+
+    def has_gpu(self) -> bool:
+        """See ``Executor.has_gpu``."""
+        import torch
+
+        return torch.cuda.is_available()
 
     def submit(self, job: Job) -> Submitted:
         """See ``Executor.submit``."""
@@ -126,18 +134,13 @@ class InProcess:
 
     def _train(self, mine: Submitted, job: CohortJob, outbox: Outbox) -> Generator[Event, None, JobEnded]:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.campaign.running.assemble import Changed, Restart, assemble, memory_facts
+        from retrain.campaign.running.assemble import Changed, assemble, memory_facts
         from retrain.campaign.running.fitting import DoesNotFit
         from retrain.policy.budget import is_out_of_memory
 
-        specs = [RunSpec.from_json(run) for run in job.runs]
-        restart = Restart(job.failed_at, job.together, job.accepted)
         with ExitStack() as stack:
             try:
-                cohort = assemble(
-                    Path(job.directory), specs, Path(job.folder), outbox, lambda: mine.stopping, stack, restart,
-                    self._base(),
-                )  # fmt: skip
+                cohort = assemble(job, outbox, lambda: mine.stopping, stack, self._own_bases())
             except DoesNotFit as short:
                 return JobEnded(mine.id, "too_large", str(short), short.lanes)
             except Changed as changed:
@@ -145,11 +148,11 @@ class InProcess:
             except RetrainError as error:
                 if error.exit_status == 2 or isinstance(error, StorageError | DeviceLost):
                     raise  # a wrong model name or data file, a full disk, a dead GPU: no run has failed
-                for spec in specs:
-                    outbox.run_finished(spec, "failed", str(error))
+                for run in job.runs:
+                    outbox.put(RunEnded(run["run_id"], "failed", str(error)))
                 return JobEnded(mine.id)
             if memory := memory_facts(Path(job.directory), cohort):
-                outbox.facts({"memory": memory})
+                outbox.put(Facts({"memory": memory}))
             try:
                 with closing(cohort.train()) as pauses:
                     for _ in pauses:
@@ -162,33 +165,33 @@ class InProcess:
                 if lost(error):  # but a new process can go on with them
                     raise
                 active = [run for run in cohort.runs if run.active]
-                if is_out_of_memory(error) and len(active) > 1 and specs[0].config.campaign.lanes == "auto":
+                if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
                     reason = f"{len(active)} runs ran out of memory together"
                     return JobEnded(mine.id, "too_large", reason, len(active) // 2)
                 for run in active:
                     run.fail(error)
-                    outbox.run_finished(run.spec, "failed", run.error or "")
+                    outbox.put(RunEnded(run.run_id, "failed", run.error or ""))
             finally:
                 for run in cohort.runs:
                     run.recorder.close(failed=run.error is not None)
-                self._base().forget_adapters()
+                self._own_bases().forget_adapters()
         return JobEnded(mine.id)
 
     def _squeeze(self, mine: Submitted, job: SqueezeJob, outbox: Outbox) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
         from retrain.campaign.adapters.squeeze import squeeze_after_run
 
-        spec = RunSpec.from_json(job.run)
+        spec, longest = RunSpec.from_json(job.run), Longest(**job.longest)
         try:
-            found = squeeze_after_run(Path(job.directory), spec, Path(job.folder), self._base().take)
-            outbox.facts({"squeeze": found})
+            analysis = squeeze_after_run(Path(job.directory), spec, Path(job.folder), longest, self._own_bases())
+            outbox.put(Facts({"squeeze": analysis}))
         except RetrainError as error:
             if lost(error):
                 raise
-            outbox.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
+            outbox.put(Message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning"))
         return JobEnded(mine.id)
 
-    def _base(self) -> Bases:
+    def _own_bases(self) -> Bases:
         from retrain.campaign.running.models import Bases
 
         self._bases = self._bases or Bases()

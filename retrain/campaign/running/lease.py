@@ -9,7 +9,6 @@ watched for a while to see whether it changes.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import LeaseLost, StorageError, UsageError
-from retrain.files import prepare_directory, write_json
+from retrain.files import prepare_directory, read_json, write_json
 from retrain.ownership import claim
 
 LOCK, LEASE = ".lock", ".lease"
@@ -61,7 +60,7 @@ class DirectoryLock:
     """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds. The
     directory gets its owner's mark; NotOurs is raised where it is somebody else's (see ``retrain.ownership``).
 
-    ``message`` is told what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
+    ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
     only happen to one that was suspended.
     """
 
@@ -122,14 +121,14 @@ class DirectoryLock:
         raise UsageError(f"another retrain process is writing {self.directory}: wait for it, or use --out")
 
     def _take_lease(self) -> None:
-        found = self._read()
-        if found is not None and self._alive(found):
+        lease = self._read()
+        if lease is not None and self._alive(lease):
             raise UsageError(
-                f"another retrain process ({found.get('host')}, process {found.get('pid')}) is writing "
+                f"another retrain process ({lease.get('host')}, process {lease.get('pid')}) is writing "
                 f"{self.directory}: wait for it, or use --out"
             )
         self._write()
-        if found is not None and not self._same_machine(found):
+        if lease is not None and not self._same_machine(lease):
             self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
         if (self._read() or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
@@ -155,10 +154,10 @@ class DirectoryLock:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            found = json.loads((self.directory / LEASE).read_text(encoding="utf-8"))
+            lease = read_json(self.directory / LEASE)
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return lease if isinstance(lease, dict) else None
 
     def _write(self) -> None:
         self._count += 1
@@ -178,13 +177,13 @@ class DirectoryLock:
     def _renew(self) -> None:
         """Renew the lease until the end; stop when it belongs to another."""
         while not self._ended.wait(self.beat):
-            found = self._read()
-            if found is not None and found.get("token") != self.token:
+            lease = self._read()
+            if lease is not None and lease.get("token") != self.token:
                 self.lost = True
                 return
-            if found is None and not self.directory.is_dir():
+            if lease is None and not self.directory.is_dir():
                 continue  # vanished: whoever records next finds out and says so
             try:
                 self._write()
-            except StorageError:  # a full disk: the records' own writes tell; the next beat tries again
+            except StorageError:  # a full disk: the records' own writes report it; the next beat tries again
                 continue

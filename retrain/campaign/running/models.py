@@ -6,11 +6,11 @@ before another is loaded, everything that was put on it is taken off and it is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -20,7 +20,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.maths.backpressure import DecodeWork
-from retrain.policy.base import BaseModel, base_of
+from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
 from retrain.policy.device import described, gpu_facts
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
@@ -32,124 +32,78 @@ from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 
-class CohortModel(Protocol):
+@dataclass
+class CohortModel:
     """What the runs of a cohort share. ``identity`` tells frozen weights apart."""
 
     name: str
     identity: str
     tokenizer: Tokenizer
+    engine: Engine
     workers: Workers
-
-    @property
-    def engine(self) -> Engine:
-        """What samples for all of them."""
-        ...
-
-    def policy(self, spec: RunSpec, directory: Path) -> Policy:
-        """The policy of one run, untrained; ``directory`` is the run's."""
-        ...
-
-    def built(self) -> dict[str, Any]:
-        """Of what it is made, for ``config.json``."""
-        ...
-
-    def decode_work(self) -> DecodeWork | None:
-        """What a decode step costs, if that is known."""
-        ...
-
-    def notes(self) -> list[str]:
-        """What a person should know of it."""
-        ...
+    policy: Callable[[RunSpec, Path], Policy]
+    """The policy of one run, untrained; the path is that of the run's directory."""
+    built: dict[str, Any]
+    """What it is made of, for ``config.json``."""
+    decode_work: DecodeWork | None = None
+    """What a decode step costs, where that is known."""
+    notes: Sequence[str] = ()
+    """What a person should know of it."""
 
 
-@dataclass
-class LocalModel:
+def local_model(base: BaseModel, lanes: Lanes, engine: LocalEngine, workers: Workers, plan: MemoryPlan) -> CohortModel:
     """A base in this process, with the lanes that train on it and the engine that samples with them."""
 
-    base: BaseModel
-    lanes: Lanes
-    engine: LocalEngine
-    workers: Workers
-    plan: MemoryPlan
-
-    def __post_init__(self) -> None:
-        self.name, self.identity, self.tokenizer = self.base.name, self.base.fingerprint, self.base.text
-        self.engine.workers = self.workers
-        self.engine.begin(self.plan)
-
-    def policy(self, spec: RunSpec, directory: Path) -> LocalPolicy:
-        """See ``CohortModel.policy``."""
+    def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         stream = (spec.config.campaign.seed, spec.config.training.seed)
-        return LocalPolicy(self.base, self.lanes, spec.config, stream, self.workers, self.plan)
+        return LocalPolicy(base, lanes, spec.config, stream, workers, plan)
 
-    def built(self) -> dict[str, Any]:
-        """See ``CohortModel.built``."""
-        return {
-            "model": type(self.base.model).__name__,
-            "tokenizer": type(self.base.tokenizer).__name__,
-            "engine": type(self.engine).__name__,
-            "dtype": str(self.base.dtype).removeprefix("torch."),
-            "device": described(self.base.device),
-            **gpu_facts(self.base.device),
-            "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
-            "optimizer": "AdamW",
-        }
-
-    def decode_work(self) -> DecodeWork | None:
-        """See ``CohortModel.decode_work``."""
-        return decode_work(self.base)
-
-    def notes(self) -> list[str]:
-        """See ``CohortModel.notes``."""
-        notes = []
-        if not getattr(self.base.tokenizer, "chat_template", None):
-            notes.append(
-                f"{self.base.name} has no chat template: prompts are plain text, messages joined by blank lines; for a "
-                "model that is trained to chat, give one with its template"
-            )
-        if not self.engine.fast:
-            notes.append(f"{self.base.name} decodes through transformers' own forward pass, slower than plain products")
-        return notes
+    engine.workers = workers
+    engine.begin(plan)
+    notes = []
+    if not getattr(base.tokenizer, "chat_template", None):
+        notes.append(
+            f"{base.name} has no chat template: prompts are plain text, messages joined by blank lines; for a model "
+            "that is trained to chat, give one with its template"
+        )
+    if not engine.fast:
+        notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
+    dtype = str(base.dtype).removeprefix("torch.")
+    built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
+    built |= gpu_facts(base.device)
+    return CohortModel(base.name, base.fingerprint, base.text, engine, workers, policy, built, decode_work(base), notes)
 
 
-class PluginModel:
-    """Backends of the user's own, one for each run. There are no weights to share."""
+def plugin_model(specs: Sequence[RunSpec], folder: Path) -> CohortModel:
+    """Backends of the user's own, one for each run. There are no weights to share.
 
-    def __init__(self, config: Config, backends: Mapping[str, Any]):
-        self.plugin, self.backends = config.backend.backend, backends
-        first = next(iter(backends.values()))
-        self.name, self.identity = config.model.model, self.plugin
-        self.tokenizer = Tokenizer(getattr(first, "tokenizer", None) or ByteTokenizer())
-        self.engine = PluginEngine(self.plugin, getattr(first, "gives_entropy", False))
-        self.workers = Workers()
+    Raises PluginError when one cannot be loaded or made.
+    """
+    config = specs[0].config
+    plugin, backends = config.backend.backend, {spec.run_id: load_backend(spec.config, folder) for spec in specs}
+    first = backends[specs[0].run_id]
 
-    @classmethod
-    def load(cls, specs: list[RunSpec], folder: Path) -> PluginModel:
-        """A backend for every run. Raises PluginError when one cannot be loaded or made."""
-        return cls(specs[0].config, {spec.run_id: load_backend(spec.config, folder) for spec in specs})
+    def policy(spec: RunSpec, directory: Path) -> PluginPolicy:
+        return PluginPolicy(backends[spec.run_id], plugin, directory / "checkpoints")
 
-    def policy(self, spec: RunSpec, directory: Path) -> PluginPolicy:
-        """See ``CohortModel.policy``."""
-        return PluginPolicy(self.backends[spec.run_id], self.plugin, directory / "checkpoints")
+    tokenizer = Tokenizer(getattr(first, "tokenizer", None) or ByteTokenizer())
+    engine, workers = PluginEngine(plugin, getattr(first, "gives_entropy", False)), Workers()
+    built = _built(plugin, tokenizer.source, engine, "float32", "cpu", workers, None)
+    return CohortModel(config.model.model, plugin, tokenizer, engine, workers, policy, built)
 
-    def built(self) -> dict[str, Any]:
-        """See ``CohortModel.built``."""
-        return {
-            "model": self.plugin,
-            "tokenizer": type(self.tokenizer.source).__name__,
-            "engine": type(self.engine).__name__,
-            "dtype": "float32",
-            "device": "cpu",
-            "threads": {"workers": self.workers.count, "torch": torch.get_num_threads()},
-            "optimizer": None,
-        }
 
-    def decode_work(self) -> None:
-        """Nothing is known of it."""
-
-    def notes(self) -> list[str]:
-        """There is nothing to say."""
-        return []
+def _built(
+    model: str, tokenizer: Any, engine: Engine, dtype: str, device: str, workers: Workers, optimizer: str | None
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "tokenizer": type(tokenizer).__name__,
+        "engine": type(engine).__name__,
+        "dtype": dtype,
+        "device": device,
+        "threads": {"workers": workers.count, "torch": torch.get_num_threads()},
+        "optimizer": optimizer,
+    }
 
 
 class Bases:
@@ -157,6 +111,7 @@ class Bases:
 
     def __init__(self) -> None:
         self._key, self._targets = "", ""
+        self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
         self._prepared: tuple[Lanes, LocalEngine] | None = None
 
@@ -166,19 +121,26 @@ class Bases:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.release()
 
+    def look(self, config: Config) -> ModelFiles:
+        """The model that a run's configuration names, without its weights. It is looked at once, for filtering the data
+        and for loading. Raises ModelError when it cannot be had."""
+        model = config.model
+        key = repr((
+            model.model, model.revision, model.trust_remote_code, model.local_files_only,
+            config.backend.devices, config.inference.dtype,
+        ))  # fmt: skip
+        if self._files is None or key != self._key:
+            self.release()
+            self._files, self._key = look_at(config), key
+        return self._files
+
     def take(
         self, config: Config, tell: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
         """The base that a run's configuration names, with the lanes that it trains, and an engine. What is in memory
         already is taken from there. Raises ModelError when it cannot be had."""
-        model, targets = config.model, repr(config.lora.target_modules)
-        key = repr((
-            model.model, model.revision, model.trust_remote_code, model.local_files_only,
-            config.backend.devices, config.inference.dtype,
-        ))  # fmt: skip
-        if self._base is None or key != self._key:
-            self.release()
-            self._base, self._key = base_of(config), key
+        files, targets = self.look(config), repr(config.lora.target_modules)
+        self._base = self._base or load_weights(files, config.backend.devices, config.inference.dtype)
         if self._prepared is None or targets != self._targets:
             self._prepared = None
             self._base.release()
@@ -198,4 +160,4 @@ class Bases:
         """Take everything off the base and let go of it."""
         if self._base is not None:
             self._base.release()
-        self._base = self._prepared = None
+        self._files = self._base = self._prepared = None

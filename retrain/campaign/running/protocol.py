@@ -6,16 +6,20 @@ Both are plain data, so that a job can be done in another process or on another 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
+
+from retrain.campaign.planning.asked import longest_completions
+from retrain.campaign.planning.plan import Plan, RunSpec
 
 
 @dataclass(frozen=True)
 class CohortJob:
     """Train these runs together, from where their checkpoints are.
 
-    ``directory`` is the campaign's, ``folder`` that of its TOML file. ``runs`` are as ``RunSpec.to_json`` writes them.
+    ``directory`` is the campaign's, ``folder`` that of its TOML file. ``runs`` are as ``RunSpec.to_json`` writes them,
+    ``longest`` are the longest completions of all runs of the plan, the fields of ``Longest``.
     ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
     step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
     with which they may go on.
@@ -24,18 +28,37 @@ class CohortJob:
     directory: str
     folder: str
     runs: list[dict[str, Any]]
+    longest: dict[str, Any]
     failed_at: dict[str, int] = field(default_factory=dict)
     together: bool = True
     accepted: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, plan: Plan, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
+        """The job of these runs of a plan; ``how`` are the fields that have defaults."""
+        return cls(**_facts_of(plan), runs=[spec.to_json() for spec in specs], **how)
+
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of a finished run. The event is Facts, with the key ``squeeze``."""
+    """Analyse and compress the adapter of ``run``, which has finished; the other fields are those of ``CohortJob``. The
+    event is Facts, with the key ``squeeze``."""
 
     directory: str
     folder: str
     run: dict[str, Any]
+    longest: dict[str, Any]
+
+    @classmethod
+    def of(cls, plan: Plan, spec: RunSpec) -> SqueezeJob:
+        """The job of this run of a plan."""
+        return cls(**_facts_of(plan), run=spec.to_json())
+
+
+def _facts_of(plan: Plan) -> dict[str, Any]:
+    """What the jobs of a plan have in common."""
+    longest = longest_completions(spec.config for spec in plan.specs)
+    return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(longest)}
 
 
 Job = CohortJob | SqueezeJob
@@ -96,8 +119,8 @@ class JobEnded:
     """The last event of a job.
 
     ``status``: "done" (each run has ended), "stopped" (as asked, with all saved), "too_large" (only ``lanes`` of the
-    runs fit into memory together) or "changed" (``changes`` from the runs' records are not accepted); of the last two
-    nothing was trained further, and ``reason`` is for a person.
+    runs fit into memory together) or "changed" (``changes`` from the runs' records are not accepted); after the last
+    two nothing was trained further, and ``reason`` is for a person.
     """
 
     job: str
@@ -120,11 +143,14 @@ class Handle(Protocol):
 
     def stop(self) -> None:
         """Ask for an end after the step that is under way, with everything saved; does not wait."""
-        ...
 
 
 class Executor(Protocol):
     """Where cohorts run. It writes runs' directories, and nothing of the campaign's that the controller writes."""
+
+    def has_gpu(self) -> bool:
+        """Whether it trains on a GPU, where the configuration lets it."""
+        ...
 
     def submit(self, job: Job) -> Handle:
         """Have a job done."""
@@ -140,7 +166,6 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Let go of everything; nothing more is submitted."""
-        ...
 
 
 _KINDS = {

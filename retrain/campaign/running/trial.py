@@ -16,10 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.adapters.talk import as_read
+from retrain.campaign.adapters.talk import answer, as_read
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.fitting import DoesNotFit
+from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.prompts import conversation
@@ -44,13 +45,13 @@ POOLED = ("math", "judge", "custom")
 
 
 class Messages(NullObserver):
-    """Passes on what a person should hear, and nothing else."""
+    """Passes on messages alone."""
 
     def __init__(self, tell: Callable[[str], None]):
         self.tell = tell
 
     def message(self, text: str, level: str = "info") -> None:
-        """One line for the reader."""
+        """See ``Observer.message``."""
         self.tell(text)
 
 
@@ -68,7 +69,8 @@ def trial(
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
-            cohort = assemble(aside, [spec], plan.folder, Messages(tell), lambda: False, stack, others=plan.specs)
+            job = CohortJob.of(replace(plan, directory=aside), [spec])
+            cohort = assemble(job, Messages(tell), lambda: False, stack)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
@@ -99,9 +101,7 @@ def trial(
                     "rendered": as_read(prompt, run.renderer.tokenizer),
                     "tokens": len(prompt.token_ids),
                     "answer": prompt.problem.answer,
-                    "samples": [
-                        _told(*each) for each in zip(sampled[i], *graded[i], strict=True)
-                    ],
+                    "samples": [_graded(*each) for each in zip(sampled[i], *graded[i], strict=True)],
                 }
                 for i, prompt in enumerate(prompts)
             ],
@@ -115,13 +115,13 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
     """The first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     if condition is not None and condition not in labels:
-        raise UsageError(f"--condition {condition!r} is none of {', '.join(labels)}")
+        raise UsageError(f"--condition {condition!r} is not one of {', '.join(labels)}")
     return next(spec for spec in plan.specs if condition in (None, spec.label))
 
 
 def _untracked(spec: RunSpec) -> RunSpec:
     """The run without trackers and other outputs."""
-    data = spec.config.model_dump(mode="json", by_alias=True)
+    data = spec.config.to_dict()
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
     return replace(spec, config=parse_dict(data), is_campaign=False)
@@ -149,7 +149,7 @@ Graded = tuple[list[RewardResult], list[float]]
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
     """Every answer graded by itself; without one grade in ``PATIENCE_S`` seconds the rest is not tried."""
-    found: list[Graded] = []
+    graded: list[Graded] = []
     spent, any_grade = 0.0, False
     for prompt, completions in zip(prompts, sampled, strict=True):
         results, seconds = [], []
@@ -167,15 +167,12 @@ def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence
             spent += seconds[-1]
             any_grade = any_grade or result.total_reward is not None
             results.append(replace(result, error=without_keys(result.error)) if result.error else result)
-        found.append((results, seconds))
-    return found
+        graded.append((results, seconds))
+    return graded
 
 
-def _told(completion: Action, result: RewardResult, seconds: float) -> dict[str, Any]:
-    return {
-        "text": completion.text,
-        "tokens": len(completion),
-        "stop": completion.stop_reason,
+def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[str, Any]:
+    return answer(completion) | {
         "reward": result.total_reward,
         "components": dict(result.components),
         "sample_metrics": dict(result.sample_metrics),
