@@ -144,13 +144,14 @@ def _validate(review: Review) -> Config | None:
 
 def _put_aside(data: dict[str, Any], path: Path) -> None:
     """Remove a wrong section or key; of a list of tables, empty the whole table."""
-    table = data.get(str(path[0]))
-    if len(path) == 1:
-        data.pop(str(path[0]), None)
-    elif len(path) == 2 and isinstance(table, dict):
-        table.pop(path[1], None)
-    elif isinstance(table, dict) and isinstance(rows := table.get(path[1]), list) and isinstance(path[2], int):
-        rows[path[2]] = None
+    section, *below = path
+    table = data.get(str(section))
+    if not below:
+        data.pop(str(section), None)
+    elif isinstance(table, dict) and len(below) == 1:
+        table.pop(below[0], None)
+    elif isinstance(table, dict) and isinstance(rows := table.get(below[0]), list) and isinstance(below[1], int):
+        rows[below[1]] = None
 
 
 def _close_gaps(review: Review) -> None:
