@@ -19,10 +19,10 @@ from record_cases import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.files import write_json
-from retrain.record import RunRecorder
 from retrain.record.console import LiveConsole, PlainConsole
-from retrain.record.follow import Follower, JsonLines, Tail
-from retrain.record.status import LAST_BLOCK, read_status, with_living_runs
+from retrain.record.follow import Follower, JsonLines
+from retrain.record.recorder import RunRecorder
+from retrain.record.status import LAST_BLOCK, Tail, read_status
 
 
 def test_a_tail_gives_every_complete_row_once(tmp_path):
@@ -216,12 +216,12 @@ def test_a_run_of_a_campaign_looked_at_alone(tmp_path):
     campaign.hold()
     campaign.state(0, "running")
     campaign.steps(0, 0, 2)
-    report = with_living_runs(read_status(tmp_path / "runs" / "a_s1"))
+    report = read_status(tmp_path / "runs" / "a_s1")
     assert [(run["run_id"], run["state"], run["seed"], run["step"]) for run in report["runs"]] == [
         ("a_s1", "running", 1, 2)
     ]
     campaign.release()
-    assert with_living_runs(read_status(tmp_path / "runs" / "a_s1"))["runs"][0]["state"] == "interrupted"
+    assert read_status(tmp_path / "runs" / "a_s1")["runs"][0]["state"] == "interrupted"
 
 
 def test_consoles_show_what_is_followed(tmp_path):

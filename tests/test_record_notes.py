@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from record_cases import config, context, group, step
 
-from retrain.record import RunRecorder
 from retrain.record.notes import RULES, WINDOW, explain
+from retrain.record.recorder import RunRecorder
 
 HEALTHY: dict[str, Any] = {
     "reward_failed": 0,
@@ -104,7 +104,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
 def test_each_remark_is_made_when_it_should_and_not_otherwise(key, odd, ordinary, settings):
     assert key in keys(odd, settings)
     assert key not in keys(ordinary, settings)
-    assert key not in [note.key for note in explain(odd, settings or config(), told={key})]
+    assert key not in [note.key for note in explain(odd, settings or config(), made={key})]
 
 
 def test_every_rule_has_its_case():

@@ -12,7 +12,7 @@ from browser import Browser, needs_chromium
 from pages import Reader
 from record_cases import context, group, step
 
-from retrain.record import RunRecorder
+from retrain.record.recorder import RunRecorder
 from retrain.record.timeline import BARS, SPANS_SHOWN, duration, steps_of, timeline_page, write_timeline
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -69,6 +70,27 @@ def asset(name: str) -> str:
 def generator(made_by: str) -> str:
     """The element in a page's head that says who made it."""
     return f'<meta name="generator" content="{escape(made_by)}">'
+
+
+def facts(items: Iterable[Sequence[str]]) -> str:
+    """A row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
+    parts = []
+    for name, value, *hint in items:
+        title = f' title="{hint[0]}"' if any(hint) else ""
+        parts.append(f"<div{title}><dt>{name}</dt><dd>{value}</dd></div>")
+    return f'<dl class="facts">{"".join(parts)}</dl>'
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int], css: str = "") -> str:
+    """A table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
+    classes = ["" if i in texts else ' class="number"' for i in range(len(heads))]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}{c}>{cell}</{tag}>' for c, cell in zip(classes, cells, strict=True))}</tr>"
+
+    head, body = line("th", [escape(text) for text in heads]), "\n".join(line("td", row) for row in rows)
+    css = f' class="{css}"' if css else ""
+    return f'<div class="scroll"><table{css}><thead>{head}</thead>\n<tbody>{body}</tbody></table></div>'
 
 
 def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: str = "retrain") -> str:

@@ -1,4 +1,4 @@
-"""What odd numbers mean: from the rows of a run to remarks in words, each told once with the likely remedy.
+"""What odd numbers mean: from the rows of a run to remarks in words, each made once with the likely remedy.
 
 ``explain`` is a function of the rows and the configuration alone, so a resumed run says what an uninterrupted one
 would. A rule gets what was recent and the values that it needs, and answers with (text, remedy) or None.
@@ -7,7 +7,7 @@ would. A rule gets what was recent and the values that it needs, and answers wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from retrain.config import Config
@@ -24,17 +24,14 @@ Finding = tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Note:
-    """One remark. ``level`` is info where the number is harmless, warning where something should be done."""
+    """One remark, a line of ``notes.jsonl``. ``level`` is info where the number is harmless, warning where something
+    should be done."""
 
     step: int
     key: str
     level: str
     text: str
     remedy: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form, a line of ``notes.jsonl``."""
-        return asdict(self)
 
     def __str__(self) -> str:
         first = self.remedy.partition(" ")[0].rstrip(",:;")
@@ -80,18 +77,19 @@ class Rule:
     needs: tuple[tuple[str, int], ...] = ()
 
 
-def explain(rows: Sequence[Row], config: Config, dtype: str = "float32", told: Collection[str] = ()) -> list[Note]:
+def explain(rows: Sequence[Row], config: Config, dtype: str = "float32", made: Collection[str] = ()) -> list[Note]:
     """Remarks that the newest row gives rise to; ``rows`` are in order, the first of them the run's first.
 
-    ``dtype`` is what the model computes in; ``told`` are keys of remarks that were made before.
+    ``dtype`` is what the model computes in; ``made`` are keys of earlier remarks.
     """
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
-    for key, rule in RULES.items():
-        values = [] if key in told else [recent.last(*need) for need in rule.needs]
-        if key not in told and all(values) and (found := rule.finding(recent, *values)):
-            notes.append(Note(int(recent.now["step"]), key, rule.level, *found))
+    for key in (key for key in RULES if key not in made):
+        rule = RULES[key]
+        values = [recent.last(*need) for need in rule.needs]
+        if all(values) and (finding := rule.finding(recent, *values)):
+            notes.append(Note(int(recent.now["step"]), key, rule.level, *finding))
     return notes
 
 
@@ -131,10 +129,10 @@ def _ungraded(recent: Recent) -> Finding:
         return None
     reward = recent.config.reward
     causes = [CAUSES[part.type] for part in (reward, *reward.components) if part.type in CAUSES]
-    told = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
+    words = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
-        f"run.log names the reasons{told}",
+        f"run.log names the reasons{words}",
     )
 
 
@@ -199,7 +197,7 @@ def _unchanged(recent: Recent) -> Finding:
     elif not any(row.get("optim/lr") for row in rows):
         why, remedy = "the learning rate is 0", "set [training] lr, or a shorter [optimizer] warmup_steps"
     elif all(row.get("optim/grad_norm") is None for row in rows):
-        return None  # a backend that does not tell, or a gradient that is not a number
+        return None  # a backend that reports none, or a gradient that is not a number
     else:
         why, remedy = "the gradient is 0", "check the loss settings: a clip range or mask may leave no token"
     return f"the adapter has not changed for 5 steps: {why}", remedy
@@ -268,8 +266,9 @@ def _grad_clipped(recent: Recent, flags: list[bool], norms: list[float]) -> Find
 
 def _no_gradient_number(recent: Recent) -> Finding:
     row = recent.now
-    told = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # by a backend that tells norms at all
-    if not row.get("num_datums") or row.get("optim/grad_norm") is not None or not (told or row.get("optim/skipped")):
+    reported = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # some backends report no norms
+    missing = row.get("optim/grad_norm") is None and (reported or row.get("optim/skipped"))
+    if not row.get("num_datums") or not missing:
         return None
     return (
         "the gradient is not a number (NaN or infinite)",
@@ -286,7 +285,7 @@ def _entropy_collapse(recent: Recent, entropies: list[float], rates: list[float]
         return None
     return (
         f"the policy has become nearly deterministic (entropy {_mean(entropies):.3f} nats, {first:.2f} at first) "
-        f"while only {percent(_mean(rates))} is correct: groups will stop to differ",
+        f"while only {percent(_mean(rates))} is correct: groups will stop differing",
         "lower lr, a higher temperature, or [algorithm] entropy_coef or kl_coef above 0",
     )
 
@@ -326,7 +325,7 @@ def _no_planning(recent: Recent, shares: list[float]) -> Finding:
     if Need.PLANNING not in credit_of(mode).needs or max(shares) > 0:
         return None
     return (
-        f"no planning token was found in 5 steps, so {mode} has nothing to tell apart",
+        f"no planning token was found in 5 steps, so {mode} cannot tell planning from execution",
         "give phrases that this model writes in [logging] strategic_grams",
     )
 
