@@ -136,7 +136,7 @@ def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
         assert (tmp_path / name).read_text() == "", name
 
 
-def test_a_damaged_line_is_told_with_its_number(tmp_path):
+def test_a_damaged_line_is_named_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step\xff\n{"step": 2}\n')
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 is damaged"):

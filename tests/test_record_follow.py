@@ -164,7 +164,7 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     assert events(stream) == ["step a_s2 2", "step a_s2 3", "end a_s2 failed"]
 
 
-def test_a_truncation_alone_is_not_told_twice(tmp_path):
+def test_after_a_truncation_no_evaluation_is_reported_twice(tmp_path):
     campaign, stream = Campaign(tmp_path), io.StringIO()
     campaign.hold()
     campaign.state(0, "running")
@@ -176,7 +176,7 @@ def test_a_truncation_alone_is_not_told_twice(tmp_path):
     events(stream)
     campaign.recorders[0].truncate(2)
     follower.look()
-    assert events(stream) == ["start a_s1 1", "step a_s1 1"]  # the evaluations come again and were told
+    assert events(stream) == ["start a_s1 1", "step a_s1 1"]  # the evaluations come again and were reported
     campaign.release()
 
 

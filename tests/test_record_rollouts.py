@@ -28,7 +28,7 @@ SHOW = "document.documentElement.dataset.hit=1"
 
 
 def batch(groups: list[Group], split: str = "train", iteration: int = 3, **changes: Any) -> Batch:
-    return Batch(split, iteration, groups, iteration, "grpo+none_s1", "grpo+none", 1000.0, **changes)
+    return Batch(split, iteration, groups, "grpo+none_s1", "grpo+none", 1000.0, **changes)
 
 
 def characters(groups: Sequence[Group]) -> Callable[[Sequence[int]], tuple[str, np.ndarray]]:

@@ -192,7 +192,7 @@ def test_names_in_a_campaign_may_have_a_prefix():
         ("", []),
     ],
 )
-def test_who_is_told_of_runs(monkeypatch, asked, names):
+def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
     monkeypatch.setattr("retrain.config.upkeep.find_spec", lambda name: None if name == "trackio" else name)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
     assert trackers(logging.report_to, logging.wandb_project) == names

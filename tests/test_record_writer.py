@@ -42,13 +42,13 @@ def test_work_is_done_in_order_by_one_other_thread():
     assert done[-1] == (100, "again")
 
 
-def test_a_full_queue_makes_put_wait_and_offer_refuse():
+def test_a_full_queue_makes_put_wait_or_refuse():
     gate, thread, done = threading.Event(), Thread("t", limit=2), []
     thread.put(gate.wait)
-    while not thread.offer(lambda: done.append(1)):
+    while not thread.put(lambda: done.append(1), wait=False):
         time.sleep(0.01)
     deadline = time.monotonic() + 10
-    while thread.offer(lambda: done.append(1)):
+    while thread.put(lambda: done.append(1), wait=False):
         assert time.monotonic() < deadline
     assert not thread.wait(0.01)
     gate.set()
@@ -122,7 +122,7 @@ def test_a_recorder_as_context_tells_what_could_not_be_written(tmp_path):
         record(recorder, 0, 1)
 
 
-def test_a_fault_of_ours_on_the_thread_is_told_with_its_traceback(tmp_path, monkeypatch):
+def test_a_fault_of_ours_on_the_thread_is_raised_with_its_traceback(tmp_path, monkeypatch):
     recorder = RunRecorder(tmp_path, context())
     monkeypatch.setattr("retrain.record.recorder.generations", lambda record: 1 / 0)
     record(recorder, 0, 1)
@@ -248,7 +248,7 @@ def test_a_tracker_that_never_answers_is_left_behind(tmp_path, monkeypatch):
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 8
 
 
-def test_a_tracker_that_does_not_finish_is_told(tmp_path, monkeypatch):
+def test_a_tracker_that_does_not_finish_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
     gate, told = threading.Event(), []
     recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
@@ -259,7 +259,7 @@ def test_a_tracker_that_does_not_finish_is_told(tmp_path, monkeypatch):
     assert "has not finished after 0.1 s" in line
 
 
-def test_a_failing_tracker_is_told_once_to_the_reader_too(tmp_path):
+def test_a_failing_tracker_is_reported_once_to_the_reader_too(tmp_path):
     told: list[str] = []
     slow = Slow(error=ConnectionError("gone"))
     with RunRecorder(tmp_path, context(), trackers={"slow": slow}, warn=told.append) as recorder:

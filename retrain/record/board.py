@@ -39,6 +39,13 @@ class RunView:
     evaluations: dict[str, Change] = field(default_factory=dict)
     """Accuracy on each held-out set, the first one first."""
 
+    def add_evaluation(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep the first and the latest accuracy on the set."""
+        rate = row.get(f"eval/{name}/correct_rate")
+        before = self.evaluations.setdefault(name, NO_CHANGE).before
+        if rate is not None:
+            self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
+
     @property
     def held_out(self) -> Change:
         """The first held-out set, for where there is room for one."""
@@ -87,12 +94,8 @@ class Board(NullObserver):
         self.steps.append((spec.run_id, row))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Keep the first and the latest accuracy on the set."""
-        rate = row.get(f"eval/{name}/correct_rate")
-        known = self.view(spec).evaluations
-        before = known.setdefault(name, NO_CHANGE).before
-        if rate is not None:
-            known[name] = Change(rate) if before is None else Change(before, rate)
+        """Keep the accuracy."""
+        self.view(spec).add_evaluation(name, row)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """Keep how it ended."""

@@ -1,6 +1,6 @@
 """Charts as SVG text: lines with bands, dots with intervals, histograms; a page of ``record.html`` adds ``charts.css``.
 
-Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is told
+Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is marked
 by colour alone: each has its marker and dash, and its name stands at the end of its line. Labels are plain text and
 are escaped here; numbers that are None are left out.
 """

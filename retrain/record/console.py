@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from retrain.record.board import Board
+from retrain.record.board import Board, RunView
 from retrain.record.html import visible
 from retrain.record.numbers import duration, number
 from retrain.record.observer import Observer, SpecLike
@@ -117,18 +117,16 @@ class LiveConsole(Board):
         super().__init__()
         self.console = console or Console()
         self.live = Live(
-            console=self.console, get_renderable=self._view, refresh_per_second=2, vertical_overflow="crop"
+            console=self.console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop"
         )
 
-    def plan(self, specs: Sequence[SpecLike]) -> None:
-        """Begin to draw."""
-        super().plan(specs)
-        self._begin()
-
-    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """Begin to draw, if no plan came before."""
-        super().run_started(spec, step, max_steps)
-        self._begin()
+    def view(self, spec: SpecLike) -> RunView:
+        """The run's view; with the first one the drawing begins."""
+        view = super().view(spec)
+        if not self.live.is_started:
+            self.live.start()
+            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
+        return view
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """A failure is also printed above the table, where it stays."""
@@ -146,12 +144,7 @@ class LiveConsole(Board):
             self.live.stop()
             atexit.unregister(self.live.stop)
 
-    def _begin(self) -> None:
-        if not self.live.is_started:
-            self.live.start()
-            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
-
-    def _view(self) -> RenderableType:
+    def _drawn(self) -> RenderableType:
         return board_view(self, self.console.width, self.console.height, self.clock())
 
 

@@ -2,8 +2,8 @@
 
 Whatever a model, a grader or a file wrote goes through ``escape``; numbers for a page's script go through
 ``data_block``. The content security policy of ``page`` allows the page's own scripts by their hash and nothing else,
-so that even markup that slipped through could not run or load anything. Styles and scripts are the files of
-``assets/``, written into each page.
+so that even markup that slipped through could not run or load anything. Styles, scripts and the frame of a page
+are the files of ``assets/``, written into each page.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import html
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from retrain.files import dumps
@@ -116,24 +117,11 @@ def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: 
         "base-uri 'none'; form-action 'none'"
     )
     elements = "\n".join(f"<script>{text}</script>" for text in scripts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
-{generator(made_by)}
-<title>{escape(title)}</title>
-<style>{asset("page.css")}{styles}</style>
-</head>
-<body>
-<button id="theme" class="no-print" type="button" title="light or dark" aria-label="light or dark">◐</button>
-<main>
-{body}
-</main>
-{elements}
-</body>
-</html>
-"""
+    return Template(asset("page.html")).substitute(
+        policy=policy,
+        generator=generator(made_by),
+        title=escape(title),
+        styles=asset("page.css") + styles,
+        body=body,
+        scripts=elements,
+    )

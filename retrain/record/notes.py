@@ -152,7 +152,7 @@ def _format_never(recent: Recent, shares: list[float]) -> Finding:
     if max(shares) > 0.02:
         return None
     return (
-        "hardly any completion of 3 steps has an answer in the expected format, so hardly any can be right",
+        "hardly any completion of the last 3 steps has an answer in the expected format, so hardly any can be right",
         "look at the pages of the run, and ask for the format in [data] prompt_template or system_prompt"
         + (", or raise max_tokens: the answers are cut off" if recent.cut_off() > 0.5 else ""),
     )
@@ -184,7 +184,7 @@ def _few_mixed(recent: Recent, mixed: list[float]) -> Finding:
         return None
     return (
         f"in the last 10 steps only {percent(_mean(mixed))} of the groups had rewards that differ; only these train",
-        "mix problems of other difficulty, or raise group_size",
+        "mix in problems of other difficulty, or raise group_size",
     )
 
 
@@ -230,7 +230,7 @@ def _engines_disagree(recent: Recent, values: list[float]) -> Finding:
         return None
     return (
         f"sampler and trainer disagree about the same tokens: kl_sample_train_v2 = {value:.2g}, above {limit:g}",
-        "they should compute alike: the same weights, dtype and temperature; or correct for it with "
+        "check that both use the same weights, dtype and temperature, or correct for the difference with "
         "[algorithm] tis_cap or icepop_band",
     )
 
@@ -295,7 +295,7 @@ def _entropy_growth(recent: Recent, entropies: list[float]) -> Finding:
     if first is None or min(entropies) < 2 * first + 0.5:
         return None
     return (
-        f"the entropy has grown from {first:.2f} to {entropies[-1]:.2f} nats: the text is dissolving",
+        f"the entropy has grown from {first:.2f} to {entropies[-1]:.2f} nats: the text is becoming random",
         "lower lr; if an entropy bonus is set, lower [algorithm] entropy_coef",
     )
 

@@ -153,7 +153,7 @@ class RunRecorder:
     def _write_rollouts(self, split: str, step: int, groups: Sequence[Group], started: float, pages: bool) -> None:
         config, names = self.context.config, (self.context.run_id, self.context.condition)
         weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
-        batch = Batch(split, step, groups, step, *names, started, self._token_text, weights)
+        batch = Batch(split, step, groups, *names, started, self._token_text, weights)
         shown = config.logging.num_groups_to_log if pages else None
         self._files.wrote(*write_files(self.directory, batch, shown))
 

@@ -60,10 +60,9 @@ def rollout_page(batch: Batch, shown: int) -> str:
     if hidden:
         where = "(<code>[logging] num_groups_to_log</code>); they are in the overview and the table."
         cards.append(_muted(f"{hidden} more groups are not shown with their texts {where}"))
-    updates = "update" if batch.policy_step == 1 else "updates"
+    updates = f"{batch.iteration}\n{'update' if batch.iteration == 1 else 'updates'}"
     body = f"""<header><h1>{escape(batch.title[:1].upper() + batch.title[1:])}</h1>
-<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {batch.policy_step}
-{updates}</p></header>
+<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {updates}</p></header>
 {_facts(groups)}
 {_overview(groups, len(chosen))}
 {_toolbar(chosen)}

@@ -34,17 +34,16 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Batch:
-    """What one iteration sampled. ``iteration`` counts from 0; of an evaluation it is the number of updates done.
+    """What one iteration sampled. ``iteration`` counts the updates that the sampling weights had.
 
-    ``split`` is ``train`` or ``eval/<name>``; ``policy_step`` is how many updates the sampling weights had; ``run``
-    and ``condition`` name the run; ``token_text`` places tokens in texts where that is known; ``started`` is in
-    seconds since the epoch; ``weights`` has weight and offset of each part of a weighted reward.
+    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
+    texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
+    part of a weighted reward.
     """
 
     split: str
     iteration: int
     groups: Sequence[Group]
-    policy_step: int
     run: str
     condition: str
     started: float
@@ -84,7 +83,7 @@ def summary_rows(batch: Batch) -> list[Row]:
             "group_idx": index,
             "traj_idx": sample,
             "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
-            "sampling_client_step": batch.policy_step,
+            "sampling_client_step": batch.iteration,
             "total_reward": rollout.reward.total_reward,
             "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
             "trajectory_metrics": metrics_of(rollout.reward),

@@ -17,7 +17,7 @@ from rich.text import Text
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_jsonl
-from retrain.record.board import NO_CHANGE, Board, Change, RunView
+from retrain.record.board import Board, Change, RunView
 from retrain.record.numbers import duration
 from retrain.record.states import MANIFEST, read_manifest
 from retrain.record.views import board_view
@@ -154,21 +154,17 @@ def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     path = directory / entry["path"]
     metrics = path / "metrics.jsonl"
-    row, rates = last_row(metrics), dict[str, list[float | None]]()
+    row, view = last_row(metrics), RunView(entry["run_id"], entry["label"], entry["seed"])
     for each in read_jsonl(path / "evals.jsonl"):
-        name = str(each.get("name", HELDOUT))
-        if f"eval/{name}/correct_rate" in each:
-            rates.setdefault(name, []).append(each[f"eval/{name}/correct_rate"])
-    changes = {name: Change(own[0], own[-1] if len(own) > 1 else None) for name, own in rates.items()}
-    first = next(iter(changes.values()), NO_CHANGE)
+        view.add_evaluation(str(each.get("name", HELDOUT)), each)
     return {
         **{key: entry.get(key) for key in ("run_id", "label", "seed", "state", "reason", "path")},
         "step": row["step"] + 1 if row else entry.get("step") or 0,
         "max_steps": entry.get("max_steps") or 0,
         "row": row,
-        "heldout_before": first.before,
-        "heldout_now": first.now,
-        "evaluations": {name: change._asdict() for name, change in changes.items()},
+        "heldout_before": view.held_out.before,
+        "heldout_now": view.held_out.now,
+        "evaluations": {name: change._asdict() for name, change in view.evaluations.items()},
         "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
     }
 

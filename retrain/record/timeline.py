@@ -155,13 +155,13 @@ def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
         steps_named = f"step {number}" + (f"–{part[-1].number}, mean" if len(part) > 1 else "")
         title = escape(f"{steps_named}: {duration(total)} = {words}")
         bars.append(
-            f'<g class="bar" data-step="{number}" data-told="{title}"><rect class="hit" x="{x:.1f}" y="{TOP}" '
+            f'<g class="bar" data-step="{number}" data-text="{title}"><rect class="hit" x="{x:.1f}" y="{TOP}" '
             f'width="{slot:.1f}" height="{high}"/>{"".join(pieces)}<title>{title}</title></g>'
         )
     return (
         f'<div class="scroll"><svg class="chart" id="steps" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="seconds of each step by phase"><g class="axis">{"".join(axis)}</g>{"".join(bars)}</svg></div>'
-        '<output class="told mono no-print" id="steptold"> </output>'
+        '<output class="readout mono no-print" id="stepreadout"> </output>'
     )
 
 
@@ -200,7 +200,7 @@ def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
 <button type="button" data-do="out" aria-label="zoom out">−</button>
 <button type="button" data-do="left" aria-label="earlier">←</button>
 <button type="button" data-do="right" aria-label="later">→</button>
-<button type="button" data-do="all">everything</button><output class="told mono" id="told"> </output></div>
+<button type="button" data-do="all">everything</button><output class="readout mono" id="readout"> </output></div>
 <svg id="detail" tabindex="0" role="img" aria-label="spans on the clock"></svg></section>
 {data_block("spans", data)}"""
 

@@ -41,21 +41,11 @@ class Thread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    @property
-    def active(self) -> bool:
-        """Whether it has begun and not been closed."""
-        return self._thread is not None
-
-    def put(self, work: Work, always: bool = False) -> None:
-        """Have it done after everything put before; waits while the queue is full."""
-        self._start()
-        self._queue.put((work, always))
-
-    def offer(self, work: Work) -> bool:
-        """``put`` without waiting; False, and nothing is done, when the queue is full."""
+    def put(self, work: Work, always: bool = False, wait: bool = True) -> bool:
+        """Have it done after everything put before. While the queue is full this waits, or does nothing: False."""
         self._start()
         try:
-            self._queue.put_nowait((work, False))
+            self._queue.put((work, always), block=wait)
         except queue.Full:
             return False
         return True
@@ -120,10 +110,8 @@ class RecordFiles:
     def append(self, name: str, rows: Iterable[Any]) -> None:
         """Add lines to ``name`` (on the thread). A line that cannot be written whole leaves nothing behind."""
         path = self.directory / name
-        try:
+        with writing(path):
             append_jsonl(path, rows)
-        except OSError as error:
-            raise StorageError(path, error) from error
         self._unsynced.add(path)
 
     def append_text(self, name: str, text: str) -> None:
@@ -157,9 +145,8 @@ class RecordFiles:
 
     def close(self) -> bool:
         """Write and sync what is left and end the thread; whether all of it could be written."""
-        if self._thread.active:
-            self._thread.put(self._sync)
-            self._thread.close()
+        self._thread.put(self._sync)
+        self._thread.close()
         return self._thread.error is None
 
     def _sync(self) -> None:
@@ -209,13 +196,13 @@ class Reporter:
         """Hand one row over; never waits."""
         if self.broken:
             return
-        if not self._thread.offer(lambda: self._call("log", step, tracker_values(row))):
+        if not self._thread.put(lambda: self._call("log", step, tracker_values(row)), wait=False):
             self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def finish(self, failed: bool) -> None:
         """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
         if not self.broken and callable(getattr(self.tracker, "finish", None)):
-            self._thread.offer(lambda: self._call("finish", failed))
+            self._thread.put(lambda: self._call("finish", failed), wait=False)
         if self.broken:
             return
         if self._thread.wait(FINISH_SECONDS):

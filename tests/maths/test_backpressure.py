@@ -53,7 +53,7 @@ def test_beyond_the_peak_is_retrograde_and_below_it_the_roofline_decides():
     assert (bound.regime, beyond.regime) == ("memory_bound", "retrograde")
 
 
-def test_what_the_fit_predicts_is_told_before_it_is_acted_on():
+def test_what_the_fit_predicts_is_given_before_it_is_acted_on():
     """Below the peak, without a peak and with one: the best allowed load, and the share of its throughput."""
     assert decide([1, 2, 4, 4], [1.0, 2.0, 3.0, 3.0], 4, Limits(1, 64, warmup_steps=4)).best_load is None
     below = decide(LOADS[:8], CISCO[:8], 8, LIMITS)
