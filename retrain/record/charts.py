@@ -147,8 +147,10 @@ def line_chart(
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
     names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
-    y = Axis.around([value for each in series for value in _heights(each)], LINES_HEIGHT - 36, 12, limits=limits)
-    xs = [x for each in series for line in (each.points, *each.thin) for x, _ in line]
+    spots = [spot for each in series for line in (each.points, *each.thin) for spot in line]
+    ends = [end for each in series for _, low, high in each.band for end in (low, high)]
+    xs, ys = [x for x, _ in spots], [y for _, y in spots] + ends
+    y = Axis.around(ys, LINES_HEIGHT - 36, 12, limits=limits)
     x = Axis.around(xs, _room(y, unit), WIDTH - 14 - names, wanted=6)
     if xs:
         low, high = min(xs), max(xs)
@@ -305,11 +307,6 @@ def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str,
         parts.append(_name(16, floor - pitch + 16, shortened(name, 44), muted=mean))
     parts.append(_text(WIDTH / 2, height - 2, x_title, "middle"))
     return chart(height, label, parts)
-
-
-def _heights(series: Series) -> list[float]:
-    thin = [b for line in series.thin for _, b in line]
-    return [b for _, b in series.points] + [end for _, low, high in series.band for end in (low, high)] + thin
 
 
 def _step(axis: Axis) -> float:

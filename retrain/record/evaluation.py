@@ -61,7 +61,8 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
         rate = _accuracy(chosen) if groups else NO_INTERVAL
         at_k = _at_k(groups, n, strict)
         scores = {"correct_rate": rate.estimate, "ci_low": rate.low, "ci_high": rate.high}
-        scores |= {key: at_k[key] for key in tag_keys(n)}
+        scores |= {f"pass@{n}": at_k[f"pass@{n}"]} if n >= 2 else {}  # of a tag, those with the largest k only
+        scores |= {f"maj@{n}": at_k[f"maj@{n}"]} if n >= 3 else {}
         row |= {f"{prefix}/{tag}/{key}": value for key, value in scores.items()}
     return jsonable(row)
 
@@ -73,11 +74,6 @@ def empty_evaluation(context: RunContext) -> Row:
         nothing = EvalRecord(each.name, 0, [], each.temperature, each.samples, seconds=0.0)
         row |= dict.fromkeys(eval_row(nothing, context.tags_of(each.name)))
     return row
-
-
-def tag_keys(samples: int) -> list[str]:
-    """What is said of each tag besides its accuracy: pass@k and maj@k with the largest k."""
-    return [f"{kind}@{samples}" for kind, least in (("pass", 2), ("maj", 3)) if samples >= least]
 
 
 def answer_of(rollout: Rollout, strict: bool) -> str | None:

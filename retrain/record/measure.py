@@ -68,7 +68,8 @@ def step_row(
         **_discarded(record.groups, samples),
         **_times(record, samples),
     }
-    given = {key: value for key, value in {**record.state, **record.update}.items() if _is_scalar(value)}
+    scalars = (bool, int, float, str, np.generic, type(None))
+    given = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
     if values.get("planning_fraction") is not None:
         given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in given.items() if value is not None or key not in values})
@@ -83,7 +84,10 @@ def step_row(
     names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
-        _add_tag(row, samples.tagged(tag), tag, names)
+        tagged = samples.tagged(tag)
+        row.update({f"env/{tag}/{key}": value for key, value in env_metrics(tagged).items()})
+        for name in names:
+            row.setdefault(f"env/{tag}/{name}", mean(tagged.parts[name]) if name in tagged.parts else None)
     row.update(empty_evaluation(context) | (evaluations or {}))
     row.update({key: values[key] for key in sorted(values) if key not in row})
     return jsonable(row)
@@ -268,16 +272,6 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
             row[metric.key.replace("<name>", name)] = value
             for alias, own in alias_values(metric, value, context.config.logging.aliases, name):
                 row.setdefault(alias, own)
-
-
-def _add_tag(row: Row, samples: Samples, tag: str, names: tuple[str, ...]) -> None:
-    row.update({f"env/{tag}/{key}": value for key, value in env_metrics(samples).items()})
-    for name in names:
-        row.setdefault(f"env/{tag}/{name}", mean(samples.parts[name]) if name in samples.parts else None)
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | np.generic)
 
 
 def _spread(pattern: str, values_N: np.ndarray, names: tuple[str, ...] = ("mean", "std", "min", "max")) -> Row:

@@ -106,11 +106,6 @@ def is_graded(row: Row) -> bool:
     return not {lowest, highest} <= {0.0, 1.0} or abs(std**2 - mean * (1.0 - mean)) > 1e-6
 
 
-def sees_reward(primary_metric: str) -> bool:
-    """Whether a metric that decides a comparison sees the whole reward, not only what counts as correct."""
-    return "reward" in primary_metric
-
-
 # -- learning signal --------------------------------------------------------------------------------------------
 
 
@@ -137,9 +132,8 @@ def _ungraded(recent: Recent) -> Finding:
 
 
 def _graded(recent: Recent) -> Finding:
-    declared = recent.config.campaign.primary_metric
-    if not is_graded(recent.now) or sees_reward(declared):
-        return None
+    if not is_graded(recent.now) or "reward" in recent.config.campaign.primary_metric:
+        return None  # a metric of the reward sees all of it
     name = "reward_mean" if recent.config.evaluation.problems else "mean_reward"
     return (
         "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "

@@ -29,7 +29,7 @@ from retrain.record.secrets import without_keys
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
-from retrain.types import EvalRecord, Group, Prompt, Rollout, StepRecord
+from retrain.types import EvalRecord, Group, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
@@ -325,11 +325,12 @@ def shortened(text: str) -> str:
 
 
 def rollout_facts(step: int, rollout: Rollout) -> Row:
-    """What both kinds of lines say of one rollout, its text shortened."""
-    reward = rollout.reward
+    """What both kinds of lines say of one rollout, its texts shortened; ``prompt`` is the last message, with ``[data]
+    prompt_template`` and without chat markup."""
+    reward, messages = rollout.reward, conversation_of(rollout.prompt)
     return {
         "step": step,
-        "prompt": prompt_text(rollout.prompt)[:PROMPT_CHARACTERS],
+        "prompt": (messages[-1]["content"] if messages else rollout.prompt.text)[:PROMPT_CHARACTERS],
         "completion": rollout.text[:COMPLETION_CHARACTERS],
         "reward": reward.total_reward,
         "num_tokens": len(rollout),
@@ -338,12 +339,6 @@ def rollout_facts(step: int, rollout: Rollout) -> Row:
         "problem_id": rollout.prompt.problem.id,
         **({"error": without_keys(reward.error)} if reward.error else {}),
     }
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """What the model was asked: the last message, with ``[data] prompt_template`` and without chat markup."""
-    messages = conversation_of(prompt)
-    return messages[-1]["content"] if messages else prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:

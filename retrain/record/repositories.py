@@ -79,11 +79,12 @@ def _changes(root: Path, revision: str | None) -> str:
     objects, index = (_text(_git(root, "rev-parse", "--git-path", name)) for name in ("objects", "index"))
     if not (base and objects and index):
         return "### the changes cannot be read\n"
+    quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')  # as git reads it in a list with colons
     with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
         own = {
             "GIT_INDEX_FILE": f"{aside}/index",
             "GIT_OBJECT_DIRECTORY": f"{aside}/objects",
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": _quoted(root / objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
         }
         Path(own["GIT_OBJECT_DIRECTORY"]).mkdir()
         if (root / index).is_file():
@@ -167,12 +168,6 @@ def _sizes(root: Path, tree: str) -> dict[str, int]:
 
 def _names(listed: bytes | None) -> list[str]:
     return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
-
-
-def _quoted(path: Path) -> str:
-    """A path as git reads it in a list that colons separate."""
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
 
 
 def _text(answer: bytes | None) -> str | None:

@@ -61,11 +61,12 @@ class Thread:
             return False
         return done.wait(timeout)
 
-    def close(self) -> None:
-        """Finish what was put and end the thread; putting more starts another."""
+    def close(self, last: Work = lambda: None) -> None:
+        """Finish what was put, then ``last``, and end the thread, if it has begun; putting more starts another."""
         with self._starting:
             thread, self._thread = self._thread, None
         if thread is not None:
+            self._queue.put((last, False))
             self._queue.put(None)
             thread.join()
 
@@ -145,8 +146,7 @@ class RecordFiles:
 
     def close(self) -> bool:
         """Write and sync what is left and end the thread; whether all of it could be written."""
-        self._thread.put(self._sync)
-        self._thread.close()
+        self._thread.close(last=self._sync)
         return self._thread.error is None
 
     def _sync(self) -> None:
