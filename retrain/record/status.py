@@ -154,7 +154,7 @@ def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     path = directory / entry["path"]
     metrics = path / "metrics.jsonl"
-    row, view = last_row(metrics), RunView(entry["run_id"], entry["label"], entry["seed"])
+    row, view = last_row(metrics), RunView(entry["run_id"], entry.get("label", ""), entry.get("seed") or 0)
     for each in read_jsonl(path / "evals.jsonl"):
         view.add_evaluation(str(each.get("name", HELDOUT)), each)
     return {
