@@ -60,8 +60,8 @@ def test_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
     tail = Tail(path)
     tail.rows()
     path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
-    anew, rows = tail.rows()
-    assert anew
+    replaced, rows = tail.rows()
+    assert replaced
     assert [row["n"] for row in rows] == list(range(9))
     path.write_text('{"n": 0}\n')
     assert tail.rows() == (True, [{"n": 0}])

@@ -1,7 +1,7 @@
 """The untrained model's held-out answers, sampled once for a whole campaign and kept beside its runs.
 
 Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
-its first evaluation is everybody's. A cohort that starts later, or after a restart, reads it here: what the runs
+its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: what the runs
 improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
 """
 

@@ -76,14 +76,14 @@ class Follower:
         return self._manifests[path][1]
 
     def _report(self, run: _Run, entry: Mapping[str, Any]) -> None:
-        anew, rows = run.metrics.rows()
+        replaced, rows = run.metrics.rows()
         _, evaluations = run.evals.rows()
         state = entry["state"]
-        if anew:
+        if replaced:
             run.last_step = -1
         if run.last_step < 0:
             rows = rows[-1:]  # what happened before is history
-        if state != "pending" and (run.state == "pending" or anew or (state == "running" and run.state != state)):
+        if state != "pending" and (run.state == "pending" or replaced or (state == "running" and run.state != state)):
             step = int(rows[0]["step"]) if rows else entry["step"] or 0
             self.observer.run_started(run, step, entry["max_steps"] or 0)
             run.state = "running"

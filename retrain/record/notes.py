@@ -41,7 +41,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Recent:
-    """What a rule may look at: ``rows`` in order, the first of them the run's first, and what the run was asked."""
+    """What a rule may look at: ``rows`` in order, the first of them the run's first, and its configuration."""
 
     rows: Sequence[Row]
     config: Config
@@ -69,7 +69,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to say what. ``needs`` are (key, count): ``finding`` is asked only when each has that many last values,
+    """When to say what. ``needs`` are (key, count): ``finding`` is called only when each has that many last values,
     and gets them as lists in this order."""
 
     level: str

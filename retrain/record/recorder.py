@@ -198,7 +198,7 @@ class RunRecorder:
         self._files.flush()
 
     def _check_directory(self) -> None:
-        """Raise StorageError when the directory has vanished: beginning it anew would hide that records are lost."""
+        """Raise StorageError when the directory has vanished: making it again would hide that records are lost."""
         if not self._marker.exists():
             raise StorageError(self.directory, "the directory has vanished")
 

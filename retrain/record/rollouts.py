@@ -215,10 +215,10 @@ def _section(title: str, level: int, body: list[Any]) -> Row:
 
 
 def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, float]]) -> list[Row]:
-    asked = conversation_of(group.prompt, limit)
+    prompt = conversation_of(group.prompt, limit)
     body = []
     for sample, rollout in enumerate(group.rollouts):
-        reward, messages = rollout.reward, [*asked]
+        reward, messages = rollout.reward, [*prompt]
         for index, turn in enumerate(rollout.turns):
             messages += [] if index == 0 else _plain(turn.messages, limit)
             messages.append({"role": "assistant", "content": cut(turn.action.text, limit)})

@@ -44,32 +44,32 @@ class Tail:
 
     def rows(self) -> tuple[bool, list[Row]]:
         """(whether the file has been cut or replaced since the last call, new rows in order without damaged ones)."""
-        anew, lines = self.lines()
+        replaced, lines = self.lines()
         rows = []
         for line in lines:
             with contextlib.suppress(ValueError):  # ``resume`` names damaged lines by their numbers
                 rows.append(_row(line))
-        return anew, rows
+        return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
         """The same as text."""
-        anew = self._offset is not None
+        replaced = self._offset is not None
         try:
             with open(self.path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if self._offset is not None and self._continues(file, size, self._offset):
-                    anew, first = False, self._offset
+                    replaced, first = False, self._offset
                 else:
                     first, self._seam = self._first(file, size), b""
                 file.seek(first)
                 data = file.read(size - first)
         except OSError:  # not there yet, or no longer
             self._offset = None
-            return anew, []
+            return replaced, []
         whole = data[: data.rfind(b"\n") + 1]  # what follows is half a line
         self._offset = first + len(whole)
         self._seam = (self._seam + whole)[-SEAM_BYTES:]
-        return anew, [line for line in whole.split(b"\n") if line.strip()]
+        return replaced, [line for line in whole.split(b"\n") if line.strip()]
 
     def _continues(self, file: IO[bytes], size: int, offset: int) -> bool:
         file.seek(offset - len(self._seam))

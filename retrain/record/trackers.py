@@ -272,7 +272,7 @@ class TrackioTracker:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        # It would keep a step that is made anew, with the same numbers, twice.
+        # It would keep a repeated step, which has the same numbers, twice.
         self.first = getattr(self.run, "_next_step", 0) if state else 0
         return {"name": run.name}
 
