@@ -58,7 +58,7 @@ def clocks() -> Iterator[tuple[Clock, Clock]]:
     making, writing = Clock(), Clock()
     record_step, put = RunRecorder.record_step, Thread.put
     RunRecorder.record_step = making.around(record_step)  # type: ignore[method-assign]
-    Thread.put = lambda self, work, always=False: put(self, writing.around(work), always)  # type: ignore[method-assign]
+    Thread.put = lambda self, work, *how, **more: put(self, writing.around(work), *how, **more)  # type: ignore[method-assign]
     try:
         yield making, writing
     finally:

@@ -25,9 +25,9 @@ class Door(TyperGroup):
         try:
             return super().invoke(ctx)
         except RetrainError as error:
-            from retrain.record.board import printable
+            from retrain.record.html import visible
 
-            print(printable(error), file=sys.stderr)
+            print(visible(str(error)), file=sys.stderr)
             raise typer.Exit(error.exit_status) from error
         except KeyboardInterrupt as error:
             print("Interrupted.", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from retrain.config import Config, parse_dict
-from retrain.record import RunContext
+from retrain.record.context import RunContext
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 

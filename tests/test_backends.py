@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from timing_keys import is_timing_key
 from toymodels import campaign_head
 from typer.testing import CliRunner
 
@@ -62,8 +63,6 @@ def run(*arguments: str):
 
 
 def rows_without_time(path: Path) -> list[dict]:
-    from retrain.record.catalogue import is_timing_key
-
     return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in read_jsonl(path)]
 
 

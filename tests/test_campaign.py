@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mixed_cases import BASE, CHANGED, adapter_bytes, completions_of, launch_file, rows_of, runs_of, toy_file
+from timing_keys import is_timing_key
 from toycampaign import campaign
 from typer.testing import CliRunner
 
@@ -37,11 +38,7 @@ def train(path: Path, out: Path, observer=None, sets=()):
 
 def without_time(rows: list[dict]) -> list[dict]:
     """Rows without what depends on the clock or the machine."""
-    from retrain.record.catalogue import METRICS
-
-    clock = {metric.key for metric in METRICS if metric.is_timing}
-    clock |= {alias for m in METRICS if m.is_timing for names in m.aliases.values() for alias in names}
-    return [{k: v for k, v in row.items() if k not in clock and not k.startswith(("time", "perf"))} for row in rows]
+    return [{k: v for k, v in row.items() if not is_timing_key(k)} for row in rows]
 
 
 class Ends(NullObserver):

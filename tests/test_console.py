@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,13 @@ from rich.console import Console
 
 from retrain.campaign.judging.results import RunResult
 from retrain.files import read_jsonl
-from retrain.record import NullObserver, RunRecorder, eval_row, step_row
-from retrain.record.board import Board, printable
-from retrain.record.console import LiveConsole, PlainConsole, RecordingConsole, make_console
+from retrain.record.board import Board
+from retrain.record.console import LiveConsole, PlainConsole, make_console
+from retrain.record.evaluation import eval_row
+from retrain.record.measure import step_row
 from retrain.record.numbers import duration, number, short
+from retrain.record.observer import NullObserver
+from retrain.record.recorder import RunRecorder
 from retrain.record.tables import comparison_table, comparison_text, squeeze_table, squeeze_text
 from retrain.record.views import board_view, visible_runs
 
@@ -174,11 +179,6 @@ def test_the_live_console_obeys_nothing_that_a_model_wrote():
     assert "last steps" in text
 
 
-def test_printable():
-    assert printable("a\tb\nc") == "a\tb\nc"
-    assert printable("\x1b[31mred\x9b2J\x00\u202e\ud800") == "�[31mred�2J���"
-
-
 def test_which_console(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -196,11 +196,12 @@ def test_which_console(monkeypatch):
     assert isinstance(make_console(Terminal()), PlainConsole)
 
 
-def test_a_picture_of_a_run(tmp_path):
-    console = RecordingConsole()
+def test_a_picture_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    console = importlib.import_module("demo_picture").Photographer(tmp_path / "live.svg")
     play(console, count=3)
     console.message("<script>alert(1)</script>")
-    console.export_svg(tmp_path / "run.svg", title="retrain train", width=100, after=[squeeze_table(SQUEEZE)])
+    console.export_svg(tmp_path / "run.svg", 100, [squeeze_table(SQUEEZE, 100)])
     root = ET.parse(tmp_path / "run.svg").getroot()
     text = "".join(root.itertext()).replace("\xa0", " ")
     assert root.tag.endswith("svg")
@@ -261,7 +262,7 @@ SQUEEZE = {
 
 def test_the_comparison_table():
     stream = io.StringIO()
-    Console(file=stream, width=120).print(comparison_table(COMPARISON))
+    Console(file=stream, width=120).print(comparison_table(COMPARISON, 120))
     plain = comparison_text(COMPARISON)
     for text in (stream.getvalue(), plain):
         assert "maxrl+gtpo_hicra[red]" in text
@@ -280,7 +281,7 @@ def test_the_comparison_table():
 
 def test_the_comparison_table_keeps_everything_in_80_columns():
     stream = io.StringIO()
-    Console(file=stream, width=80).print(comparison_table(COMPARISON))
+    Console(file=stream, width=80).print(comparison_table(COMPARISON, 80))
     text = stream.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "+12.3 [−1.0, +25.6]" in text
@@ -289,7 +290,7 @@ def test_the_comparison_table_keeps_everything_in_80_columns():
 
 def test_the_squeeze_table():
     stream = io.StringIO()
-    Console(file=stream, width=80).print(squeeze_table(SQUEEZE))
+    Console(file=stream, width=80).print(squeeze_table(SQUEEZE, 80))
     for text in (stream.getvalue(), squeeze_text(SQUEEZE)):
         marked = next(line for line in text.splitlines() if "<- recommended" in line)
         assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
@@ -297,7 +298,7 @@ def test_the_squeeze_table():
         assert "By energy alone" in text
     untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert "untrained" in squeeze_text(untrained)
-    Console(file=stream).print(squeeze_table(untrained))
+    Console(file=stream).print(squeeze_table(untrained, 80))
 
 
 def test_the_squeeze_table_with_what_held_out_problems_said():
@@ -309,7 +310,7 @@ def test_the_squeeze_table_with_what_held_out_problems_said():
     assert lines[3].split()[4:] == ["80.0%", "−1.0", "[−1.9,", "−0.1]", "<-", "recommended"]
     assert lines[-1] == "Verified on 9 problems."
     stream = io.StringIO()
-    Console(file=stream, width=60).print(squeeze_table(report))
+    Console(file=stream, width=60).print(squeeze_table(report, 60))
     assert all(len(line) <= 60 for line in stream.getvalue().splitlines())
     assert "−1.0 [−1.9, −0.1]" in stream.getvalue()
     assert "By energy alone" not in stream.getvalue()
@@ -341,8 +342,8 @@ def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number(width):
 def test_tables_in_a_narrow_terminal():
     stream = io.StringIO()
     console = Console(file=stream, width=60)
-    console.print(comparison_table(COMPARISON))
-    console.print(squeeze_table(SQUEEZE))
+    console.print(comparison_table(COMPARISON, 60))
+    console.print(squeeze_table(SQUEEZE, 60))
     lines = stream.getvalue().splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert any(line.startswith("grpo+none ") and "50.0% → 70.0%" in line for line in lines)

@@ -20,12 +20,11 @@ from retrain.config.tasks import RewardComponent
 from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
-from retrain.record import RunRecorder, eval_row
 from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.catalogue import BY_KEY
-from retrain.record.evaluation import SHOWN, empty_evaluation, shortened
+from retrain.record.evaluation import empty_evaluation, eval_row
 from retrain.record.observer import NullObserver
-from retrain.record.recorder import evaluated
+from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
 from retrain.rewards.rules import MatchReward
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 

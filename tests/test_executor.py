@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from timing_keys import is_timing_key
 from toycampaign import campaign, toy_world
 from toyexecutor import Processes
 from typer.testing import CliRunner
@@ -38,11 +39,7 @@ from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
-
-CLOCK = {m.key for m in METRICS if m.is_timing}
-CLOCK |= {alias for m in METRICS if m.is_timing for names in m.aliases.values() for alias in names}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def steps_of(out: Path) -> dict[str, list[dict]]:
     """The rows of every run, without what a clock told."""
 
     def timeless(row: dict) -> dict:
-        return {k: v for k, v in row.items() if k not in CLOCK and not k.startswith(("time", "perf"))}
+        return {k: v for k, v in row.items() if not is_timing_key(k)}
 
     return {path.parent.name: [timeless(row) for row in read_jsonl(path)] for path in out.glob("runs/*/metrics.jsonl")}
 

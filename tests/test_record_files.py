@@ -12,11 +12,12 @@ import pandas as pd
 import pytest
 from mixed_cases import CHANGED, completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
+from timing_keys import is_timing_key
 
 from retrain.errors import CheckpointError, RetrainError
 from retrain.files import read_jsonl
-from retrain.record import RunRecorder
-from retrain.record.catalogue import METRICS, is_timing_key, metrics_markdown
+from retrain.record.catalogue import METRICS, metrics_markdown
+from retrain.record.recorder import RunRecorder
 from retrain.record.samples import collect
 from retrain.types import RewardResult
 
@@ -135,7 +136,7 @@ def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
         assert (tmp_path / name).read_text() == "", name
 
 
-def test_a_damaged_line_is_told_with_its_number(tmp_path):
+def test_a_damaged_line_is_named_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step\xff\n{"step": 2}\n')
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 is damaged"):
@@ -192,8 +193,6 @@ def test_errors_leave_their_traceback_in_the_log(tmp_path):
 class Flaky:
     """A tracker that fails on demand."""
 
-    name = "flaky"
-
     def __init__(self, fail_start: bool = False, fail_from: int = 10**9):
         self.broken = False
         self.fail_start, self.fail_from = fail_start, fail_from
@@ -218,12 +217,12 @@ class Flaky:
 
 def test_a_tracker_that_cannot_start_stops_the_run(tmp_path):
     with pytest.raises(RetrainError, match="no login"):
-        RunRecorder(tmp_path, context(), trackers=[Flaky(fail_start=True)]).start()
+        RunRecorder(tmp_path, context(), trackers={"flaky": Flaky(fail_start=True)}).start()
 
 
 def test_a_tracker_that_fails_later_warns_once(tmp_path):
     tracker = Flaky(fail_from=1)
-    with RunRecorder(tmp_path, context(), trackers=[tracker]) as recorder:
+    with RunRecorder(tmp_path, context(), trackers={"flaky": tracker}) as recorder:
         play(recorder, 0, 4)
     assert tracker.steps == [0]
     assert tracker.finished == []
@@ -232,10 +231,10 @@ def test_a_tracker_that_fails_later_warns_once(tmp_path):
 
 
 def test_a_trackers_run_id_survives_a_resume(tmp_path):
-    first = RunRecorder(tmp_path, context(), trackers=[Flaky()])
+    first = RunRecorder(tmp_path, context(), trackers={"flaky": Flaky()})
     first.start()
     tracker = Flaky()
-    second = RunRecorder(tmp_path, context(), trackers=[tracker])
+    second = RunRecorder(tmp_path, context(), trackers={"flaky": tracker})
     second.restore(first.state())
     second.start()
     assert tracker.state == {"run_id": "abc"}

@@ -19,10 +19,10 @@ from record_cases import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.files import write_json
-from retrain.record import RunRecorder
 from retrain.record.console import LiveConsole, PlainConsole
-from retrain.record.follow import Follower, JsonLines, Tail
-from retrain.record.status import LAST_BLOCK, read_status, with_living_runs
+from retrain.record.follow import Follower, JsonLines
+from retrain.record.recorder import RunRecorder
+from retrain.record.status import LAST_BLOCK, Tail, read_status
 
 
 def test_a_tail_gives_every_complete_row_once(tmp_path):
@@ -60,8 +60,8 @@ def test_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
     tail = Tail(path)
     tail.rows()
     path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
-    anew, rows = tail.rows()
-    assert anew
+    replaced, rows = tail.rows()
+    assert replaced
     assert [row["n"] for row in rows] == list(range(9))
     path.write_text('{"n": 0}\n')
     assert tail.rows() == (True, [{"n": 0}])
@@ -164,7 +164,7 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     assert events(stream) == ["step a_s2 2", "step a_s2 3", "end a_s2 failed"]
 
 
-def test_a_truncation_alone_is_not_told_twice(tmp_path):
+def test_after_a_truncation_no_evaluation_is_reported_twice(tmp_path):
     campaign, stream = Campaign(tmp_path), io.StringIO()
     campaign.hold()
     campaign.state(0, "running")
@@ -176,7 +176,7 @@ def test_a_truncation_alone_is_not_told_twice(tmp_path):
     events(stream)
     campaign.recorders[0].truncate(2)
     follower.look()
-    assert events(stream) == ["start a_s1 1", "step a_s1 1"]  # the evaluations come again and were told
+    assert events(stream) == ["start a_s1 1", "step a_s1 1"]  # the evaluations come again and were reported
     campaign.release()
 
 
@@ -216,12 +216,12 @@ def test_a_run_of_a_campaign_looked_at_alone(tmp_path):
     campaign.hold()
     campaign.state(0, "running")
     campaign.steps(0, 0, 2)
-    report = with_living_runs(read_status(tmp_path / "runs" / "a_s1"))
+    report = read_status(tmp_path / "runs" / "a_s1")
     assert [(run["run_id"], run["state"], run["seed"], run["step"]) for run in report["runs"]] == [
         ("a_s1", "running", 1, 2)
     ]
     campaign.release()
-    assert with_living_runs(read_status(tmp_path / "runs" / "a_s1"))["runs"][0]["state"] == "interrupted"
+    assert read_status(tmp_path / "runs" / "a_s1")["runs"][0]["state"] == "interrupted"
 
 
 def test_consoles_show_what_is_followed(tmp_path):

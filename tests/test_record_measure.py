@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mixed_cases import completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
+from timing_keys import is_timing_key
 
-from retrain.record.catalogue import BY_KEY, METRICS, is_timing_key, row_metrics
+from retrain.record.catalogue import METRICS, row_metrics
 from retrain.record.context import RunContext, chart_ranges
 from retrain.record.evaluation import eval_row
 from retrain.record.measure import Totals, env_metrics, step_row
@@ -208,13 +209,15 @@ def test_tags_of_single_completions():
 
 
 def test_rollouts_of_several_turns_are_counted_turn_by_turn():
-    """Two turns of 3 read and 4 drawn, then 2 read and 6 drawn; beside it one turn of 3 and 2."""
+    """Two turns of 3 tokens read and 4 sampled, then 2 and 6; beside it one turn of 3 and 2."""
     several = group([1.0, 0.0], [4, 2])
     several.rollouts[0].turns.append(Turn((7, 8), completion(6, entropy=2.0)))
     row = step_row(step([several]), context())
     assert (row["env/all/total_turns"], row["env/all/turns_per_episode"]) == (3, 1.5)
     assert (row["env/all/total_ob_tokens"], row["env/all/ob_tokens_per_turn"]) == (8, 8 / 3)
     assert row["env/all/total_ac_tokens"] == 12
+    assert row["env/all/ac_tokens_per_turn"] == row["ac_tokens_per_turn"] == 4.0  # 12 tokens in 3 turns
+    assert row["completions/mean_length"] == row["length_completion_mean"] == 6.0  # 12 tokens in 2 completions
     assert env_metrics(collect([several]))["ac_tokens_per_turn"] == 4.0
     assert row["entropy"] == (6 * 0.5 + 6 * 2.0) / 12
 
@@ -469,7 +472,7 @@ def test_timing_keys_are_the_only_ones_that_differ_between_equal_steps():
     assert differing
     assert all(is_timing_key(key) for key in differing)
     assert not is_timing_key("mean_reward")
-    assert BY_KEY["step_time_s"].is_timing
+    assert is_timing_key("step_time_s")
 
 
 def test_an_evaluation_that_nobody_graded_has_no_accuracy():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from record_cases import config, context, group, step
 
-from retrain.record import RunRecorder
 from retrain.record.notes import RULES, WINDOW, explain
+from retrain.record.recorder import RunRecorder
 
 HEALTHY: dict[str, Any] = {
     "reward_failed": 0,
@@ -104,7 +104,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
 def test_each_remark_is_made_when_it_should_and_not_otherwise(key, odd, ordinary, settings):
     assert key in keys(odd, settings)
     assert key not in keys(ordinary, settings)
-    assert key not in [note.key for note in explain(odd, settings or config(), told={key})]
+    assert key not in [note.key for note in explain(odd, settings or config(), made={key})]
 
 
 def test_every_rule_has_its_case():
@@ -130,7 +130,7 @@ def test_planning_and_sepa_only_matter_where_they_are_used():
         ({"env__all__by_group__frac_all_good": 0.0}, "too hard"),
     ],
 )
-def test_uniform_groups_are_told_apart(changes, words):
+def test_uniform_groups_are_distinguished(changes, words):
     made = rows(3, env__all__by_group__frac_mixed=0.0, **changes)
     note = next(note for note in explain(made, config()) if note.key == "groups_uniform")
     assert words in note.text
@@ -193,13 +193,13 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
 
 
 @pytest.mark.parametrize(
-    ("metric", "problems", "told"),
+    ("metric", "problems", "named"),
     [("final", 4, "final:reward_mean"), ("final", 0, "final:mean_reward"), ("auc:reward_mean", 4, None)],
 )
-def test_a_graded_reward_is_told_of_with_the_metric_that_sees_it(metric, problems, told):
+def test_a_graded_reward_is_noted_with_the_metric_that_sees_it(metric, problems, named):
     training = {"eval_every": 1} if "auc" in metric else {}
     settings = config(campaign={"primary_metric": metric}, evaluation={"problems": problems}, training=training)
     graded = rows(1, reward_min=0.0, reward_max=0.7, mean_reward=0.3, reward_std=0.2)
     remedies = [note.remedy for note in explain(graded, settings) if note.key == "reward_graded"]
-    assert len(remedies) == (told is not None)
-    assert told is None or f'primary_metric = "{told}"' in remedies[0]
+    assert len(remedies) == (named is not None)
+    assert named is None or f'primary_metric = "{named}"' in remedies[0]

@@ -16,9 +16,9 @@ from pages import Reader
 from record_cases import completion, config, context, evaluation, find_conversations, group, step
 
 from retrain.files import read_jsonl
-from retrain.record import RunRecorder
 from retrain.record.html import visible
-from retrain.record.rollout_files import remove_files, write_pages
+from retrain.record.recorder import RunRecorder
+from retrain.record.rollout_files import remove_files, write_files
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, single_turn
@@ -28,7 +28,7 @@ SHOW = "document.documentElement.dataset.hit=1"
 
 
 def batch(groups: list[Group], split: str = "train", iteration: int = 3, **changes: Any) -> Batch:
-    return Batch(split, iteration, groups, iteration, "grpo+none_s1", "grpo+none", 1000.0, **changes)
+    return Batch(split, iteration, groups, "grpo+none_s1", "grpo+none", 1000.0, **changes)
 
 
 def characters(groups: Sequence[Group]) -> Callable[[Sequence[int]], tuple[str, np.ndarray]]:
@@ -168,7 +168,7 @@ def test_hostile_texts_are_inert(tmp_path):
     groups = hostile_groups()
     whole = batch(groups, token_text=characters(groups), split="eval/" + HOSTILE["path"])
     assert re.fullmatch(r"eval_[\w.+~=-]+_iteration_000003", whole.name)
-    write_pages(tmp_path, whole, len(groups))
+    write_files(tmp_path, whole, len(groups))
     text = (tmp_path / f"{whole.name}.html").read_text(encoding="utf-8")
     reader = Reader(text)
     assert reader.tags.count("script") == 2
@@ -187,7 +187,7 @@ def test_hostile_texts_are_inert(tmp_path):
 @needs_chromium
 def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
     groups = hostile_groups()
-    write_pages(tmp_path, batch(groups, token_text=characters(groups)), len(groups))
+    write_files(tmp_path, batch(groups, token_text=characters(groups)), len(groups))
     with Browser() as browser:
         browser.open(tmp_path / "train_iteration_000003.html", "#color=s")
         assert browser.run("document.querySelectorAll('.t.su.h2').length") > 0  # one nat: our script ran, and coloured

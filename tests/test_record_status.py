@@ -14,8 +14,8 @@ from retrain.config import parse_dict
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
 from retrain.ownership import claim
-from retrain.record import RunRecorder
 from retrain.record.environment import environment_facts, package_versions, run_facts
+from retrain.record.recorder import RunRecorder
 from retrain.record.status import last_row, read_status, status_view
 
 

@@ -12,7 +12,7 @@ from browser import Browser, needs_chromium
 from pages import Reader
 from record_cases import context, group, step
 
-from retrain.record import RunRecorder
+from retrain.record.recorder import RunRecorder
 from retrain.record.timeline import BARS, SPANS_SHOWN, duration, steps_of, timeline_page, write_timeline
 
 
@@ -113,7 +113,7 @@ def test_durations(seconds, words):
 WINDOW = """(() => { const found = [...document.querySelectorAll("#detail text.number")];
   return found.map(each => Number(each.textContent)); })()"""
 """Steps whose numbers the detail shows."""
-SPANS = """[...document.querySelectorAll("#detail .span")].map(each => each.dataset.told)"""
+SPANS = """[...document.querySelectorAll("#detail .span")].map(each => each.dataset.text)"""
 
 
 @needs_chromium
@@ -129,10 +129,10 @@ def test_a_browser_shows_hovers_zooms_and_moves(tmp_path):
         assert everything[0] == 0
 
         browser.mouse("mouseMoved", *browser.centre("#steps .bar:nth-of-type(4) .hit"))
-        told = browser.run("document.getElementById('steptold').textContent")
+        told = browser.run("document.getElementById('stepreadout').textContent")
         assert re.match(r"step (\d+): 4\.0 s = rollout 2\.0 s, update 1\.5 s", told), told
         browser.mouse("mouseMoved", *browser.centre("#detail .span.p4"))
-        told = browser.run("document.getElementById('told').textContent")
+        told = browser.run("document.getElementById('readout').textContent")
         assert told == "step 0 · update · 1.5 s · from 2.0 s"
 
         browser.click(*browser.centre('#steps .bar[data-step="7"] .hit'))

@@ -20,8 +20,8 @@ from snippets import blocks
 from retrain.config import parse_dict
 from retrain.config.upkeep import trackers
 from retrain.errors import MissingExtra, RetrainError
-from retrain.record import RunRecorder
-from retrain.record.trackers import log_squeeze_analysis, make_trackers, run_config, run_identity
+from retrain.record.recorder import RunRecorder
+from retrain.record.trackers import TrackedRun, log_squeeze_analysis, make_trackers
 
 STATE = {
     "sepa_lambda": 0.25,
@@ -161,19 +161,22 @@ def test_the_squeeze_analysis_is_a_run_of_its_own(tmp_path, wandb_context):
     assert [row["squeeze/mean_variance"] for row in history if "squeeze/rank" in row] == [0.8, 0.97]
 
 
+def named(**changes: Any) -> tuple[str, str | None, list[str]]:
+    run = TrackedRun.of(context(**changes))
+    return run.name, run.group, run.tags
+
+
 def test_names_outside_a_campaign():
-    plain = run_identity(context(config=config(logging={"wandb_run_name": "mine", "wandb_tags": ["a", "b"]})))
-    assert plain == {"name": "mine", "group": None, "tags": ["a", "b"]}
-    assert run_identity(context())["name"] == "grpo+none"
+    mine = config(logging={"wandb_run_name": "mine", "wandb_tags": ["a", "b"]})
+    assert named(config=mine) == ("mine", None, ["a", "b"])
+    assert named() == ("grpo+none", None, [])
 
 
 def test_names_in_a_campaign_may_have_a_prefix():
     """As the plan of a campaign with wandb_run_name = "paper" has them."""
     paper = config(logging={"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]})
-    assert run_identity(context(config=paper, is_campaign=True)) == {
-        "name": "paper_grpo+none_s1", "group": "grpo+none", "tags": ["a", "grpo+none", "seed1"],
-    }  # fmt: skip
-    assert run_identity(context(is_campaign=True))["name"] == "grpo+none_s1"
+    assert named(config=paper, is_campaign=True) == ("paper_grpo+none_s1", "grpo+none", ["a", "grpo+none", "seed1"])
+    assert named(is_campaign=True)[0] == "grpo+none_s1"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_names_in_a_campaign_may_have_a_prefix():
         ("", []),
     ],
 )
-def test_who_is_told_of_runs(monkeypatch, asked, names):
+def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
     monkeypatch.setattr("retrain.config.upkeep.find_spec", lambda name: None if name == "trackio" else name)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
     assert trackers(logging.report_to, logging.wandb_project) == names
@@ -241,7 +244,7 @@ TRACKIO = """
 import sys
 from pathlib import Path
 from record_cases import config, context, group, step
-from retrain.record import RunRecorder
+from retrain.record.recorder import RunRecorder
 folder = Path(sys.argv[1])
 cfg = config(logging={"report_to": ["trackio"], "wandb_project": "house"})
 runs = [RunRecorder(folder / str(s), context(config=cfg, seed=s, is_campaign=True)) for s in (1, 2)]
@@ -355,14 +358,13 @@ def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, plugin_context):
 
 def test_trackers_get_the_ranges_of_the_metrics():
     ranges = {"reward": {"min": 0.0, "max": 2.0}}
-    assert run_config(context(ranges=ranges))["metrics_ranges"] == ranges
-    assert "metrics_ranges" not in run_config(context())
+    assert TrackedRun.of(context(ranges=ranges)).config["metrics_ranges"] == ranges
+    assert "metrics_ranges" not in TrackedRun.of(context()).config
 
 
 def test_nothing_is_imported_unless_asked_for(tmp_path):
-    assert make_trackers(context(), tmp_path) == []
-    names = [t.name for t in make_trackers(context(config=config(logging={"wandb_project": "x"})), tmp_path)]
-    assert names == ["wandb"]
+    assert make_trackers(context(), tmp_path) == {}
+    assert list(make_trackers(context(config=config(logging={"wandb_project": "x"})), tmp_path)) == ["wandb"]
 
 
 def test_missing_trackers_stop_the_run(tmp_path, monkeypatch):

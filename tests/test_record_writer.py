@@ -18,7 +18,8 @@ from record_cases import context, evaluation, group, step
 
 from retrain.errors import RetrainError, RunFailed
 from retrain.files import append_jsonl, read_jsonl
-from retrain.record import RunRecorder, writer
+from retrain.record import writer
+from retrain.record.recorder import RunRecorder
 from retrain.record.writer import RecordFiles, Thread
 
 
@@ -41,13 +42,13 @@ def test_work_is_done_in_order_by_one_other_thread():
     assert done[-1] == (100, "again")
 
 
-def test_a_full_queue_makes_put_wait_and_offer_refuse():
+def test_a_full_queue_makes_put_wait_or_refuse():
     gate, thread, done = threading.Event(), Thread("t", limit=2), []
     thread.put(gate.wait)
-    while not thread.offer(lambda: done.append(1)):
+    while not thread.put(lambda: done.append(1), wait=False):
         time.sleep(0.01)
     deadline = time.monotonic() + 10
-    while thread.offer(lambda: done.append(1)):
+    while thread.put(lambda: done.append(1), wait=False):
         assert time.monotonic() < deadline
     assert not thread.wait(0.01)
     gate.set()
@@ -121,7 +122,7 @@ def test_a_recorder_as_context_tells_what_could_not_be_written(tmp_path):
         record(recorder, 0, 1)
 
 
-def test_a_fault_of_ours_on_the_thread_is_told_with_its_traceback(tmp_path, monkeypatch):
+def test_a_fault_of_ours_on_the_thread_is_raised_with_its_traceback(tmp_path, monkeypatch):
     recorder = RunRecorder(tmp_path, context())
     monkeypatch.setattr("retrain.record.recorder.generations", lambda record: 1 / 0)
     record(recorder, 0, 1)
@@ -152,7 +153,7 @@ KILLED = """
 import itertools, os, sys
 from pathlib import Path
 from record_cases import context, group, step
-from retrain.record import RunRecorder
+from retrain.record.recorder import RunRecorder
 recorder = RunRecorder(Path(sys.argv[1]), context())
 for number in itertools.count():
     recorder.record_step(step([group([1.0, 0.0], [400, 5])] * 8, number))
@@ -192,8 +193,6 @@ def environment() -> dict[str, str]:
 class Slow:
     """A tracker whose service answers when the gate opens, then fails if so asked."""
 
-    name = "slow"
-
     def __init__(self, gate: threading.Event | None = None, error: Exception | None = None):
         self.gate, self.error = gate, error
         self.steps: list[int] = []
@@ -219,7 +218,7 @@ class Slow:
 def test_a_slow_tracker_holds_back_neither_training_nor_files(tmp_path):
     gate = threading.Event()
     tracker = Slow(gate)
-    recorder = RunRecorder(tmp_path, context(), trackers=[tracker])
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker})
     record(recorder, 0, 6)
     recorder.flush()
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
@@ -239,7 +238,7 @@ def test_a_tracker_that_never_answers_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "WAITING_ROWS", 3)
     monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
     gate, told = threading.Event(), []
-    recorder = RunRecorder(tmp_path, context(), trackers=[Slow(gate)], warn=told.append)
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
     record(recorder, 0, 8)
     begin = time.monotonic()
     recorder.close()
@@ -249,10 +248,10 @@ def test_a_tracker_that_never_answers_is_left_behind(tmp_path, monkeypatch):
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 8
 
 
-def test_a_tracker_that_does_not_finish_is_told(tmp_path, monkeypatch):
+def test_a_tracker_that_does_not_finish_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
     gate, told = threading.Event(), []
-    recorder = RunRecorder(tmp_path, context(), trackers=[Slow(gate)], warn=told.append)
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
     record(recorder, 0, 1)
     recorder.close()
     gate.set()
@@ -260,9 +259,10 @@ def test_a_tracker_that_does_not_finish_is_told(tmp_path, monkeypatch):
     assert "has not finished after 0.1 s" in line
 
 
-def test_a_failing_tracker_is_told_once_to_the_reader_too(tmp_path):
+def test_a_failing_tracker_is_reported_once_to_the_reader_too(tmp_path):
     told: list[str] = []
-    with RunRecorder(tmp_path, context(), trackers=[Slow(error=ConnectionError("gone"))], warn=told.append) as recorder:
+    slow = Slow(error=ConnectionError("gone"))
+    with RunRecorder(tmp_path, context(), trackers={"slow": slow}, warn=told.append) as recorder:
         record(recorder, 0, 4)
     assert of_tracker(told) == [
         "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"
@@ -280,6 +280,6 @@ def test_a_tracker_may_raise_anything_when_it_starts(tmp_path):
             raise RetrainError("no login")
 
     with pytest.raises(SystemExit):
-        RunRecorder(tmp_path, context(), trackers=[Exits()]).start()
+        RunRecorder(tmp_path, context(), trackers={"slow": Exits()}).start()
     with pytest.raises(RetrainError, match="no login"):
-        RunRecorder(tmp_path, context(), trackers=[Refuses()]).start()
+        RunRecorder(tmp_path, context(), trackers={"slow": Refuses()}).start()

@@ -242,13 +242,13 @@ def test_smoothing_and_shared_samples():
 def test_long_names_under_a_pair_chart_stand_beside_each_other_on_two_lines():
     names = ["maxrl+none", "maxrl+gtpo~gtpo.beta=0.1", "maxrl+gtpo~gtpo.beta=0.5", "rloo"]
     drawn = pair_chart(names, [("seed 1", [0.1, 0.2, 0.3, 0.4])], label="l")
-    placed = re.findall(r'class="name" x="(\d+)" y="(\d+)"[^>]*>([^<]*)<', drawn)
+    placed = re.findall(r'class="name" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', drawn)
     assert [name for _, _, name in placed] == names
     for line in {y for _, y, _ in placed}:
         spans = [(float(x) - 3.7 * len(name), float(x) + 3.7 * len(name)) for x, y, name in placed if y == line]
         assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
     short = pair_chart(["a", "b"], [("seed 1", [0.1, 0.2])], label="l")
-    assert len(set(re.findall(r'class="name" x="\d+" y="(\d+)"', short))) == 1
+    assert len(set(re.findall(r'class="name" x="[\d.]+" y="([\d.]+)"', short))) == 1
 
 
 SQUEEZE = {

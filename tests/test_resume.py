@@ -18,6 +18,7 @@ import torch
 from lane_cases import adamw, update
 from mixed_cases import adapter_bytes, launch_file, rows_of, toy_file
 from safetensors.torch import load_file, save
+from timing_keys import is_timing_key
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
@@ -35,7 +36,6 @@ from retrain.policy.base import load_base
 from retrain.policy.local import optimizer_tensors
 from retrain.policy.lora import Lanes
 from retrain.policy.update import train_step
-from retrain.record.catalogue import is_timing_key
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
 from retrain.types import Sample

@@ -22,6 +22,7 @@ import pandas as pd
 import pytest
 from mixed_cases import adapter_bytes, rows_of, runs_of
 from record_cases import find_conversations
+from timing_keys import is_timing_key
 from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.planning.changes import settings_changes
@@ -32,7 +33,7 @@ from retrain.checkpoints import newest_whole
 from retrain.config import load
 from retrain.config.root import sections
 from retrain.files import jsonable, read_json, read_jsonl
-from retrain.record.catalogue import METRICS, is_timing_key
+from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
 

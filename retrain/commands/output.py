@@ -50,7 +50,8 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
     from retrain.record import tables
 
-    print(tables.comparison_text(report)) if plain else Console().print(tables.comparison_table(report))
+    console = Console()
+    print(tables.comparison_text(report)) if plain else console.print(tables.comparison_table(report, console.width))
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
         print_table(tables.SECONDARY_COLUMNS, tables.secondary_rows(report), left=("metric", "condition"))
@@ -65,7 +66,8 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
     if plain or not sys.stdout.isatty():
         print(tables.squeeze_text(report))
     else:
-        Console().print(tables.squeeze_table(report))
+        console = Console()
+        console.print(tables.squeeze_table(report, console.width))
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
     enough = (report.get("verified") or {}).get("enough")

@@ -32,7 +32,7 @@ def status(
     plain: Plain = False,
 ) -> None:
     """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
-    from retrain.record.status import homes_of_runs, read_status, status_view, with_living_runs
+    from retrain.record.status import homes_of_runs, read_status, status_view
 
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
@@ -40,7 +40,7 @@ def status(
     if watch:
         follow(directory, as_json, plain)
         return
-    reports = [with_living_runs(read_status(home)) for home in homes_of_runs(directory)]
+    reports = [read_status(home) for home in homes_of_runs(directory)]
     if as_json:
         print(dumps(reports, indent=2))
     elif not reports:

@@ -98,13 +98,13 @@ def resume(
 def approval(accept: bool, observer: Observer) -> Approval:
     """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
     from retrain.campaign.planning.changes import Approval
-    from retrain.record.board import printable
+    from retrain.record.html import visible
 
     def ask(lines: list[str]) -> bool:
         observer.close()
         print("This directory was made with other settings or versions than there are now:")
         for line in lines:
-            print(f"  {printable(line)}")
+            print(f"  {visible(line)}")
         return typer.confirm("Go on with what is there now?", default=False)
 
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()

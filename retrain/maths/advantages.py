@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from retrain.errors import PluginError, RunFailed
-from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B
+from retrain.maths.arrays import plugin_name
+from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B, of_shape
 
 EQUAL_REWARDS = 1e-8
 GRPO_EPSILON = 1e-6
@@ -119,15 +120,12 @@ ADVANTAGES: dict[str, Callable[[Rewards_PN], Doubles_PN]] = {
 }
 
 
-def plugin_advantages(
-    function: Callable[..., Any], rewards_N: Rewards_PN, context: Any = None, name: str | None = None
-) -> Doubles_PN:
+def plugin_advantages(function: Callable[..., Any], rewards_N: Rewards_PN, context: Any = None) -> Doubles_PN:
     """Advantages from a user's ``function(rewards_N)`` or ``function(rewards_N, context)``, checked, float64 [N].
 
     Raises PluginError naming the plug-in when the result has another length or is not finite.
     """
-    name = name or f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-    rewards_N = _checked(rewards_N)
+    plugin, rewards_N = f"advantage plug-in {plugin_name(function)}", _checked(rewards_N)
     positional = [
         p
         for p in inspect.signature(function).parameters.values()
@@ -135,14 +133,10 @@ def plugin_advantages(
     ]
     takes_context = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
     result = function(rewards_N.clone(), context) if takes_context else function(rewards_N.clone())
-    advantages_N = torch.as_tensor(result).detach().to(torch.float64)
-    if advantages_N.shape != rewards_N.shape:
-        raise PluginError(
-            f"advantage plug-in {name} returned shape {tuple(advantages_N.shape)} for rewards of shape "
-            f"{tuple(rewards_N.shape)}: return one number per completion"
-        )
+    result = of_shape(plugin, result, rewards_N, "rewards", "one number per completion")
+    advantages_N = result.detach().to(torch.float64)
     if not bool(torch.isfinite(advantages_N).all()):
-        raise PluginError(f"advantage plug-in {name} returned NaN or infinity: {advantages_N.tolist()}")
+        raise PluginError(f"{plugin} returned NaN or infinity: {advantages_N.tolist()}")
     return advantages_N
 
 

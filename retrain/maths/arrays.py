@@ -1,8 +1,9 @@
-"""As ``shapes``, of numpy's arrays: what is imported where torch is not."""
+"""As ``shapes``, of numpy's arrays, and the name of a plug-in: what is imported where torch is not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Integer, Num
@@ -22,3 +23,8 @@ Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
 Doubles_S = Float64[np.ndarray, "S"]
 Table = Num[np.ndarray, "..."]
 """Of any shape."""
+
+
+def plugin_name(function: Callable[..., Any]) -> str:
+    """A user's function as errors name it: ``module:function``."""
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

@@ -19,29 +19,18 @@ PARAMETERS = 3
 BEYOND_PEAK = 1.25
 """How far past an extrapolated n* exploration goes, so that the next measurement can bracket it."""
 STANDARD_ERRORS = 2.0
-"""How many standard errors κ̂ must lie above 0, and the half-width of the interval of n* in standard errors."""
+"""How many standard errors κ̂ must lie above 0."""
 
 
 @dataclass(frozen=True)
 class UslFit:
-    """Fitted parameters with standard errors; ``n_star`` and its error are None when κ̂ = 0 (no peak)."""
+    """Fitted parameters with the standard error of κ̂; ``n_star`` is None when κ̂ = 0 (no peak)."""
 
     lam: float
     sigma: float
     kappa: float
-    lam_se: float
-    sigma_se: float
     kappa_se: float
     n_star: float | None
-    n_star_se: float | None
-
-    @property
-    def n_star_interval(self) -> tuple[float, float] | None:
-        """n* ± 2 standard errors by the delta method, not below 1."""
-        if self.n_star is None or self.n_star_se is None:
-            return None
-        reach = STANDARD_ERRORS * self.n_star_se
-        return max(self.n_star - reach, 1.0), self.n_star + reach
 
     @property
     def kappa_is_positive(self) -> bool:
@@ -64,9 +53,8 @@ def _jacobian(n: np.ndarray, lam: float, sigma: float, kappa: float) -> np.ndarr
 def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
     """Bounded non-linear least squares on (load, throughput) pairs, λ > 0, 0 ≤ σ ≤ 1, κ ≥ 0.
 
-    Standard errors are s²(JᵀJ)⁻¹ at the optimum with s² = RSS/(points − 3); that of n* by the delta method with
-    ∂n*/∂σ = −n*/(2(1−σ)) and ∂n*/∂κ = −n*/(2κ). Raises ValueError for fewer than 4 pairs, fewer than 3 different
-    loads, loads below 1 and non-positive or non-finite throughputs.
+    The covariance of the parameters is s²(JᵀJ)⁻¹ at the optimum with s² = RSS/(points − 3). Raises ValueError for
+    fewer than 4 pairs, fewer than 3 different loads, loads below 1 and non-positive or non-finite throughputs.
     """
     from scipy.optimize import least_squares
 
@@ -97,15 +85,9 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
     jacobian = _jacobian(n, scaled, sigma, kappa)
     noise = float((residuals(fit.x) ** 2).sum()) / (len(n) - PARAMETERS)
     covariance = noise * np.linalg.pinv(jacobian.T @ jacobian)
-    errors = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-    n_star = n_star_se = None
-    if kappa > 0.0 and sigma < 1.0:
-        n_star = math.sqrt((1.0 - sigma) / kappa)
-        gradient = np.array([0.0, -n_star / (2.0 * (1.0 - sigma)), -n_star / (2.0 * kappa)])
-        n_star_se = math.sqrt(max(float(gradient @ covariance @ gradient), 0.0))
-    return UslFit(
-        scaled * unit, sigma, kappa, float(errors[0]) * unit, float(errors[1]), float(errors[2]), n_star, n_star_se
-    )
+    kappa_se = math.sqrt(max(float(covariance[2, 2]), 0.0))
+    n_star = math.sqrt((1.0 - sigma) / kappa) if kappa > 0.0 and sigma < 1.0 else None
+    return UslFit(scaled * unit, sigma, kappa, kappa_se, n_star)
 
 
 @dataclass(frozen=True)
@@ -128,6 +110,10 @@ class Limits:
         if not (0.0 < self.throttle_margin <= 1.0 and 0.0 < self.increase_margin <= 1.0):
             raise ValueError("throttle_margin and increase_margin must be in (0, 1]")
 
+    def allowed(self, load: float) -> float:
+        """The nearest load that is allowed."""
+        return min(max(load, self.min_load), self.max_load)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -145,7 +131,6 @@ class Decision:
     basis: str
     load: int
     n_star: float | None = None
-    n_star_interval: tuple[float, float] | None = None
     sigma: float | None = None
     kappa: float | None = None
     best_load: float | None = None
@@ -195,14 +180,14 @@ def decide(
     measured without sign of a peak, it stays there. ``flops_per_byte`` is the arithmetic intensity of the work, for
     the roofline. Raises ValueError for impossible measurements.
     """
-    load = min(max(int(current_load), limits.min_load), limits.max_load)
+    load = int(limits.allowed(int(current_load)))
     roofline = roofline_regime(limits, flops_per_byte)
     if len(loads) <= limits.warmup_steps:
         return Decision("hold", "warmup", "warmup", load)
     if len(loads) <= PARAMETERS or len(set(loads)) < PARAMETERS:
         return _move("warmup", "warmup", load, _unmeasured(loads, load, limits))
     fit = fit_usl(loads, throughputs)
-    best = min(max(math.inf if fit.n_star is None else fit.n_star, limits.min_load), limits.max_load)
+    best = limits.allowed(math.inf if fit.n_star is None else fit.n_star)
     known = {
         "sigma": fit.sigma,
         "kappa": fit.kappa,
@@ -219,23 +204,10 @@ def decide(
     if fit.n_star <= min(loads):
         before = max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load)
         return _move("explore", roofline or "warmup", load, min(before, load), **known)
-    n_star = fit.n_star
-    aim = min(max(round(n_star * limits.throttle_margin), limits.min_load), limits.max_load)
-    regime = "retrograde" if load > n_star else roofline or "optimal"
-    action = "hold"
-    if load > n_star and aim < load:
-        action = "throttle"
-    elif load < limits.increase_margin * aim:
-        action = "increase"
-    return Decision(
-        action,
-        regime,
-        "fit",
-        load if action == "hold" else aim,
-        n_star,
-        fit.n_star_interval,
-        **known,
-    )
+    aim = int(limits.allowed(round(fit.n_star * limits.throttle_margin)))
+    regime = "retrograde" if load > fit.n_star else roofline or "optimal"
+    moves = (load > fit.n_star and aim < load) or load < limits.increase_margin * aim
+    return replace(_move("fit", regime, load, aim if moves else load, **known), n_star=fit.n_star)
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
@@ -248,6 +220,6 @@ def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
 
 
 def _move(basis: str, regime: str, load: int, target: int, **known: float) -> Decision:
-    """A decision that moves the load to ``target`` without claiming to know n*; ``known`` is what the fit says."""
+    """A decision that moves the load to ``target``; ``known`` is what the fit says."""
     action = "increase" if target > load else "throttle" if target < load else "hold"
     return replace(Decision(action, regime, basis, target), **known)

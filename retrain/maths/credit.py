@@ -22,7 +22,8 @@ from torch import Tensor
 
 from retrain.errors import PluginError
 from retrain.maths.advantages import EQUAL_REWARDS
-from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
+from retrain.maths.arrays import plugin_name
+from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B, of_shape
 
 MAX_UNCERTAINTY = 50.0
 MIN_MEAN_UNCERTAINTY = 1e-7
@@ -50,10 +51,6 @@ class TokenCredit:
     exec_variance: float | None = None
 
 
-def _plugin_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-
-
 def _require(what: str, tensor: Tensor | None, like: Tensor, needed_by: str) -> Tensor:
     """``tensor``, which must be given and of the shape of ``like``; ValueError otherwise."""
     if tensor is None:
@@ -69,6 +66,16 @@ def _clean(what: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
         raise ValueError(f"{what} is NaN at completion {row}, token {column}")
+    return values_BT
+
+
+def _per_token(kind: str, function: Callable[..., Any], result: Any, mask_BT: Mask_BT, wanted: str) -> Tensor:
+    """What a plug-in returned for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
+    plugin = f"{kind} plug-in {plugin_name(function)}"
+    values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {wanted} per token").detach()
+    values_BT = torch.where(mask_BT, values_BT, 0.0)
+    if not bool(torch.isfinite(values_BT).all()):
+        raise PluginError(f"{plugin} returned NaN or infinity for a trained token")
     return values_BT
 
 
@@ -103,16 +110,8 @@ def uncertainty(kind: Uncertainty, logprobs_BT: Floats_BT, entropy_BT: Floats_BT
     if _require("mask_BT", mask_BT, logprobs_BT, "uncertainty").dtype != torch.bool:
         raise ValueError(f"mask_BT must be bool: got {mask_BT.dtype}")
     if callable(kind):
-        name = _plugin_name(kind)
-        h_BT = torch.as_tensor(kind(logprobs_BT.detach(), entropy_BT, mask_BT))
-        if h_BT.shape != logprobs_BT.shape:
-            raise PluginError(
-                f"uncertainty plug-in {name} returned shape {tuple(h_BT.shape)} for tokens of shape "
-                f"{tuple(logprobs_BT.shape)}: return one number per token"
-            )
-        h_BT = torch.where(mask_BT, h_BT.to(logprobs_BT), 0.0)
-        if not bool(torch.isfinite(h_BT).all()):
-            raise PluginError(f"uncertainty plug-in {name} returned NaN or infinity for a trained token")
+        result = torch.as_tensor(kind(logprobs_BT.detach(), entropy_BT, mask_BT)).to(logprobs_BT)
+        h_BT = _per_token("uncertainty", kind, result, mask_BT, "number")
     elif kind in UNCERTAINTIES:
         h_BT = UNCERTAINTIES[kind](logprobs_BT, entropy_BT, mask_BT)
     else:
@@ -332,20 +331,6 @@ def _spread(advantages_B: Floats_B, like_BT: Floats_BT, mask_BT: Mask_BT) -> Flo
     return torch.where(mask_BT, advantages_B[:, None], 0.0)
 
 
-def _plugin_transform(function: Callable[..., Any], arguments: dict[str, Any]) -> Floats_BT:
-    name, mask_BT = _plugin_name(function), arguments["mask_BT"]
-    result = torch.as_tensor(function(**arguments)).detach()
-    if result.shape != mask_BT.shape:
-        raise PluginError(
-            f"transform plug-in {name} returned shape {tuple(result.shape)} for tokens of shape "
-            f"{tuple(mask_BT.shape)}: return one advantage per token"
-        )
-    result = torch.where(mask_BT, result, 0.0)
-    if not bool(torch.isfinite(result).all()):
-        raise PluginError(f"transform plug-in {name} returned NaN or infinity for a trained token")
-    return result
-
-
 @dataclass(frozen=True)
 class ModeInputs:
     """What single transform modes need beyond the common arguments; every other mode ignores it.
@@ -488,7 +473,8 @@ def token_advantages(
     flat_BT = _spread(advantages_B, h_BT, mask_BT)
     if callable(transform_mode):
         arguments = {"advantages_BT": flat_BT, "h_BT": h_BT, "planning_BT": planning_BT, "mask_BT": mask_BT}
-        result = _Result(_plugin_transform(transform_mode, arguments).to(h_BT))
+        given = transform_mode(**arguments)
+        result = _Result(_per_token("transform", transform_mode, given, mask_BT, "advantage").to(h_BT))
     else:
         tokens = _Tokens(flat_BT, h_BT, entropy_BT, planning_BT, mask_BT, mode, beta, alpha, sepa_lambda, inputs)
         result = TRANSFORMS[mode](tokens)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from retrain.errors import PluginError
-from retrain.maths.shapes import Floats_B1, Floats_BT, Mask_BT, Sum
+from retrain.maths.arrays import plugin_name
+from retrain.maths.shapes import Floats_B1, Floats_BT, Mask_BT, Sum, of_shape
 
 MAX_LOG_RATIO = 20.0
 """|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
@@ -144,17 +145,12 @@ def plugin_loss(
     It gets 0 in the padding, and only the first argument carries a gradient. Raises PluginError naming the plug-in
     when the result has another shape, is not finite for a trained token, or does not depend on the policy.
     """
-    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-    loss_BT = torch.as_tensor(function(logp_BT, sampler_BT, adv_BT, mask_BT))
-    if loss_BT.shape != mask_BT.shape:
-        raise PluginError(
-            f"loss plug-in {name} returned shape {tuple(loss_BT.shape)} for tokens of shape "
-            f"{tuple(mask_BT.shape)}: return the loss of every token, not their sum"
-        )
+    plugin, result = f"loss plug-in {plugin_name(function)}", function(logp_BT, sampler_BT, adv_BT, mask_BT)
+    loss_BT = of_shape(plugin, result, mask_BT, "tokens", "the loss of every token, not their sum")
     if not bool((torch.isfinite(loss_BT.detach()) | ~mask_BT).all()):
-        raise PluginError(f"loss plug-in {name} returned NaN or infinity for a trained token")
+        raise PluginError(f"{plugin} returned NaN or infinity for a trained token")
     if logp_BT.requires_grad and not loss_BT.requires_grad:
-        raise PluginError(f"loss plug-in {name} has no gradient: compute it from logprobs_BT without detaching it")
+        raise PluginError(f"{plugin} has no gradient: compute it from logprobs_BT without detaching it")
     nowhere_BT = torch.zeros_like(mask_BT)
     return loss_BT.to(logp_BT), nowhere_BT, nowhere_BT
 
@@ -336,16 +332,13 @@ def token_weights(
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):
         raise ValueError(f"loss denominators must be >= 0: got {totals}")
-    if normalizer == "tokens":
-        denominator_B_1 = torch.full((mask_BT.shape[0], 1), float(total_tokens), device=mask_BT.device)
-    elif normalizer == "sequences":
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"unknown loss normalizer {normalizer!r}: one of {', '.join(NORMALIZERS)}")
+    if normalizer == "sequences":
         counted_BT = mask_BT if denominator_mask_BT is None else denominator_mask_BT
         denominator_B_1 = counted_BT.sum(1, keepdim=True) * float(total_sequences)
-    elif normalizer == "constant":
-        denominator_B_1 = torch.full(
-            (mask_BT.shape[0], 1), float(total_sequences) * float(max_tokens), device=mask_BT.device
-        )
     else:
-        raise ValueError(f"unknown loss normalizer {normalizer!r}: one of {', '.join(NORMALIZERS)}")
+        total = float(total_tokens) if normalizer == "tokens" else float(total_sequences) * float(max_tokens)
+        denominator_B_1 = torch.full((mask_BT.shape[0], 1), total, device=mask_BT.device)
     weight_B_1 = torch.where(denominator_B_1 > 0, 1.0 / denominator_B_1.clamp(min=1.0), 0.0)
     return torch.where(mask_BT, weight_B_1, 0.0)

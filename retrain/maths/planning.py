@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from retrain.errors import PluginError
-from retrain.maths.arrays import AnyTokenMask, OffsetArray, Offsets, TokenMask, TokenNumbers
+from retrain.maths.arrays import AnyTokenMask, OffsetArray, Offsets, TokenMask, TokenNumbers, plugin_name
 
 STRATEGIC_GRAMS: tuple[str, ...] = (
     "wait let me",
@@ -100,7 +100,7 @@ class PluginDetector:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self.name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+        self.name = plugin_name(function)
 
     def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
         """The function's masks, bool [T] each. Raises PluginError naming the plug-in when their number or a length is

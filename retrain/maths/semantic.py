@@ -59,20 +59,16 @@ def windows(text: str, longest: int = 400) -> list[tuple[int, int]]:
     for match in _WINDOW_END.finditer(text):
         edges += [match.start(), match.end()]
     edges.append(len(text))
-    found = []
+    spans = []
     for start, end in zip(edges[0::2], edges[1::2], strict=True):
-        while end - start > longest:
-            cut = text.rfind(" ", start + 1, start + longest)
+        while start < end:
+            cut = end if end - start <= longest else text.rfind(" ", start + 1, start + longest)
             cut = start + longest if cut <= start else cut
-            found.append((start, cut))
+            first = _SOMETHING.search(text, start, cut)
+            if first is not None:
+                spans.append((first.start(), first.start() + len(text[first.start() : cut].rstrip())))
             start = cut
-        found.append((start, end))
-    trimmed = []
-    for start, end in found:
-        first = _SOMETHING.search(text, start, end)
-        if first is not None:
-            trimmed.append((first.start(), first.start() + len(text[first.start() : end].rstrip())))
-    return trimmed
+    return spans
 
 
 def unit_rows(vectors: Vectors_ND) -> Doubles_ND:

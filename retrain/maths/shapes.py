@@ -1,12 +1,18 @@
 """Shapes and kinds of the tensors that ``maths`` takes and gives, as types; the letters are those of ``retrain.types``.
 
 They cost nothing at run time: nobody looks at an annotation unless asked to, as the tests do (jaxtyping, beartype).
+What a user's function returns is checked by ``of_shape``.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
+
+from retrain.errors import PluginError
 
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]
@@ -28,3 +34,14 @@ Spectrum = Float[Tensor, "k"]
 Doubles_K = Float64[Tensor, "k"]
 AnySpectrum = Float[Tensor, "_"]
 """Of a length of its own, where there are several."""
+Values = Shaped[Tensor, "..."]
+"""Of any shape and kind."""
+
+
+def of_shape(plugin: str, result: Any, like: Values, what: str, wanted: str) -> Values:
+    """``result`` as a tensor of the shape of ``like``; PluginError when it is none."""
+    tensor = torch.as_tensor(result)
+    if tensor.shape != like.shape:
+        shapes = f"{tuple(tensor.shape)} for {what} of shape {tuple(like.shape)}"
+        raise PluginError(f"{plugin} returned shape {shapes}: return {wanted}")
+    return tensor

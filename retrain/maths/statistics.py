@@ -18,8 +18,6 @@ from retrain.maths.arrays import Doubles_S, Table, Values
 EXACT_SIGN_FLIP_PAIRS = 40
 EQUAL_SHARE = 1e-8
 """Values whose range is no more than this share of the largest are equal: their difference is rounding."""
-MIN_PAIRS_FOR_VERDICT = 6
-"""With fewer pairs the exact test cannot reach p <= 0.05: 5 pairs give 0.0625 at best."""
 
 
 def _vector(values: Values, what: str) -> Doubles_S:
@@ -145,12 +143,11 @@ def bootstrap_ci(
     generator: np.random.Generator,
     *,
     statistic: Callable[..., Table | float] = np.mean,
-    strata: Sequence[Hashable] | None = None,
     level: float = 0.95,
     resamples: int = 10_000,
     expanded: bool = False,
 ) -> Interval:
-    """``statistic`` with a percentile bootstrap interval; with ``strata`` each task is resampled within itself.
+    """``statistic`` with a percentile bootstrap interval.
 
     ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). ``expanded`` takes wider percentiles that undo the
     narrowness of a bootstrap from few values (Hesterberg 2015, section 3.1). The estimate is that of the values as
@@ -159,26 +156,7 @@ def bootstrap_ci(
     x = _vector(values, "values")
     if not len(x) or not 0.0 < level < 1.0 or resamples < 1:
         raise ValueError("a bootstrap needs at least one value, one resample and a level between 0 and 1")
-    estimate = float(statistic(x, axis=-1))
-    if len(x) < 2:
-        return Interval(estimate, None, None)
-    names = [0] * len(x) if strata is None else list(strata)
-    if len(names) != len(x):
-        raise ValueError(f"one stratum per value: got {len(names)} for {len(x)}")
-    members = [np.flatnonzero([name == stratum for name in names]) for stratum in dict.fromkeys(names)]
-    drawn = np.concatenate([m[generator.integers(0, len(m), (resamples, len(m)))] for m in members], axis=1)
-    low, high = np.quantile(np.asarray(statistic(x[drawn], axis=-1)), _percentiles(level, len(x), expanded))
-    return Interval(estimate, float(low), float(high))
-
-
-def _percentiles(level: float, n: int, expanded: bool) -> tuple[float, float]:
-    """Where a bootstrap distribution of n values is cut: Φ(∓√(n/(n−1))·t) when expanded, as normal data would need."""
-    if not expanded:
-        return 0.5 - level / 2.0, 0.5 + level / 2.0
-    from scipy.special import ndtr
-
-    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
-    return tail, 1.0 - tail
+    return _percentile_interval([x], lambda x: statistic(x, axis=-1), generator, level, resamples, expanded)
 
 
 def paired_bootstrap_ci(
@@ -195,12 +173,30 @@ def paired_bootstrap_ci(
     ``statistic`` takes two arrays [..., pairs] and returns one number for each leading index. Ends are None with one
     pair. Raises ValueError for lists that do not pair.
     """
-    x, y = _pairs(a, b)
-    estimate = float(statistic(x, y))
-    if len(x) < 2:
+    return _percentile_interval(_pairs(a, b), statistic, generator, level, resamples, expanded=True)
+
+
+def _percentile_interval(
+    columns: Sequence[np.ndarray],
+    statistic: Callable[..., Table | float],
+    generator: np.random.Generator,
+    level: float,
+    resamples: int,
+    expanded: bool,
+) -> Interval:
+    """The statistic of these columns, whose rows are resampled together; expanded percentiles are Φ(∓√(n/(n−1))·t),
+    as normal data would need."""
+    estimate, n = float(statistic(*columns)), len(columns[0])
+    if n < 2:
         return Interval(estimate, None, None)
-    drawn = generator.integers(0, len(x), (resamples, len(x)))
-    low, high = np.quantile(statistic(x[drawn], y[drawn]), _percentiles(level, len(x), expanded=True))
+    rows = generator.integers(0, n, (resamples, n))
+    ends = 0.5 - level / 2.0, 0.5 + level / 2.0
+    if expanded:
+        from scipy.special import ndtr
+
+        tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
+        ends = tail, 1.0 - tail
+    low, high = np.quantile(np.asarray(statistic(*(column[rows] for column in columns))), ends)
     return Interval(estimate, float(low), float(high))
 
 
@@ -295,7 +291,7 @@ def paired_comparison(a: Values, b: Values, level: float = 0.95, resolution: flo
         reach = _t_quantile(level, n - 1) * difference_error(d, resolution)
         low, high = mean - reach, mean + reach
     p = sign_flip_p(d) if n <= EXACT_SIGN_FLIP_PAIRS else sampled_sign_flip_p(d)
-    return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= MIN_PAIRS_FOR_VERDICT)
+    return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= pairs_for_verdict())
 
 
 def difference_error(differences: Doubles_S, resolution: float = 0.0) -> float:

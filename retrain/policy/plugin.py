@@ -25,10 +25,11 @@ from retrain.plugins import check_backend_class, load_function
 from retrain.policy import protocol
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, Scores, Want
-from retrain.record.catalogue import BY_KEY, LOSS, POLICY, TIME
+from retrain.record.catalogue import BY_KEY, SECTIONS
 from retrain.types import Action, Sample, Support
 
-OWN_KEYS = frozenset(metric.key for metric in (*LOSS, *POLICY)) | {m.key for m in TIME if m.key.startswith("timing_")}
+_OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
+OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
 """Keys of the catalogue that a backend may report; the others are measured here."""
 FILES = "backend"
 """Directory inside a checkpoint with the files of a backend."""

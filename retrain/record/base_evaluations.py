@@ -1,7 +1,7 @@
 """The untrained model's held-out answers, sampled once for a whole campaign and kept beside its runs.
 
 Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
-its first evaluation is everybody's. A cohort that starts later, or after a restart, reads it here: what the runs
+its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: what the runs
 improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
 """
 
@@ -54,26 +54,18 @@ class BaseEvaluations:
         if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:
             return None
         cuts = np.cumsum(arrays["lengths"])[:-1]
-        parts = {name: np.split(arrays[name], cuts) for name in ("token_ids", "logprobs")}
-        entropies = np.split(arrays["entropies"], cuts) if len(arrays["entropies"]) else None
-        actions = [
-            Action(
-                parts["token_ids"][i].tolist(),
-                one["text"],
-                parts["logprobs"][i],
-                entropies[i] if entropies is not None else None,
-                one["stop_reason"],
-            )
-            for i, one in enumerate(facts["completions"])
-        ]
+        columns = (np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies"))
+        actions = []
+        for one, token_ids, logprobs_T, entropy_T in zip(facts["completions"], *columns, strict=True):
+            given_T = entropy_T if len(arrays["entropies"]) else None
+            actions.append(Action(token_ids.tolist(), one["text"], logprobs_T, given_T, one["stop_reason"]))
         rewards = [RewardResult(**{**one, "tags": tuple(one["tags"])}) for one in facts["rewards"]]
         samples = facts["samples"]
         groups = [
             single_turn(prompt, actions[at : at + samples], rewards[at : at + samples])
             for at, prompt in zip(range(0, len(actions), samples), prompts, strict=True)
         ]
-        sampling = {key: facts[key] for key in SAMPLING}
-        return EvalRecord(facts["name"], 0, groups, **sampling)
+        return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
         """Keep an evaluation. One in which a grading failed is not kept: the next cohort tries again.
@@ -92,8 +84,7 @@ class BaseEvaluations:
             "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in rollouts],
             "rewards": [asdict(reward) for reward in rewards],
         }
-        known = all(one.entropy_T is not None for one in rollouts)
-        entropies = [entropy_T for one in rollouts if (entropy_T := one.entropy_T) is not None] if known else []
+        entropies = [entropy_T for one in rollouts if (entropy_T := one.entropy_T) is not None]
         packed = io.BytesIO()
         np.savez_compressed(
             packed,
@@ -101,6 +92,6 @@ class BaseEvaluations:
             lengths=np.array([len(one) for one in rollouts]),
             token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in rollouts]),
             logprobs=np.concatenate([one.logprobs_T for one in rollouts]),
-            entropies=np.concatenate(entropies) if entropies else np.zeros(0),
+            entropies=np.concatenate(entropies) if len(entropies) == len(rollouts) else np.zeros(0),
         )
         write_bytes(self.path(setting), packed.getvalue())

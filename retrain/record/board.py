@@ -1,4 +1,4 @@
-"""The state of all runs as an observer sees it; every console draws from this one board."""
+"""The state of all runs as an observer sees it; every console shows this one board."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from retrain.config.campaign import transform_of
-from retrain.record.observer import SpecLike
-
-_OBEYED = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-HIDDEN = dict.fromkeys((*_OBEYED, *range(0xD800, 0xE000)), "\N{REPLACEMENT CHARACTER}")
-"""Terminal control characters, text-direction overrides and lone surrogates → a visible mark."""
-
-
-def printable(text: object) -> str:
-    """``text`` without anything that a terminal would obey; line breaks and tabs stay."""
-    return str(text).translate(HIDDEN)
+from retrain.record.observer import NullObserver, SpecLike
 
 
 class Change(NamedTuple):
@@ -47,7 +38,13 @@ class RunView:
     row: Mapping[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Change] = field(default_factory=dict)
     """Accuracy on each held-out set, the first one first."""
-    message: str = ""
+
+    def add_evaluation(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep the first and the latest accuracy on the set."""
+        rate = row.get(f"eval/{name}/correct_rate")
+        before = self.evaluations.setdefault(name, NO_CHANGE).before
+        if rate is not None:
+            self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
 
     @property
     def held_out(self) -> Change:
@@ -67,20 +64,17 @@ class RunView:
         return (now - self.started) / done * max(0, self.max_steps - self.steps_done)
 
 
-class Board:
-    """An observer that remembers: one ``RunView`` per run, the last steps, the last messages."""
+class Board(NullObserver):
+    """An observer that remembers: one ``RunView`` per run, and the last steps."""
 
     def __init__(self) -> None:
         self.runs: dict[str, RunView] = {}
         self.steps: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=200)
-        self.messages: deque[tuple[str, str]] = deque(maxlen=50)
         self.clock = time.monotonic
 
     def view(self, spec: SpecLike) -> RunView:
         """The run's view, made on first sight."""
-        if spec.run_id not in self.runs:
-            self.runs[spec.run_id] = RunView(spec.run_id, spec.label, spec.seed)
-        return self.runs[spec.run_id]
+        return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """Put all runs on the board."""
@@ -94,27 +88,15 @@ class Board:
         view.started = self.clock()
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """Take over the row."""
+        """Keep the row."""
         view = self.view(spec)
         view.row, view.steps_done = row, int(row["step"]) + 1
         self.steps.append((spec.run_id, row))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Keep the first and the latest accuracy on the set."""
-        rate = row.get(f"eval/{name}/correct_rate")
-        known = self.view(spec).evaluations
-        before = known.setdefault(name, NO_CHANGE).before
-        if rate is not None:
-            known[name] = Change(rate) if before is None else Change(before, rate)
+        """Keep the accuracy."""
+        self.view(spec).add_evaluation(name, row)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Close the run's row."""
-        view = self.view(spec)
-        view.state, view.message = status, message
-
-    def message(self, text: str, level: str = "info") -> None:
-        """Remember the line."""
-        self.messages.append((level, text))
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        """Keep how it ended."""
+        self.view(spec).state = status

@@ -7,9 +7,9 @@ rows of runs whose configuration can define them; all other keys stand in every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from retrain.config.upkeep import Tool
 from retrain.record.context import RunContext
@@ -17,38 +17,26 @@ from retrain.record.context import RunContext
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
-SCALED_ALIASES: dict[str, tuple[float, float]] = {
-    "stop_reason_length_pct": (100.0, 0.0),
-    "discarded_stop_reason_length_pct": (100.0, 0.0),
-    "frac_reward_zero_std": (-1.0, 1.0),
+PERCENTAGE = "×100", lambda share: 100.0 * share
+SCALED_ALIASES: dict[str, tuple[str, Callable[[float], float]]] = {
+    "stop_reason_length_pct": PERCENTAGE,
+    "discarded_stop_reason_length_pct": PERCENTAGE,
+    "frac_reward_zero_std": ("1 − value", lambda share: 1.0 - share),
 }
-"""Aliases that are not the plain value: alias = factor · value + offset."""
+"""Aliases that are not the plain value: what they are instead, in words and as a function."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a step. ``wandb`` is its name there when it differs from the key."""
+    """One number of a step; ``aliases`` are its names in other tools, ``wandb`` is the one there where it differs."""
 
     key: str
     definition: str
-    unit: str = ""
-    healthy: str = ""
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    requires: str = ""
-    wandb: str = ""
-
-    @property
-    def is_pattern(self) -> bool:
-        """Whether the key stands for a family (``rewards/<name>/mean``)."""
-        return "<" in self.key
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether the value depends on the clock or the machine, so that a repeated run may differ in it."""
-        return self.unit in TIMING_UNITS or self.key in ("bp_action", "bp_regime", "bp_p_star", "bp_sigma", "bp_kappa")
-
-
-TIMING_UNITS = frozenset({"s", "tokens/s", "completions/s", "GiB", "share of peak"})
+    unit: str
+    healthy: str
+    requires: str
+    wandb: str
+    aliases: Mapping[str, tuple[str, ...]]
 
 
 def _metric(
@@ -62,7 +50,7 @@ def _metric(
 ) -> Metric:
     """One row of the tables below; aliases of one tool are separated by blanks."""
     named = {tool: tuple(names.split()) for tool, names in aliases.items()}
-    return Metric(key, definition, unit, healthy, named, requires, wandb)
+    return Metric(key, definition, unit, healthy, requires, wandb, named)
 
 
 def _spread(pattern: str, what: str, unit: str = "", alias: str = "") -> list[Metric]:
@@ -92,8 +80,8 @@ TIMED_PARTS = {
 user's own may report them, and is null in those that it does not."""
 
 # fmt: off
-
-GENERAL = [
+SECTIONS: dict[str, list[Metric]] = {
+"General": [
     _metric("step", "optimizer step, from 0", "steps", tinker="progress/batch"),
     _metric("condition", "label of the condition"),
     _metric("advantage_mode", "how the rewards of a group become advantages"),
@@ -108,9 +96,8 @@ GENERAL = [
     _metric("skipped_prompts", "problems, training and held out, that are left out because their prompts are longer "
             "than `max_prompt_tokens`", "problems", "0"),
     _metric("cohort_size", "runs that took this step together, over one base model", "runs"),
-]
-
-LOSS = [
+],
+"Loss and optimizer": [
     _metric("loss", "the loss that was differentiated, or the placeholder for it; null when no completion trained", "",
             "near 0 on-policy: the advantages of a group cancel, the gradient does not",
             wandb="train/loss", trl="loss/policy_avg"),
@@ -131,9 +118,8 @@ LOSS = [
     _metric("optim/skipped", "whether the update was left out because loss or gradient was not finite", "boolean",
             "false"),
     _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`", "boolean"),
-]
-
-REWARD = [
+],
+"Reward": [
     _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
             tinker="env/all/reward/total reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
     _metric("reward_std", "standard deviation (population) of total reward over completions", "reward",
@@ -181,6 +167,8 @@ REWARD = [
             "below 0.5: above it the data is too hard, or no answer matches the format"),
     _metric("env/all/total_episodes", "completions in the step", "completions"),
     _metric("env/all/ob_tokens_per_turn", "mean prompt tokens of a turn", "tokens"),
+    _metric("env/all/ac_tokens_per_turn", "completion tokens in the step / turns in the step", "tokens",
+            tinker="ac_tokens_per_turn"),
     _metric("env/all/total_turns", "turns in the step", "turns"),
     _metric("env/all/turns_per_episode", "mean turns of a completion; 1 in single-turn tasks", "turns"),
     _metric("env/all/total_ac_tokens", "completion tokens in the step", "tokens"),
@@ -188,11 +176,9 @@ REWARD = [
     _metric("env/<tag>/...", "`reward/total`, `correct`, `format`, `ac_tokens_per_turn`, `total_episodes`, "
             "`by_group/...` and every reward part for the completions with this tag, as soon as some tag was a "
             "strict subset of a step", "as above"),
-]
-
-ADVANTAGE = _spread("advantage_{}", "advantage over the completions that trained", "reward")
-
-POLICY = [
+],
+"Advantage": _spread("advantage_{}", "advantage over the completions that trained", "reward"),
+"Policy": [
     _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
             "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
             trl="policy/entropy_avg objective/entropy"),
@@ -226,9 +212,8 @@ POLICY = [
     _metric("val/clipfrac_avg", "share of clipped value predictions", "share", requires="critic"),
     _metric("off_policy_steps_mean", "mean age of the rollouts in policy versions", "steps", "0 when synchronous"),
     _metric("off_policy_steps_max", "largest age of the rollouts in policy versions", "steps", "0 when synchronous"),
-]
-
-CREDIT = [
+],
+"Token credit": [
     _metric("uncertainty_kind", "which uncertainty weighs the tokens", wandb="train/uncertainty_kind"),
     *(
         _metric(f"{part}_{kind}_{stat}", f"{word} {'uncertainty' if kind == 'entropy' else 'surprisal'} of {tokens} "
@@ -253,13 +238,11 @@ CREDIT = [
             wandb="train/sepa_lambda"),
     _metric("sepa_gate_open", "whether the correct-rate gate of SEPA has opened; false in other transform modes",
             "boolean", wandb="train/sepa_gate_open"),
-]
-
-LENGTH = [
+],
+"Length": [
     _metric("max_token_hit_rate", "share of completions that ended by length", "share", "below 0.1",
             wandb="train/max_token_hit_rate", trl="completions/clipped_ratio", telescope="stop_reason_length_pct"),
-    _metric("completions/mean_length", "mean tokens of a completion", "tokens",
-            tinker="ac_tokens_per_turn env/all/ac_tokens_per_turn", telescope="length_completion_mean"),
+    _metric("completions/mean_length", "mean tokens of a completion", "tokens", telescope="length_completion_mean"),
     _metric("completions/std_length", "standard deviation (population) of tokens of a completion", "tokens",
             telescope="length_completion_std"),
     _metric("completions/min_length", "fewest tokens", "tokens", telescope="length_completion_min"),
@@ -276,9 +259,8 @@ LENGTH = [
             "0 equal to 1 concentrated"),
     _metric("group_length_max_median_ratio_mean", "mean over groups of longest / median completion: how long a group "
             "waits for its straggler", "", "below 2"),
-]
-
-DISCARDED = [
+],
+"Groups that did not train": [
     _metric("discarded_count", "groups that did not train", "groups"),
     _metric("discarded_zero_advantage_pct", "groups dropped because all their advantages are 0", "% of all groups",
             "below 80"),
@@ -298,15 +280,13 @@ DISCARDED = [
     _metric("discarded_group_length_gini_mean", "group_length_gini_mean of the discarded groups",
             "0 equal to 1 concentrated"),
     _metric("discarded_group_length_max_median_ratio_mean", "the straggler ratio of the discarded groups"),
-]
-
-TOOL_USE = [
+],
+"Tools": [
     _metric("tools/total_tool_calls", "tool calls in the step", "calls", requires="tools"),
     _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share",
             requires="tools"),
-]
-
-BACK_PRESSURE = [
+],
+"Back pressure": [
     _metric("bp_action", "hold, increase or throttle; off without back pressure",
             wandb="train/backpressure/action"),
     _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",
@@ -321,9 +301,8 @@ BACK_PRESSURE = [
             wandb="train/backpressure/utilization"),
     _metric("bp_throughput", "measured decoding throughput", "tokens/s", wandb="train/backpressure/throughput"),
     _metric("bp_warmup", "still collecting loads for the fit", "boolean", wandb="train/backpressure/warmup"),
-]
-
-TIME = [
+],
+"Time and speed": [
     _metric("step_time_s", "wall clock of the whole step", "s", wandb="train/step_time_s",
             tinker="time/total", telescope="timing_step_total", trl="step_time"),
     _metric("time/rollout", "sampling", "s", retrain="sample_time_s"),
@@ -352,100 +331,56 @@ TIME = [
     _metric("perf/episodes_per_s", "completions / step_time_s", "completions/s", trl="eps"),
     _metric("perf/peak_memory_gib", "most memory in use so far: of the GPU's allocator, on the CPU of the process",
             "GiB"),
-]
-
-EVALUATION = [
-    _metric("eval/<name>/step", "optimizer steps done when the evaluation ran", "steps", requires="evaluation"),
-    _metric("eval/<name>/correct_rate", "share of correct answers; null on steps without an "
-            "evaluation, and where no answer could be graded", "share", "rising", requires="evaluation"),
-    _metric("eval/<name>/ci_low", "lower end of the 95 % interval of correct_rate, clustered by problem", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/ci_high", "upper end of that interval", "share", requires="evaluation"),
-    _metric("eval/<name>/reward_mean", "mean total reward", "reward", requires="evaluation"),
-    _metric("eval/<name>/problems", "problems evaluated", "problems", requires="evaluation"),
-    _metric("eval/<name>/failed", "answers that could not be graded; they count as not correct", "answers", "0",
-            requires="evaluation"),
-    _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens", requires="evaluation"),
-    _metric("eval/<name>/max_token_hit_rate", "share of answers that ended by length", "share", "below 0.1",
-            requires="evaluation"),
+],
+"Held-out evaluation": [replace(metric, requires="evaluation") for metric in (
+    _metric("eval/<name>/step", "optimizer steps done when the evaluation ran", "steps"),
+    _metric("eval/<name>/correct_rate", "share of correct answers; null on steps without an evaluation, and where no "
+            "answer could be graded", "share", "rising"),
+    _metric("eval/<name>/ci_low", "lower end of the 95 % interval of correct_rate, clustered by problem", "share"),
+    _metric("eval/<name>/ci_high", "upper end of that interval", "share"),
+    _metric("eval/<name>/reward_mean", "mean total reward", "reward"),
+    _metric("eval/<name>/problems", "problems evaluated", "problems"),
+    _metric("eval/<name>/failed", "answers that could not be graded; they count as not correct", "answers", "0"),
+    _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens"),
+    _metric("eval/<name>/max_token_hit_rate", "share of answers that ended by length", "share", "below 0.1"),
     _metric("eval/<name>/pass@<k>", "mean over problems of 1 − C(n−c, k)/C(n, k) with c correct ones of n samples: the "
             "probability that one of k samples is correct; k = 1, 2, 4, … up to n, and n; pass@1 is correct_rate",
-            "share", "rising", requires="evaluation"),
-    _metric("eval/<name>/pass@<k>/ci_low", "lower end of its 95 % interval over problems, for k > 1", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/pass@<k>/ci_high", "upper end of that interval", "share", requires="evaluation"),
+            "share", "rising"),
+    _metric("eval/<name>/pass@<k>/ci_low", "lower end of its 95 % interval over problems, for k > 1", "share"),
+    _metric("eval/<name>/pass@<k>/ci_high", "upper end of that interval", "share"),
     _metric("eval/<name>/avg@<k>", "mean over problems of the share of correct ones among all k = n samples", "share",
-            "rising", requires="evaluation"),
+            "rising"),
     _metric("eval/<name>/maj@<k>", "mean over problems of whether the most frequent answer of k samples is correct, "
             "over all disjoint blocks of k; tied leaders share, no answer is no vote; k = 4, 8, … up to n, and n "
-            "from 3", "share", "rising", requires="evaluation"),
-    _metric("eval/<name>/maj@<k>/ci_low", "lower end of its 95 % interval over problems", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/maj@<k>/ci_high", "upper end of that interval", "share", requires="evaluation"),
-    _metric("eval/<name>/<tag>/correct_rate", "share of correct answers among the problems with this tag", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/<tag>/ci_low", "lower end of its 95 % interval, clustered by problem", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/<tag>/ci_high", "upper end of that interval", "share", requires="evaluation"),
-    _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share",
-            requires="evaluation"),
-    _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share",
-            requires="evaluation"),
-]
-
-# fmt: on
-
-SECTIONS: dict[str, list[Metric]] = {
-    "General": GENERAL,
-    "Loss and optimizer": LOSS,
-    "Reward": REWARD,
-    "Advantage": ADVANTAGE,
-    "Policy": POLICY,
-    "Token credit": CREDIT,
-    "Length": LENGTH,
-    "Groups that did not train": DISCARDED,
-    "Tools": TOOL_USE,
-    "Back pressure": BACK_PRESSURE,
-    "Time and speed": TIME,
-    "Held-out evaluation": EVALUATION,
+            "from 3", "share", "rising"),
+    _metric("eval/<name>/maj@<k>/ci_low", "lower end of its 95 % interval over problems", "share"),
+    _metric("eval/<name>/maj@<k>/ci_high", "upper end of that interval", "share"),
+    _metric("eval/<name>/<tag>/correct_rate", "share of correct answers among the problems with this tag", "share"),
+    _metric("eval/<name>/<tag>/ci_low", "lower end of its 95 % interval, clustered by problem", "share"),
+    _metric("eval/<name>/<tag>/ci_high", "upper end of that interval", "share"),
+    _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share"),
+    _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share"),
+)],
 }
+# fmt: on
 
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
-EVAL_STATISTICS = tuple(m.key.rsplit("/", 1)[1] for m in EVALUATION if "<tag>" not in m.key and "@" not in m.key)
+_OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.startswith("eval/<name>/")]
+EVAL_STATISTICS = tuple(name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name)
 
 
 def row_metrics(context: RunContext) -> list[Metric]:
     """The metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
     features = context.features
-    return [m for m in METRICS if not m.is_pattern and (not m.requires or m.requires in features)]
+    return [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
 
 
-def aliases_of(metric: Metric, tools: tuple[str, ...], **names: str) -> Iterator[tuple[str, float, float]]:
-    """(alias, factor, offset) for the chosen tools; ``names`` fills the metric's placeholders."""
-    for tool in tools:
-        for alias in metric.aliases.get(tool, ()):
-            factor, offset = SCALED_ALIASES.get(alias, (1.0, 0.0))
-            yield fill(alias, **names), factor, offset
-
-
-def fill(pattern: str, **names: str) -> str:
-    """``pattern`` with ``<key>`` replaced by the given names."""
-    for placeholder, name in names.items():
-        pattern = pattern.replace(f"<{placeholder}>", name)
-    return pattern
-
-
-def is_timing_key(key: str) -> bool:
-    """Whether a row's value under ``key`` may differ between two otherwise identical runs (clock, memory)."""
-    if key.startswith(("time/", "timing_", "perf/")):
-        return True
-    return key in _TIMING_KEYS
-
-
-_TIMING_KEYS = frozenset(
-    name for m in METRICS if m.is_timing for name in (m.key, *(a for names in m.aliases.values() for a in names))
-)
+def alias_values(metric: Metric, value: Any, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
+    """The metric's names in the chosen tools, each with the value that it has there; ``name`` fills ``<name>``."""
+    for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
+        scale = SCALED_ALIASES.get(alias)
+        yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
 
 
 def wandb_name(key: str) -> str:
@@ -483,12 +418,9 @@ def metrics_markdown() -> str:
 
 
 def _markdown_row(metric: Metric) -> str:
-    aliases = []
-    for tool, names in metric.aliases.items():
-        for alias in names:
-            factor, offset = SCALED_ALIASES.get(alias, (1.0, 0.0))
-            note = " (×100)" if factor == 100.0 else f" ({offset:g} − value)" if factor == -1.0 else ""
-            aliases.append(f"`{alias}`{note} {tool}")
+    named = [(alias, tool) for tool, names in metric.aliases.items() for alias in names]
+    notes = {alias: f" ({note})" for alias, (note, _) in SCALED_ALIASES.items()}
+    aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
     needs = {
         "critic": "with a critic",
         "tools": "with tools",
@@ -498,5 +430,4 @@ def _markdown_row(metric: Metric) -> str:
     }
     definition = metric.definition + (f" ({needs[metric.requires]})" if metric.requires else "")
     wandb = f"`{metric.wandb}`" if metric.wandb else ""
-    cells = (f"`{metric.key}`", definition, metric.unit, metric.healthy, "<br>".join(aliases), wandb)
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join((f"`{metric.key}`", definition, metric.unit, metric.healthy, aliases, wandb)) + " |"

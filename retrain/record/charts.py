@@ -1,6 +1,6 @@
 """Charts as SVG text: lines with bands, dots with intervals, histograms; a page of ``record.html`` adds ``charts.css``.
 
-Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is told
+Colours are the page's palette (``--c1`` … ``--c8``), so that a chart follows dark mode and paper. No series is marked
 by colour alone: each has its marker and dash, and its name stands at the end of its line. Labels are plain text and
 are escaped here; numbers that are None are left out.
 """
@@ -122,23 +122,18 @@ def colour(index: int) -> str:
     return f"var(--c{index % COLOURS + 1})"
 
 
-def mark(index: int, x: float, y: float, radius: float, said: str = "") -> str:
-    """One marker in the shape and colour of its series, with what a pointer over it is told."""
+def mark(index: int, x: float, y: float, radius: float, hint: str = "") -> str:
+    """One marker in the shape and colour of its series, with what is shown when a pointer is over it."""
     shape = MARKS[index % len(MARKS)](x, y, radius)
-    title = f"<title>{escape(said)}</title>" if said else ""
-    return f'{shape} class="dot" fill="{colour(index)}">{title}{_end(shape)}'
-
-
-def _end(shape: str) -> str:
-    return f"</{shape[1:].split(' ', 1)[0]}>"
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return f'{shape} class="dot" fill="{colour(index)}">{title}</{shape[1:].split(" ", 1)[0]}>'
 
 
 def chart(height: float, label: str, parts: Sequence[str]) -> str:
     """The SVG element around its parts; ``label`` says in words what is drawn."""
-    body = "".join(parts)
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}" '
-        f'preserveAspectRatio="xMinYMin meet">{body}</svg>'
+        f'preserveAspectRatio="xMinYMin meet">{"".join(parts)}</svg>'
     )
 
 
@@ -152,42 +147,38 @@ def line_chart(
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
     names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
-    lows = [value for each in series for value in _heights(each)]
-    y = Axis.around(lows, LINES_HEIGHT - 36, 12, limits=limits)
-    xs = [x for each in series for x, _ in each.points] + [x for each in series for t in each.thin for x, _ in t]
-    left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
-    x = Axis.around(xs, left, WIDTH - 14 - names, wanted=6)
+    spots = [spot for each in series for line in (each.points, *each.thin) for spot in line]
+    ends = [end for each in series for _, low, high in each.band for end in (low, high)]
+    xs, ys = [x for x, _ in spots], [y for _, y in spots] + ends
+    y = Axis.around(ys, LINES_HEIGHT - 36, 12, limits=limits)
+    x = Axis.around(xs, _room(y, unit), WIDTH - 14 - names, wanted=6)
     if xs:
-        x = Axis(
-            min(xs), max(max(xs), min(xs) + 1e-9), x.start, x.end, tuple(t for t in x.ticks if min(xs) <= t <= max(xs))
-        )
-    parts = _frame(x, y, unit, x_title, LINES_HEIGHT)
+        low, high = min(xs), max(xs)
+        x = Axis(low, max(high, low + 1e-9), x.start, x.end, tuple(t for t in x.ticks if low <= t <= high))
+    parts = _ticks(y, unit, x.start - 6, (x.start, x.end), upright=True) + _ticks(x, "", LINES_HEIGHT - 20)
+    parts.append(_text((x.start + x.end) / 2, LINES_HEIGHT - 4, x_title, "middle"))
     for each in series:
-        stroke, dash = f'stroke="{colour(each.index)}"', DASHES[each.index % len(DASHES)]
         if each.band:
             edge = [(x(a), y(high)) for a, _, high in each.band] + [(x(a), y(low)) for a, low, _ in reversed(each.band)]
             parts.append(f'<path class="band" fill="{colour(each.index)}" d="{_path(edge)}Z"/>')
         for thin in each.thin:
-            parts.append(f'<path class="thin" {stroke} d="{_path([(x(a), y(b)) for a, b in thin])}"/>')
-            if each.dots:
-                parts += [mark(each.index, x(a), y(b), 1.7) for a, b in thin]
+            spots = [(x(a), y(b)) for a, b in thin]
+            parts.append(f'<path class="thin" stroke="{colour(each.index)}" d="{_path(spots)}"/>')
+            parts += [mark(each.index, *spot, 1.7) for spot in spots if each.dots]
     for each in series:
-        stroke, dash = f'stroke="{colour(each.index)}"', DASHES[each.index % len(DASHES)]
+        dash = DASHES[each.index % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         spots = [(x(a), y(b)) for a, b in each.points]
-        parts.append(f'<path class="line" {stroke}{dashed} d="{_path(spots)}"/>')
+        parts.append(f'<path class="line" stroke="{colour(each.index)}"{dashed} d="{_path(spots)}"/>')
         if each.dots or len(spots) == 1:
             parts += [
-                mark(each.index, px, py, 3.6, f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}")
-                for (px, py), (a, b) in zip(spots, each.points, strict=True)
+                mark(each.index, *spot, 3.6, f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}")
+                for spot, (a, b) in zip(spots, each.points, strict=True)
             ]
     if len(series) > 1:
         ends = [(y(each.points[-1][1]), each) for each in series if each.points]
         for at, each in spread_labels(ends, 14, LINES_HEIGHT - 34):
-            parts.append(
-                f'<text class="name" x="{WIDTH - 8 - names:.0f}" y="{at + 4:.1f}" style="fill:{colour(each.index)}">'
-                f"{escape(shortened(each.name))}</text>"
-            )
+            parts.append(_name(WIDTH - 8 - names, at + 4, shortened(each.name), colour=colour(each.index)))
     return chart(LINES_HEIGHT, label, parts)
 
 
@@ -231,39 +222,28 @@ def dot_chart(
     bottom = height - 30
     parts = []
     if margin:
-        said = f"differences that do not matter: ±{tick_text(margin, 1e-3, unit)}"
-        parts.append(
-            f'<rect class="margin" x="{x(-margin):.1f}" y="{top}" width="{x(margin) - x(-margin):.1f}" '
-            f'height="{bottom - top}"><title>{said}</title></rect>'
-        )
+        hint = f"differences that do not matter: ±{tick_text(margin, 1e-3, unit)}"
+        parts.append(_box(x(-margin), top, x(margin) - x(-margin), bottom - top, 'class="margin"', hint))
     parts += _ticks(x, unit, bottom + 14, (top, bottom))
     if zero:
-        parts.append(f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" y2="{bottom}"/>')
+        parts.append(_line(x(0), x(0), top, bottom, 'class="zero"'))
     for place, row in enumerate(rows):
-        at = top + pitch * place
-        parts.append(f'<text class="name" x="16" y="{at + 13:.0f}">{escape(shortened(row.name, 44))}</text>')
+        at, stroke = top + pitch * place, f'stroke="{colour(row.index)}"'
+        parts.append(_name(16, at + 13, shortened(row.name, 44)))
         if row.note:
-            parts.append(
-                f'<text x="{WIDTH - 16}" y="{at + 13:.0f}" text-anchor="end">{escape(shortened(row.note, 42))}</text>'
-            )
+            parts.append(_text(WIDTH - 16, at + 13, shortened(row.note, 42), "end"))
         middle = at + pitch / 2 + 7
         if row.interval:
             low, high = (x(end) for end in row.interval)
             parts.append(
-                f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="{colour(row.index)}" '
-                f'stroke-width="5" stroke-linecap="butt" opacity=".38"/>'
+                _line(low, high, middle, middle, f'{stroke} stroke-width="5" stroke-linecap="butt" opacity=".38"')
             )
-        for i, (value, said) in enumerate(row.values):
+        for i, (value, hint) in enumerate(row.values):
             wobble = (i % 3 - 1) * 4.0 if len(row.values) > 1 else 0.0
-            parts.append(mark(row.index, x(value), middle + wobble, 3.2, said))
+            parts.append(mark(row.index, x(value), middle + wobble, 3.2, hint))
         if row.centre is not None:
-            parts.append(
-                f'<line x1="{x(row.centre):.1f}" x2="{x(row.centre):.1f}" y1="{middle - 9}" y2="{middle + 9}" '
-                f'stroke="{colour(row.index)}" stroke-width="3"/>'
-            )
-    parts.append(
-        f'<text x="{(x.start + x.end) / 2:.0f}" y="{height - 2:.0f}" text-anchor="middle">{escape(x_title)}</text>'
-    )
+            parts.append(_line(x(row.centre), x(row.centre), middle - 9, middle + 9, f'{stroke} stroke-width="3"'))
+    parts.append(_text((x.start + x.end) / 2, height - 2, x_title, "middle"))
     return chart(height, label, parts)
 
 
@@ -273,18 +253,19 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
     bottom = 224.0
     values = [value for _, row in lines for value in row if value is not None]
     y = Axis.around(values, bottom, 12, limits=limits)
-    left = 14 + max(len(tick_text(tick, _step(y), unit)) for tick in y.ticks) * LETTER
+    left = _room(y, unit)
     columns = [left + (WIDTH - left - 20) * (i + 0.5) / len(names) for i in range(len(names))]
     parts = _ticks(y, unit, left - 6, (left, WIDTH - 14), upright=True)
+    marks = []
     for name, row in lines:
-        spots = [(columns[i], y(value)) for i, value in enumerate(row) if value is not None]
-        parts.append(f'<path class="pair" d="{_path(spots)}"><title>{escape(name)}</title></path>')
-    for name, row in lines:
-        parts += [
-            mark(i, columns[i], y(value), 3.8, f"{names[i]}, {name}: {tick_text(value, 1e-3, unit)}")
-            for i, value in enumerate(row)
-            if value is not None
+        spots = [(i, columns[i], y(value), value) for i, value in enumerate(row) if value is not None]
+        path = _path([(across, up) for _, across, up, _ in spots])
+        parts.append(f'<path class="pair" d="{path}"><title>{escape(name)}</title></path>')
+        marks += [
+            mark(i, across, up, 3.8, f"{names[i]}, {name}: {tick_text(value, 1e-3, unit)}")
+            for i, across, up, value in spots
         ]
+    parts += marks
     # Names too long to stand side by side take turns at two lines, where each has twice the room.
     bold = 1.15 * LETTER
     room = int((WIDTH - left) / len(names) / bold)
@@ -293,10 +274,7 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
         text = shortened(name, max(6, turns * room))
         half = len(text) * bold / 2
         at = min(max(columns[i], half), WIDTH - half)
-        parts.append(
-            f'<text class="name" x="{at:.0f}" y="{bottom + 22 + 16 * (i % turns):.0f}" text-anchor="middle" '
-            f'style="fill:{colour(i)}">{escape(text)}</text>'
-        )
+        parts.append(_name(at, bottom + 22 + 16 * (i % turns), text, "middle", colour(i)))
     return chart(bottom + 20 + 16 * turns, label, parts)
 
 
@@ -321,30 +299,48 @@ def histogram(groups: Sequence[tuple[str, int, Sequence[float]]], *, label: str,
             if share > 0:
                 tall = share / tallest * (pitch - 20)
                 left, right = x(x.low + i * width), x(x.low + (i + 1) * width)
-                parts.append(
-                    f'<rect x="{left + 0.5:.1f}" y="{floor - tall:.1f}" width="{max(1.0, right - left - 1):.1f}" '
-                    f'height="{tall:.1f}" fill="{colour(index)}" opacity=".8"><title>{escape(name)}: '
-                    f"{percent(share, 1)} from {tick_text(x.low + i * width, width)}</title></rect>"
-                )
-        parts.append(f'<line class="grid" x1="16" x2="{WIDTH - 16}" y1="{floor}" y2="{floor}"/>')
+                hint = f"{name}: {percent(share, 1)} from {tick_text(x.low + i * width, width)}"
+                fill = f'fill="{colour(index)}" opacity=".8"'
+                parts.append(_box(left + 0.5, floor - tall, max(1.0, right - left - 1), tall, fill, hint))
+        parts.append(_line(16, WIDTH - 16, floor, floor))
         mean = f", mean {sum(values) / len(values):.3g}" if values else ""
-        parts.append(f'<text class="name" x="16" y="{floor - pitch + 16:.0f}">{escape(shortened(name, 44))}'
-                     f'<tspan font-weight="400" fill="var(--muted)">{mean}</tspan></text>')  # fmt: skip
-    parts.append(f'<text x="{WIDTH / 2:.0f}" y="{height - 2:.0f}" text-anchor="middle">{escape(x_title)}</text>')
+        parts.append(_name(16, floor - pitch + 16, shortened(name, 44), muted=mean))
+    parts.append(_text(WIDTH / 2, height - 2, x_title, "middle"))
     return chart(height, label, parts)
-
-
-def _heights(series: Series) -> list[float]:
-    thin = [b for line in series.thin for _, b in line]
-    return [b for _, b in series.points] + [end for _, low, high in series.band for end in (low, high)] + thin
 
 
 def _step(axis: Axis) -> float:
     return axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else 1.0
 
 
+def _room(axis: Axis, unit: str) -> float:
+    """Where the plot begins, right of the labels of an upright axis."""
+    return 14 + max(len(tick_text(tick, _step(axis), unit)) for tick in axis.ticks) * LETTER
+
+
 def _path(spots: Sequence[tuple[float, float]]) -> str:
     return "".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(spots))
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, attributes: str = 'class="grid"') -> str:
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {attributes}/>'
+
+
+def _box(x: float, y: float, width: float, height: float, attributes: str, hint: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f"<rect {place} {attributes}><title>{escape(hint)}</title></rect>"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _name(x: float, y: float, text: str, anchor: str = "start", colour: str = "", muted: str = "") -> str:
+    """The name of a series or row in bold, with further words that are not."""
+    style = f' style="fill:{colour}"' if colour else ""
+    more = f'<tspan font-weight="400" fill="var(--muted)">{escape(muted)}</tspan>' if muted else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="name" {place}{style}>{escape(text)}{more}</text>'
 
 
 def _ticks(
@@ -356,21 +352,8 @@ def _ticks(
     """
     parts = []
     for tick in axis.ticks:
-        at, (along, across) = axis(tick), ("yx" if upright else "xy")
+        at, text = axis(tick), tick_text(tick, _step(axis), unit)
         if lines:
-            first, last = lines
-            ends = f'{along}1="{at:.1f}" {along}2="{at:.1f}" {across}1="{first:.0f}" {across}2="{last:.0f}"'
-            parts.append(f'<line class="grid" {ends}/>')
-        x, y, anchor = (label_at, at + 4, "end") if upright else (at, label_at, "middle")
-        text = tick_text(tick, _step(axis), unit)
-        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>')
+            parts.append(_line(*lines, at, at) if upright else _line(at, at, *lines))
+        parts.append(_text(label_at, at + 4, text, "end") if upright else _text(at, label_at, text, "middle"))
     return parts
-
-
-def _frame(x: Axis, y: Axis, unit: str, x_title: str, height: float) -> list[str]:
-    middle = (x.start + x.end) / 2
-    return [
-        *_ticks(y, unit, x.start - 6, (x.start, x.end), upright=True),
-        *_ticks(x, "", height - 20),
-        f'<text x="{middle:.0f}" y="{height - 4:.0f}" text-anchor="middle">{escape(x_title)}</text>',
-    ]

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from retrain.files import write_text
-from retrain.record.board import Board, printable
+from retrain.record.board import Board, RunView
+from retrain.record.html import visible
 from retrain.record.numbers import duration, number
 from retrain.record.observer import Observer, SpecLike
 from retrain.record.views import board_view
@@ -49,18 +47,19 @@ class PlainConsole(Board):
         super().plan(specs)
         labels = dict.fromkeys(spec.label for spec in specs)
         seeds = dict.fromkeys(str(spec.seed) for spec in specs)
-        self._line(f"plan runs={len(specs)} conditions={','.join(labels)} seeds={','.join(seeds)}")
+        self._event("plan", {"runs": len(specs), "conditions": ",".join(labels), "seeds": ",".join(seeds)})
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """``start run=… step=… max_steps=…``."""
         super().run_started(spec, step, max_steps)
-        self._line(f"start run={spec.run_id} step={step} max_steps={max_steps}")
+        self._event("start", {"run": spec.run_id, "step": step, "max_steps": max_steps})
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
         """``step run=… step=… done=…/… reward=… …``: the step's number as in its row, and how many are finished."""
         super().step(spec, row)
         view = self.runs[spec.run_id]
         pairs = {
+            "run": spec.run_id,
             "step": row["step"],
             "done": f"{view.steps_done}/{view.max_steps}",
             "reward": number(row.get("mean_reward")),
@@ -74,13 +73,15 @@ class PlainConsole(Board):
             "seconds": number(row.get("step_time_s"), 2),
             "eta": duration(view.eta(self.clock())),
         }
-        self._line(f"step run={spec.run_id} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
+        self._event("step", pairs)
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
         """``eval run=… name=… step=… reward=… correct=… low=… high=…``."""
         super().evaluated(spec, name, row)
         prefix = f"eval/{name}"
         pairs = {
+            "run": spec.run_id,
+            "name": name,
             "step": row.get(f"{prefix}/step", "-"),
             "reward": number(row.get(f"{prefix}/reward_mean")),
             "correct": number(row.get(f"{prefix}/correct_rate")),
@@ -89,55 +90,52 @@ class PlainConsole(Board):
             "before": number(self.runs[spec.run_id].evaluations[name].before),
             "problems": row.get(f"{prefix}/problems", "-"),
         }
-        self._line(f"eval run={spec.run_id} name={name} " + " ".join(f"{key}={value}" for key, value in pairs.items()))
+        self._event("eval", pairs)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """``end run=… status=…``, with the reason after a failure."""
         super().run_finished(spec, status, message)
-        self._line(f"end run={spec.run_id} status={status}" + (f" message={message}" if message else ""))
+        self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
 
     def message(self, text: str, level: str = "info") -> None:
         """The text, after its level unless that is info."""
-        super().message(text, level)
-        self._write(text if level == "info" else f"{level}: {text}")
+        self._write(message_text(text, level).plain)
 
-    def _line(self, text: str) -> None:
-        self._write(" ".join(text.split()))
+    def _event(self, name: str, pairs: Mapping[str, object]) -> None:
+        line = " ".join([name, *(f"{key}={value}" for key, value in pairs.items())])
+        self._write(visible(" ".join(line.split())))
 
-    def _write(self, text: str) -> None:
-        self.stream.write(printable(text) + "\n")
+    def _write(self, line: str) -> None:
+        self.stream.write(line + "\n")
         self.stream.flush()
 
 
 class LiveConsole(Board):
-    """A table that redraws itself: one row per run, the last steps below, messages scroll by above."""
+    """A table that is redrawn in place: one row per run, the last steps below; messages scroll by above."""
 
     def __init__(self, console: Console | None = None):
         super().__init__()
         self.console = console or Console()
         self.live = Live(
-            console=self.console, get_renderable=self._view, refresh_per_second=2, vertical_overflow="crop"
+            console=self.console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop"
         )
 
-    def plan(self, specs: Sequence[SpecLike]) -> None:
-        """Begin to draw."""
-        super().plan(specs)
-        self._begin()
-
-    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """Begin to draw, should nobody have planned."""
-        super().run_started(spec, step, max_steps)
-        self._begin()
+    def view(self, spec: SpecLike) -> RunView:
+        """The run's view; with the first one the drawing begins."""
+        view = super().view(spec)
+        if not self.live.is_started:
+            self.live.start()
+            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
+        return view
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """A failure is also told above the table, where it stays."""
+        """A failure is also printed above the table, where it stays."""
         super().run_finished(spec, status, message)
         if status == "failed":
             self.message(f"{spec.run_id} failed: {message}", level="error")
 
     def message(self, text: str, level: str = "info") -> None:
         """One line above the table."""
-        super().message(text, level)
         self.console.print(message_text(text, level))
 
     def close(self) -> None:
@@ -146,41 +144,11 @@ class LiveConsole(Board):
             self.live.stop()
             atexit.unregister(self.live.stop)
 
-    def _begin(self) -> None:
-        if not self.live.is_started:
-            self.live.start()
-            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
-
-    def _view(self) -> RenderableType:
+    def _drawn(self) -> RenderableType:
         return board_view(self, self.console.width, self.console.height, self.clock())
-
-
-FONT_FACE = re.compile(r"@font-face \{.*?\}\n?", re.DOTALL)
-"""Rich's pictures ask the network for a font; ours make do with the reader's monospaced one."""
-
-
-class RecordingConsole(Board):
-    """Shows nothing, and draws what a terminal would have shown into an SVG file."""
-
-    def export_svg(
-        self, path: Path, title: str = "retrain", width: int = 100, after: Sequence[RenderableType] = ()
-    ) -> None:
-        """Write the picture: messages, the live view as it stands, then ``after`` (tables); atomic."""
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            console = Console(
-                record=True, file=nowhere, width=width, height=50, force_terminal=True, legacy_windows=False
-            )
-            console.print(
-                Group(
-                    *(message_text(text, level) for level, text in self.messages),
-                    board_view(self, width, 50, self.clock()),
-                    *after,
-                )
-            )
-            write_text(path, FONT_FACE.sub("", console.export_svg(title=title)))
 
 
 def message_text(text: str, level: str) -> Text:
     """The line as rich text that obeys no markup."""
     prefix = "" if level == "info" else f"{level}: "
-    return Text(prefix + printable(text), style=LEVEL_STYLES.get(level, ""))
+    return Text(prefix + visible(text), style=LEVEL_STYLES.get(level, ""))

@@ -15,9 +15,9 @@ from retrain.config.modes import credit_of
 class RunContext:
     """One run as its records name it.
 
-    ``config`` is the resolved configuration. ``tags`` are those the
-    data source may give a problem and ``reward_names`` the reward's parts and known sample metrics, so that their keys
-    stand in the very first row; whatever else turns up joins the row from the step where it is first seen.
+    ``config`` is the resolved configuration. ``tags`` are those that the data source may give a problem,
+    ``reward_names`` the reward's parts and known sample metrics: their keys stand in the very first row, while any
+    others join the row from the step where they first appear.
     """
 
     condition: str
@@ -37,43 +37,23 @@ class RunContext:
     folder: Path | None = None
     """The folder of the TOML file, where modules that it names are looked up first."""
 
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """The tools whose key names are repeated in the rows."""
-        return tuple(self.config.logging.aliases)
-
-    @property
-    def strict_answers(self) -> bool:
-        """Whether a vote counts only answers that are marked as such, as the reward does."""
-        return self.config.reward.strict_answers
-
     def lowest(self, name: str) -> float | None:
         """The smallest value that ``ranges`` declares for this number; None where it declares none."""
         return self.ranges.get(name, {}).get("min")
-
-    @property
-    def evaluations(self) -> dict[str, int]:
-        """The held-out sets that are evaluated, in order: samples per problem by name."""
-        return {each.name: each.samples for each in self.config.held_out}
 
     def tags_of(self, name: str) -> tuple[str, ...]:
         """Tags that problems of a held-out set may have."""
         return self.set_tags.get(name, self.tags)
 
     @property
-    def component_weights(self) -> dict[str, tuple[float, float]]:
-        """Weight and offset of each configured part of a weighted reward: it adds weight · (value + offset)."""
-        return {part.shown_name: (part.weight, part.offset) for part in self.config.reward.components}
-
-    @property
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
-        evaluated = {"evaluation"} if self.evaluations else set()
+        evaluated = {"evaluation"} if self.config.held_out else set()
         return credit_of(self.config.algorithm.transform_mode).features | evaluated
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What several owners say of their numbers' ranges, each in place of those before it.
+    """The ranges that several owners declare for their numbers, later ones in place of earlier ones.
 
     Keys are ``reward`` for the total and the names of other numbers; values hold ``min``, ``max`` and ``invert`` where
     known. Charts are scaled by them; training never sees them.

@@ -5,6 +5,7 @@ Environment variables are not written, so that no secret gets into a run directo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -61,7 +62,7 @@ def code_version() -> dict[str, str]:
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
     """SHA-256 of the source of every module of the user's that a configuration names, without importing any.
 
-    Found are files and modules in ``folder``, the working directory and on the import path; others are left out.
+    Modules are looked up in ``folder``, the working directory and on the import path; others are left out.
     """
     named = set()
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
@@ -69,15 +70,15 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
             named.add(value)
         elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and not value.startswith("gpu:"):
             named.add(value.partition(":")[0])
-    found = {}
+    hashes = {}
     for name in sorted(named):
         file = name if name.endswith(".py") else name.replace(".", "/") + ".py"
         package = name.replace(".", "/") + "/__init__.py"
         for path in (Path(place) / each for place in (folder, Path.cwd(), *sys.path) for each in (file, package)):
             if path.is_file():
-                found[name] = sha256(path)
+                hashes[name] = sha256(path)
                 break
-    return found
+    return hashes
 
 
 def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -104,20 +105,18 @@ def value_types(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Installed versions of ``PACKAGES``; those that are absent are left out."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @functools.cache
 def all_packages() -> dict[str, str]:
     """Versions of all installed distributions, by name; read once, reading them takes half a second."""
-    found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    return {name: found[name] for name in sorted(found, key=lambda text: (text or "").lower())}
+    versions = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return dict(sorted(versions.items(), key=lambda item: (item[0] or "").lower()))
 
 
 def environment_facts() -> dict[str, Any]:

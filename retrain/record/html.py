@@ -2,8 +2,8 @@
 
 Whatever a model, a grader or a file wrote goes through ``escape``; numbers for a page's script go through
 ``data_block``. The content security policy of ``page`` allows the page's own scripts by their hash and nothing else,
-so that even markup that slipped through could not run or load anything. Styles and scripts are the files of
-``assets/``, written into each page.
+so that even markup that slipped through could not run or load anything. Styles, scripts and the frame of a page
+are the files of ``assets/``, written into each page.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from retrain.files import dumps
@@ -71,6 +73,27 @@ def generator(made_by: str) -> str:
     return f'<meta name="generator" content="{escape(made_by)}">'
 
 
+def facts(items: Iterable[Sequence[str]]) -> str:
+    """A row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
+    parts = []
+    for name, value, *hint in items:
+        title = f' title="{hint[0]}"' if any(hint) else ""
+        parts.append(f"<div{title}><dt>{name}</dt><dd>{value}</dd></div>")
+    return f'<dl class="facts">{"".join(parts)}</dl>'
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int], css: str = "") -> str:
+    """A table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
+    classes = ["" if i in texts else ' class="number"' for i in range(len(heads))]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}{c}>{cell}</{tag}>' for c, cell in zip(classes, cells, strict=True))}</tr>"
+
+    head, body = line("th", [escape(text) for text in heads]), "\n".join(line("td", row) for row in rows)
+    css = f' class="{css}"' if css else ""
+    return f'<div class="scroll"><table{css}><thead>{head}</thead>\n<tbody>{body}</tbody></table></div>'
+
+
 def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: str = "retrain") -> str:
     """A whole document. ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
 
@@ -94,24 +117,11 @@ def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: 
         "base-uri 'none'; form-action 'none'"
     )
     elements = "\n".join(f"<script>{text}</script>" for text in scripts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
-{generator(made_by)}
-<title>{escape(title)}</title>
-<style>{asset("page.css")}{styles}</style>
-</head>
-<body>
-<button id="theme" class="no-print" type="button" title="light or dark" aria-label="light or dark">◐</button>
-<main>
-{body}
-</main>
-{elements}
-</body>
-</html>
-"""
+    return Template(asset("page.html")).substitute(
+        policy=policy,
+        generator=generator(made_by),
+        title=escape(title),
+        styles=asset("page.css") + styles,
+        body=body,
+        scripts=elements,
+    )

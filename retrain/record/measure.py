@@ -7,31 +7,20 @@ keys; everything that follows from the completions themselves is computed here.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from retrain.files import jsonable
-from retrain.record.catalogue import METRICS, TIMED_PARTS, aliases_of, fill, row_metrics
+from retrain.record.catalogue import METRICS, TIMED_PARTS, alias_values, row_metrics
 from retrain.record.context import RunContext
 from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
 from retrain.types import Group, StepRecord
 
 Row = dict[str, Any]
-
-ENV_KEYS = (
-    "reward/total",
-    "correct",
-    "format",
-    "ac_tokens_per_turn",
-    "total_episodes",
-    "by_group/frac_mixed",
-    "by_group/frac_all_good",
-    "by_group/frac_all_bad",
-)
-"""What is said of each tag, besides the reward parts."""
 
 _OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
 """What stands in the row of a run without the controller in question."""
@@ -51,10 +40,6 @@ class Totals:
         """The sums with one more step."""
         tokens = int((samples.length_N + samples.prompt_length_N).sum())
         return Totals(self.episodes + len(samples), self.correct + int(samples.correct_N.sum()), self.tokens + tokens)
-
-    def as_dict(self) -> dict[str, int]:
-        """JSON form."""
-        return asdict(self)
 
 
 def step_row(
@@ -76,30 +61,33 @@ def step_row(
         **_general(record, context, samples, (totals or Totals()).plus(samples)),
         **_OFF,
         **_rewards(samples, context),
-        **_advantages(samples),
+        **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
         **_policy(record, context, samples),
         **_credit(record, context),
         **_lengths(samples),
         **_discarded(record.groups, samples),
         **_times(record, samples),
     }
-    given = {key: value for key, value in {**record.state, **record.update}.items() if _is_scalar(value)}
+    scalars = (bool, int, float, str, np.generic, type(None))
+    given = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
     if values.get("planning_fraction") is not None:
         given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in given.items() if value is not None or key not in values})
     values = _microbatch_means(values) | values
     if not values["num_datums"]:
         values["loss"] = values["reported_loss"] = None  # nothing was differentiated
-    tools = context.aliases
     row: Row = {}
+    tools = context.config.logging.aliases
     for metric in row_metrics(context):
         row[metric.key] = values.pop(metric.key, None)
-        for alias, factor, offset in aliases_of(metric, tools):
-            row[alias] = _scaled(row[metric.key], factor, offset)
+        row.update(alias_values(metric, row[metric.key], tools))
     names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
-        _add_tag(row, samples, tag, names)
+        tagged = samples.tagged(tag)
+        row.update({f"env/{tag}/{key}": value for key, value in env_metrics(tagged).items()})
+        for name in names:
+            row.setdefault(f"env/{tag}/{name}", mean(tagged.parts[name]) if name in tagged.parts else None)
     row.update(empty_evaluation(context) | (evaluations or {}))
     row.update({key: values[key] for key in sorted(values) if key not in row})
     return jsonable(row)
@@ -107,13 +95,9 @@ def step_row(
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
     """Tags with keys of their own: all of them, as soon as one covers only a part of what is sampled."""
-    counts: dict[str, int] = {}
-    for tags in samples.tags:
-        for tag in tags:
-            counts[tag] = counts.get(tag, 0) + 1
-    seen = sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
+    counts = Counter(tag for tags in samples.tags for tag in tags)
     if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
-        return seen
+        return sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
     return []
 
 
@@ -149,21 +133,16 @@ def _general(record: StepRecord, context: RunContext, samples: Samples, totals: 
 
 
 def _rewards(samples: Samples, context: RunContext) -> Row:
-    numbers = spread(samples.reward_N)
     by_group = samples.by_group(samples.reward_N)
     everyone = env_metrics(samples)
     return {
-        "mean_reward": numbers["mean"],
-        "reward_std": numbers["std"],
-        "reward_min": numbers["min"],
-        "reward_max": numbers["max"],
+        "mean_reward": everyone.pop("reward/total"),
+        **_spread("reward_{}", samples.reward_N, ("std", "min", "max")),
         "reward_gini": mean_gini(by_group, context.lowest("reward")),
         **{f"reward_{key}": value for key, value in ties(by_group).items()},
         "reward_failed": int(np.isnan(samples.reward_N).sum()),
-        "correct_rate": everyone["correct"],
-        "env/all/format": everyone["format"],
-        **{f"env/all/{key}": everyone[key] for key in ENV_KEYS if key.startswith("by_group/")},
-        "env/all/total_episodes": len(samples),
+        "correct_rate": everyone.pop("correct"),
+        **{f"env/all/{key}": value for key, value in everyone.items()},
         "env/all/ob_tokens_per_turn": samples.per_turn(samples.prompt_length_N),
         "env/all/total_turns": int(samples.turns_N.sum()),
         "env/all/turns_per_episode": mean(samples.turns_N),
@@ -172,23 +151,19 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
     }
 
 
-def _advantages(samples: Samples) -> Row:
-    return {f"advantage_{key}": value for key, value in spread(samples.advantage_N[samples.trained_N]).items()}
-
-
 def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     """Entropy of all sampled tokens from what the sampler reported, and the score with its KL penalty; ages are 0
     unless the update says otherwise."""
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
-    known = len(entropies) == len(rollouts)
+    logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     penalty = record.update.get("objective/non_score_reward")
     if penalty is None and not context.config.algorithm.kl_coef:
         penalty = 0.0
     score = mean(samples.reward_N)
     return {
-        "entropy": _mean_of(entropies) if known else None,
-        "entropy_sampled": _minus(_mean_of([rollout.logprobs_T for rollout in rollouts])),
+        "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
+        "entropy_sampled": None if logprob is None else -logprob,
         "off_policy_steps_mean": 0.0,
         "off_policy_steps_max": 0,
         "objective/non_score_reward": penalty,
@@ -201,65 +176,59 @@ def _credit(record: StepRecord, context: RunContext) -> Row:
     state = record.state
     kind = state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
     row: Row = {"uncertainty_kind": kind}
-    for part in ("exec", "plan"):
-        for stat in ("mean", "var"):
-            value = state.get(f"{part}_surprisal_{stat}")
-            if kind != "shannon_entropy" and value is not None:
-                row[f"{part}_entropy_{stat}"] = value
-    found = [rollout.planning_T for group in record.groups for rollout in group.rollouts]
-    masks = [mask for mask in found if mask is not None]
-    if masks and len(masks) == len(found):
-        tokens = sum(len(mask) for mask in masks)
-        row["planning_fraction"] = float(sum(int(mask.sum()) for mask in masks) / tokens) if tokens else None
+    if kind != "shannon_entropy":
+        for name in (f"{part}_{{}}_{stat}" for part in ("exec", "plan") for stat in ("mean", "var")):
+            if (value := state.get(name.format("surprisal"))) is not None:
+                row[name.format("entropy")] = value
+    given = [rollout.planning_T for group in record.groups for rollout in group.rollouts]
+    masks = [mask_T for mask_T in given if mask_T is not None]
+    if masks and len(masks) == len(given):
+        tokens = sum(len(mask_T) for mask_T in masks)
+        row["planning_fraction"] = float(sum(int(mask_T.sum()) for mask_T in masks) / tokens) if tokens else None
     return row
 
 
 def _lengths(samples: Samples) -> Row:
-    lengths = spread(samples.length_N)
-    ended = spread(samples.length_N[samples.stopped_N])
-    row: Row = {f"completions/{key}_length": value for key, value in lengths.items()}
-    row.update({f"completions/{key}_terminated_length": ended[key] for key in ("mean", "min", "max")})
-    row["max_token_hit_rate"] = float((~samples.stopped_N).mean()) if len(samples) else None
-    row["val/num_eos_tokens"] = int(samples.stopped_N.sum())
-    row.update({f"length_prompt_{key}": value for key, value in spread(samples.prompt_length_N).items()})
-    sums = spread(samples.length_N + samples.prompt_length_N)
-    row.update({f"length_sum_{key}": value for key, value in sums.items()})
-    row.update(_stragglers(samples))
-    return row
+    ended_N = samples.length_N[samples.stopped_N]
+    return {
+        **_spread("completions/{}_length", samples.length_N),
+        **_spread("completions/{}_terminated_length", ended_N, ("mean", "min", "max")),
+        "max_token_hit_rate": samples.cut_off,
+        "val/num_eos_tokens": int(samples.stopped_N.sum()),
+        **_spread("length_prompt_{}", samples.prompt_length_N),
+        **_spread("length_sum_{}", samples.length_N + samples.prompt_length_N),
+        **_stragglers("group_length_{}", samples),
+    }
 
 
-def _stragglers(samples: Samples) -> Row:
+def _stragglers(pattern: str, samples: Samples) -> Row:
     groups = samples.by_group(samples.length_N)
     ratios = [float(lengths.max() / np.median(lengths)) for lengths in groups if np.median(lengths) > 0]
     return {
-        "group_length_gini_mean": mean_gini(groups),
-        "group_length_max_median_ratio_mean": float(np.mean(ratios)) if ratios else None,
+        pattern.format("gini_mean"): mean_gini(groups),
+        pattern.format("max_median_ratio_mean"): float(np.mean(ratios)) if ratios else None,
     }
 
 
 def _discarded(groups: list[Group], samples: Samples) -> Row:
     reasons = [group.discarded for group in groups]
-    dropped_N = np.array([reasons[g] is not None for g in samples.group_N], dtype=bool)
-    zero_N = np.array([reasons[g] == "zero_advantage" for g in samples.group_N], dtype=bool)
-    dropped, zero = samples.where(dropped_N), samples.where(zero_N)
+    dropped = samples.where(np.array([reasons[g] is not None for g in samples.group_N], dtype=bool))
+    zero = samples.where(np.array([reasons[g] == "zero_advantage" for g in samples.group_N], dtype=bool))
     zero_groups = zero.by_group(zero.reward_N)
     row: Row = {"discarded_count": sum(reason is not None for reason in reasons)}
     for reason in sorted({"zero_advantage", "no_reward", "max_async", *filter(None, reasons)}):
-        row[f"discarded_{reason}_pct"] = 100.0 * reasons.count(reason) / len(groups) if groups else None
-    row["discarded_zero_advantage_all_zero_pct"] = _percent([bool((r == 0).all()) for r in zero_groups])
-    row["discarded_zero_advantage_all_positive_pct"] = _percent([bool((r > 0).all()) for r in zero_groups])
-    row["discarded_zero_advantage_mean_reward"] = mean(zero.reward_N)
-    columns = {
-        "reward": dropped.reward_N,
-        "length_prompt": dropped.prompt_length_N,
-        "length_completion": dropped.length_N,
-        "length_sum": dropped.length_N + dropped.prompt_length_N,
+        row[f"discarded_{reason}_pct"] = _percentage([given == reason for given in reasons])
+    return row | {
+        "discarded_zero_advantage_all_zero_pct": _percentage([bool((r == 0).all()) for r in zero_groups]),
+        "discarded_zero_advantage_all_positive_pct": _percentage([bool((r > 0).all()) for r in zero_groups]),
+        "discarded_zero_advantage_mean_reward": mean(zero.reward_N),
+        **_spread("discarded_reward_{}", dropped.reward_N),
+        **_spread("discarded_length_prompt_{}", dropped.prompt_length_N),
+        **_spread("discarded_length_completion_{}", dropped.length_N),
+        **_spread("discarded_length_sum_{}", dropped.length_N + dropped.prompt_length_N),
+        "discarded_max_token_hit_rate": dropped.cut_off,
+        **_stragglers("discarded_group_length_{}", dropped),
     }
-    for name, values_N in columns.items():
-        row.update({f"discarded_{name}_{key}": value for key, value in spread(values_N).items()})
-    row["discarded_max_token_hit_rate"] = float((~dropped.stopped_N).mean()) if len(dropped) else None
-    row.update({f"discarded_{key}": value for key, value in _stragglers(dropped).items()})
-    return row
 
 
 def _times(record: StepRecord, samples: Samples) -> Row:
@@ -300,23 +269,15 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
         numbers: Row = {**spread(values_N), "gini": mean_gini(by_group, context.lowest(name))}
         for metric in PART_METRICS:
             value = numbers[metric.key.rsplit("/", 1)[1]]
-            row[fill(metric.key, name=name)] = value
-            for alias, factor, offset in aliases_of(metric, context.aliases, name=name):
-                row.setdefault(alias, _scaled(value, factor, offset))
+            row[metric.key.replace("<name>", name)] = value
+            for alias, own in alias_values(metric, value, context.config.logging.aliases, name):
+                row.setdefault(alias, own)
 
 
-def _add_tag(row: Row, samples: Samples, tag: str, names: tuple[str, ...]) -> None:
-    chosen = samples.where(np.array([tag in tags for tags in samples.tags], dtype=bool))
-    numbers = env_metrics(chosen)
-    for key in ENV_KEYS:
-        row[f"env/{tag}/{key}"] = numbers[key]
-    for name in names:
-        value = mean(chosen.parts[name]) if name in chosen.parts else None
-        row.setdefault(f"env/{tag}/{name}", value)
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | np.generic)
+def _spread(pattern: str, values_N: np.ndarray, names: tuple[str, ...] = ("mean", "std", "min", "max")) -> Row:
+    """These statistics of a column, each under the key that ``pattern`` makes of its name."""
+    numbers = spread(values_N)
+    return {pattern.format(name): numbers[name] for name in names}
 
 
 def _mean_of(arrays: list[np.ndarray]) -> float | None:
@@ -324,15 +285,5 @@ def _mean_of(arrays: list[np.ndarray]) -> float | None:
     return float(sum(float(np.asarray(a, dtype=np.float64).sum()) for a in arrays) / count) if count else None
 
 
-def _minus(value: float | None) -> float | None:
-    return None if value is None else -value
-
-
-def _scaled(value: Any, factor: float, offset: float) -> Any:
-    if value is None or (factor == 1.0 and offset == 0.0):
-        return value
-    return factor * value + offset
-
-
-def _percent(flags: list[bool]) -> float | None:
+def _percentage(flags: list[bool]) -> float | None:
     return 100.0 * sum(flags) / len(flags) if flags else None

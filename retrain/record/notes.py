@@ -1,4 +1,4 @@
-"""What odd numbers mean: from the rows of a run to remarks in words, each told once with the likely remedy.
+"""What odd numbers mean: from the rows of a run to remarks in words, each made once with the likely remedy.
 
 ``explain`` is a function of the rows and the configuration alone, so a resumed run says what an uninterrupted one
 would. A rule gets what was recent and the values that it needs, and answers with (text, remedy) or None.
@@ -7,7 +7,7 @@ would. A rule gets what was recent and the values that it needs, and answers wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from retrain.config import Config
@@ -24,17 +24,14 @@ Finding = tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Note:
-    """One remark. ``level`` is info where the number is harmless, warning where something should be done."""
+    """One remark, a line of ``notes.jsonl``. ``level`` is info where the number is harmless, warning where something
+    should be done."""
 
     step: int
     key: str
     level: str
     text: str
     remedy: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form, a line of ``notes.jsonl``."""
-        return asdict(self)
 
     def __str__(self) -> str:
         first = self.remedy.partition(" ")[0].rstrip(",:;")
@@ -44,7 +41,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Recent:
-    """What a rule may look at: ``rows`` in order, the first of them the run's first, and what the run was asked."""
+    """What a rule may look at: ``rows`` in order, the first of them the run's first, and its configuration."""
 
     rows: Sequence[Row]
     config: Config
@@ -72,7 +69,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to say what. ``needs`` are (key, count): ``finding`` is asked only when each has that many last values,
+    """When to say what. ``needs`` are (key, count): ``finding`` is called only when each has that many last values,
     and gets them as lists in this order."""
 
     level: str
@@ -80,18 +77,19 @@ class Rule:
     needs: tuple[tuple[str, int], ...] = ()
 
 
-def explain(rows: Sequence[Row], config: Config, dtype: str = "float32", told: Collection[str] = ()) -> list[Note]:
+def explain(rows: Sequence[Row], config: Config, dtype: str = "float32", made: Collection[str] = ()) -> list[Note]:
     """Remarks that the newest row gives rise to; ``rows`` are in order, the first of them the run's first.
 
-    ``dtype`` is what the model computes in; ``told`` are keys of remarks that were made before.
+    ``dtype`` is what the model computes in; ``made`` are keys of earlier remarks.
     """
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
-    for key, rule in RULES.items():
-        values = [] if key in told else [recent.last(*need) for need in rule.needs]
-        if key not in told and all(values) and (found := rule.finding(recent, *values)):
-            notes.append(Note(int(recent.now["step"]), key, rule.level, *found))
+    for key in (key for key in RULES if key not in made):
+        rule = RULES[key]
+        values = [recent.last(*need) for need in rule.needs]
+        if all(values) and (finding := rule.finding(recent, *values)):
+            notes.append(Note(int(recent.now["step"]), key, rule.level, *finding))
     return notes
 
 
@@ -106,11 +104,6 @@ def is_graded(row: Row) -> bool:
     if lowest is None or highest is None or mean is None or std is None:
         return False
     return not {lowest, highest} <= {0.0, 1.0} or abs(std**2 - mean * (1.0 - mean)) > 1e-6
-
-
-def sees_reward(primary_metric: str) -> bool:
-    """Whether a metric that decides a comparison sees the whole reward, not only what counts as correct."""
-    return "reward" in primary_metric
 
 
 # -- learning signal --------------------------------------------------------------------------------------------
@@ -131,17 +124,16 @@ def _ungraded(recent: Recent) -> Finding:
         return None
     reward = recent.config.reward
     causes = [CAUSES[part.type] for part in (reward, *reward.components) if part.type in CAUSES]
-    told = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
+    words = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
-        f"run.log names the reasons{told}",
+        f"run.log names the reasons{words}",
     )
 
 
 def _graded(recent: Recent) -> Finding:
-    declared = recent.config.campaign.primary_metric
-    if not is_graded(recent.now) or sees_reward(declared):
-        return None
+    if not is_graded(recent.now) or "reward" in recent.config.campaign.primary_metric:
+        return None  # a metric of the reward sees all of it
     name = "reward_mean" if recent.config.evaluation.problems else "mean_reward"
     return (
         "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
@@ -154,7 +146,7 @@ def _format_never(recent: Recent, shares: list[float]) -> Finding:
     if max(shares) > 0.02:
         return None
     return (
-        "hardly any completion of 3 steps has an answer in the expected format, so hardly any can be right",
+        "hardly any completion of the last 3 steps has an answer in the expected format, so hardly any can be right",
         "look at the pages of the run, and ask for the format in [data] prompt_template or system_prompt"
         + (", or raise max_tokens: the answers are cut off" if recent.cut_off() > 0.5 else ""),
     )
@@ -186,7 +178,7 @@ def _few_mixed(recent: Recent, mixed: list[float]) -> Finding:
         return None
     return (
         f"in the last 10 steps only {percent(_mean(mixed))} of the groups had rewards that differ; only these train",
-        "mix problems of other difficulty, or raise group_size",
+        "mix in problems of other difficulty, or raise group_size",
     )
 
 
@@ -199,7 +191,7 @@ def _unchanged(recent: Recent) -> Finding:
     elif not any(row.get("optim/lr") for row in rows):
         why, remedy = "the learning rate is 0", "set [training] lr, or a shorter [optimizer] warmup_steps"
     elif all(row.get("optim/grad_norm") is None for row in rows):
-        return None  # a backend that does not tell, or a gradient that is not a number
+        return None  # a backend that reports none, or a gradient that is not a number
     else:
         why, remedy = "the gradient is 0", "check the loss settings: a clip range or mask may leave no token"
     return f"the adapter has not changed for 5 steps: {why}", remedy
@@ -232,7 +224,7 @@ def _engines_disagree(recent: Recent, values: list[float]) -> Finding:
         return None
     return (
         f"sampler and trainer disagree about the same tokens: kl_sample_train_v2 = {value:.2g}, above {limit:g}",
-        "they should compute alike: the same weights, dtype and temperature; or correct for it with "
+        "check that both use the same weights, dtype and temperature, or correct for the difference with "
         "[algorithm] tis_cap or icepop_band",
     )
 
@@ -268,8 +260,9 @@ def _grad_clipped(recent: Recent, flags: list[bool], norms: list[float]) -> Find
 
 def _no_gradient_number(recent: Recent) -> Finding:
     row = recent.now
-    told = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # by a backend that tells norms at all
-    if not row.get("num_datums") or row.get("optim/grad_norm") is not None or not (told or row.get("optim/skipped")):
+    reported = any(each.get("optim/grad_norm") is not None for each in recent.rows)  # some backends report no norms
+    missing = row.get("optim/grad_norm") is None and (reported or row.get("optim/skipped"))
+    if not row.get("num_datums") or not missing:
         return None
     return (
         "the gradient is not a number (NaN or infinite)",
@@ -286,7 +279,7 @@ def _entropy_collapse(recent: Recent, entropies: list[float], rates: list[float]
         return None
     return (
         f"the policy has become nearly deterministic (entropy {_mean(entropies):.3f} nats, {first:.2f} at first) "
-        f"while only {percent(_mean(rates))} is correct: groups will stop to differ",
+        f"while only {percent(_mean(rates))} is correct: groups will stop differing",
         "lower lr, a higher temperature, or [algorithm] entropy_coef or kl_coef above 0",
     )
 
@@ -296,7 +289,7 @@ def _entropy_growth(recent: Recent, entropies: list[float]) -> Finding:
     if first is None or min(entropies) < 2 * first + 0.5:
         return None
     return (
-        f"the entropy has grown from {first:.2f} to {entropies[-1]:.2f} nats: the text is dissolving",
+        f"the entropy has grown from {first:.2f} to {entropies[-1]:.2f} nats: the text is becoming random",
         "lower lr; if an entropy bonus is set, lower [algorithm] entropy_coef",
     )
 
@@ -326,7 +319,7 @@ def _no_planning(recent: Recent, shares: list[float]) -> Finding:
     if Need.PLANNING not in credit_of(mode).needs or max(shares) > 0:
         return None
     return (
-        f"no planning token was found in 5 steps, so {mode} has nothing to tell apart",
+        f"no planning token was found in 5 steps, so {mode} cannot tell planning from execution",
         "give phrases that this model writes in [logging] strategic_grams",
     )
 

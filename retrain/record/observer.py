@@ -1,4 +1,4 @@
-"""Who is told while runs go on: consoles, tests, anything that follows a campaign from inside the process."""
+"""Who is informed while runs go on: consoles, tests, anything that follows a campaign from inside the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class SpecLike(Protocol):
-    """What an observer needs of a planned run (``campaign.plan.RunSpec`` has it)."""
+    """What an observer needs of a planned run (``campaign.planning.plan.RunSpec`` has it)."""
 
     @property
     def run_id(self) -> str:
@@ -32,7 +32,6 @@ class RunSpecLike(SpecLike, Protocol):
     @property
     def export(self) -> Path | None:
         """The user's directory that also receives the final adapter."""
-        ...
 
 
 class Observer(Protocol):
@@ -61,4 +60,4 @@ class Observer(Protocol):
 
 
 class NullObserver(Observer):
-    """Hears everything and shows nothing."""
+    """Ignores everything."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,20 +18,24 @@ from typing import Any
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.context import RunContext
-from retrain.record.environment import SystemInfo, without_keys
-from retrain.record.evaluation import answer_of, eval_row, shortened
+from retrain.record.environment import SystemInfo
+from retrain.record.evaluation import answer_of, eval_row
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
-from retrain.record.rollout_files import remove_files, write_pages, write_summaries
+from retrain.record.rollout_files import remove_files, write_files
 from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect
+from retrain.record.secrets import without_keys
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
-from retrain.types import EvalRecord, Group, Prompt, Rollout, StepRecord
+from retrain.types import EvalRecord, Group, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
+SHOWN = 1000
+"""Characters of a completion in ``emergence/evaluations.jsonl``; of a longer one the beginning and the end."""
+SHOWN_END = 300
 ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
 """Records in which every step has a row."""
 STEP_FILES = (*ROW_FILES, "notes.jsonl")
@@ -43,26 +48,26 @@ class RunRecorder:
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
     step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
     must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
-    (``RetrainError``); a later failure of one is told once through ``warn`` and in ``run.log``, as are odd numbers that
-    ask for something to be done. Any call raises RunFailed (of a disk, StorageError) when an earlier record could not
-    be written. ``token_text`` places a completion's tokens in its text, for the pages.
+    (``RetrainError``); a later failure of one is reported once through ``warn`` and in ``run.log``, as are odd numbers
+    that need attention. Any call raises RunFailed (of a disk, StorageError) when an earlier record could not be
+    written. ``token_text`` places a completion's tokens in its text, for the pages.
     """
 
     def __init__(
         self,
         run_dir: Path,
         context: RunContext,
-        trackers: Sequence[Tracker] | None = None,
+        trackers: Mapping[str, Tracker] | None = None,
         warn: Callable[[str], None] = lambda text: None,
         token_text: TokenText | None = None,
     ):
         self.directory = Path(run_dir)
         self.context = context
         self.totals = Totals()
-        self._tell = warn
+        self._show = warn
         self._files = RecordFiles(self.directory)
         wanted = make_trackers(context, self.directory) if trackers is None else trackers
-        self._reporters = [Reporter(tracker, self._warn) for tracker in wanted]
+        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in wanted.items()]
         self._known_keys: dict[str, None] = {}
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
@@ -98,8 +103,8 @@ class RunRecorder:
             self._files.write(lambda: system.write(self.directory))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
-            name = reporter.tracker.name
-            self._tracker_state[name] = reporter.start(self.context, self._tracker_state.get(name))
+            earlier = self._tracker_state.get(reporter.name)
+            self._tracker_state[reporter.name] = reporter.start(self.context, earlier)
 
     @property
     def begun(self) -> bool:
@@ -124,39 +129,33 @@ class RunRecorder:
         return row
 
     def _remarks(self, row: Row) -> list[Note]:
-        """What is odd about this row and was not said before, told to the log; where something is to do, aloud."""
+        """What is odd about this row and was not noted before; logged, and a warning if something is to be done."""
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
         notes = explain(self._rows, self.context.config, self._dtype, self._noted)
         for note in notes:
             self._noted.add(note.key)
-            tell = self._warn if note.level == "warning" else self.log
-            tell(f"step {note.step}: {note}")
+            say = self._warn if note.level == "warning" else self.log
+            say(f"step {note.step}: {note}")
         return notes
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """All files of one step; runs on the files' thread."""
-        self._still_there()
+        self._check_directory()
         self._files.append("metrics.jsonl", [row])
         self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
         self._files.append("emergence/generations.jsonl", generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
-        self._files.append("notes.jsonl", [note.as_dict() for note in notes])
+        self._files.append("notes.jsonl", map(asdict, notes))
         every = self.context.config.logging.rollouts_every
-        pages = every and (record.step % every == 0 or record.step + 1 == self.context.max_steps)
-        self._write_rollouts(self._batch(TRAIN, record.step, record.groups, record.step_start), bool(pages))
+        pages = every > 0 and (record.step % every == 0 or record.step + 1 == self.context.max_steps)
+        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, pages)
 
-    def _write_rollouts(self, batch: Batch, pages: bool) -> None:
-        self._files.wrote(write_summaries(self.directory, batch))
-        if pages:
-            self._files.wrote(*write_pages(self.directory, batch, self.context.config.logging.num_groups_to_log))
-
-    def _write_timeline(self) -> None:
-        write_timeline(self.directory)
-
-    def _batch(self, split: str, iteration: int, groups: Sequence[Group], started: float) -> Batch:
-        names = (self.context.run_id, self.context.condition)
-        weights = self.context.component_weights
-        return Batch(split, iteration, groups, iteration, *names, started, self._token_text, weights)
+    def _write_rollouts(self, split: str, step: int, groups: Sequence[Group], started: float, pages: bool) -> None:
+        config, names = self.context.config, (self.context.run_id, self.context.condition)
+        weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
+        batch = Batch(split, step, groups, *names, started, self._token_text, weights)
+        shown = config.logging.num_groups_to_log if pages else None
+        self._files.wrote(*write_files(self.directory, batch, shown))
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -165,7 +164,7 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags_of(record.name), self.context.strict_answers)
+        row = eval_row(record, self.context.tags_of(record.name), self.context.config.reward.strict_answers)
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
@@ -173,22 +172,12 @@ class RunRecorder:
 
     def _write_eval(self, record: EvalRecord, row: Row, started: float) -> None:
         """All files of one evaluation; runs on the files' thread."""
-        self._still_there()
-        facts = {
-            "step": record.step,
-            "name": record.name,
-            "temperature": record.temperature,
-            "top_p": record.top_p,
-            "top_k": record.top_k,
-            "min_p": record.min_p,
-            "max_tokens": record.max_tokens,
-            "samples": record.samples,
-            "seconds": record.seconds,
-        }
-        self._files.append("evals.jsonl", [facts | row])
-        self._files.append("emergence/evaluations.jsonl", evaluated(record, self.context.strict_answers))
-        batch = self._batch(f"eval/{record.name}", record.step, record.groups, started)
-        self._write_rollouts(batch, self.context.config.logging.rollouts_every > 0)
+        self._check_directory()
+        sampling = ("step", "name", "temperature", "top_p", "top_k", "min_p", "max_tokens", "samples", "seconds")
+        self._files.append("evals.jsonl", [{key: getattr(record, key) for key in sampling} | row])
+        strict, pages = self.context.config.reward.strict_answers, self.context.config.logging.rollouts_every > 0
+        self._files.append("emergence/evaluations.jsonl", evaluated(record, strict))
+        self._write_rollouts(f"eval/{record.name}", record.step, record.groups, started, pages)
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
@@ -199,7 +188,7 @@ class RunRecorder:
         line = dict(row)
         self._files.write(lambda: self._files.append("checkpoints.jsonl", [line]))
         self.flush()
-        self._files.write(self._write_timeline)  # so that a killed run has one too
+        self._files.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
 
     def flush(self) -> None:
         """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name.
@@ -208,8 +197,8 @@ class RunRecorder:
         """
         self._files.flush()
 
-    def _still_there(self) -> None:
-        """Raise StorageError when the directory has vanished: beginning it anew would hide that records are lost."""
+    def _check_directory(self) -> None:
+        """Raise StorageError when the directory has vanished: making it again would hide that records are lost."""
         if not self._marker.exists():
             raise StorageError(self.directory, "the directory has vanished")
 
@@ -224,11 +213,16 @@ class RunRecorder:
         self.log("".join(traceback.format_exception(error)), level="error")
 
     def truncate(self, step: int) -> None:
-        """Forget everything at and after ``step`` (the next step to run) and lines torn by a kill."""
+        """Remove everything at and after ``step`` (the next step to run) and lines torn by a kill."""
         self.flush()
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
-        self._remove_rollouts(step, done)
+        for row in read_jsonl(self.directory / "metrics.jsonl"):
+            if row["step"] >= step:
+                remove_files(self.directory, TRAIN, row["step"])
+        for row in read_jsonl(self.directory / "evals.jsonl"):
+            if row["step"] >= done:
+                remove_files(self.directory, f"eval/{row['name']}", row["step"])
         for name in STEP_FILES:
             truncate_jsonl(self.directory / name, step)
         truncate_jsonl(self.directory / "evals.jsonl", done)
@@ -239,19 +233,10 @@ class RunRecorder:
         self._noted = {row["key"] for row in read_jsonl(self.directory / "notes.jsonl")}
         self.log(f"records truncated to the {step} finished steps")
 
-    def _remove_rollouts(self, step: int, done: int) -> None:
-        """Delete the rollouts of the steps and evaluations whose rows are about to go: those that were recorded."""
-        for row in read_jsonl(self.directory / "metrics.jsonl"):
-            if row["step"] >= step:
-                remove_files(self.directory, TRAIN, row["step"])
-        for row in read_jsonl(self.directory / "evals.jsonl"):
-            if row["step"] >= done:
-                remove_files(self.directory, f"eval/{row['name']}", row["step"])
-
     def state(self) -> dict[str, Any]:
         """What must be saved for an exact continuation, as JSON."""
         return {
-            "totals": self.totals.as_dict(),
+            "totals": asdict(self.totals),
             "known_keys": list(self._known_keys),
             "known_tags": list(self._known_tags),
             "evaluations": dict(self._evaluations),
@@ -259,7 +244,7 @@ class RunRecorder:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved ``state()``; call before ``start``."""
+        """Restore a saved ``state()``; call before ``start``."""
         self.totals = Totals(**state["totals"])
         self._known_keys = dict.fromkeys(state["known_keys"])
         self._known_tags = tuple(state["known_tags"])
@@ -276,13 +261,13 @@ class RunRecorder:
             self._started = False
             for reporter in self._reporters:
                 reporter.finish(failed)
-            self._files.write(self._write_timeline, always=True)
+            self._files.write(lambda: write_timeline(self.directory), always=True)
             self.log("failed" if failed else "closed")
         return self._files.close()
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
-        self._tell(text)
+        self._show(text)
 
 
 def emergence_step(record: StepRecord, row: Row) -> Row:
@@ -334,12 +319,18 @@ def evaluated(record: EvalRecord, strict: bool = True) -> list[Row]:
     ]
 
 
+def shortened(text: str) -> str:
+    """The text, or its beginning and end where it is long: an answer stands at the end."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - SHOWN_END]} […] {text[-SHOWN_END:]}"
+
+
 def rollout_facts(step: int, rollout: Rollout) -> Row:
-    """What there is to tell of one rollout, its text shortened."""
-    reward = rollout.reward
+    """What both kinds of lines say of one rollout, its texts shortened; ``prompt`` is the last message, with ``[data]
+    prompt_template`` and without chat markup."""
+    reward, messages = rollout.reward, conversation_of(rollout.prompt)
     return {
         "step": step,
-        "prompt": prompt_text(rollout.prompt)[:PROMPT_CHARACTERS],
+        "prompt": (messages[-1]["content"] if messages else rollout.prompt.text)[:PROMPT_CHARACTERS],
         "completion": rollout.text[:COMPLETION_CHARACTERS],
         "reward": reward.total_reward,
         "num_tokens": len(rollout),
@@ -348,12 +339,6 @@ def rollout_facts(step: int, rollout: Rollout) -> Row:
         "problem_id": rollout.prompt.problem.id,
         **({"error": without_keys(reward.error)} if reward.error else {}),
     }
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """What the model was asked: the last message, with ``[data] prompt_template`` and without chat markup."""
-    messages = conversation_of(prompt)
-    return messages[-1]["content"] if messages else prompt.text
 
 
 def timing_spans(record: StepRecord) -> Row:

@@ -74,21 +74,17 @@ def own_checkout() -> Path | None:
     return source if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is not None else None
 
 
-def is_run_directory(folder: Path) -> bool:
-    """Whether a run or campaign wrote (or is about to write) into this directory."""
-    return (folder / "plan.json").is_file() and (folder / "manifest.json").is_file()
-
-
 def _changes(root: Path, revision: str | None) -> str:
     base = revision or _text(_git(root, "hash-object", "-t", "tree", "--stdin", data=b""))
     objects, index = (_text(_git(root, "rev-parse", "--git-path", name)) for name in ("objects", "index"))
     if not (base and objects and index):
         return "### the changes cannot be read\n"
+    quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')  # as git reads it in a list with colons
     with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
         own = {
             "GIT_INDEX_FILE": f"{aside}/index",
             "GIT_OBJECT_DIRECTORY": f"{aside}/objects",
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": _quoted(root / objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
         }
         Path(own["GIT_OBJECT_DIRECTORY"]).mkdir()
         if (root / index).is_file():
@@ -96,20 +92,23 @@ def _changes(root: Path, revision: str | None) -> str:
             shutil.copy2(root / index, own["GIT_INDEX_FILE"])
         listed = _names(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
         new = [name for name in listed if not _is_of_a_run(root, name)]
-        told = {name: reason for name in new if (reason := _unwanted(root / name))}
-        wanted = [name for name in new if name not in told and not name.endswith("/")]
+        left_out = {name: reason for name in new if (reason := _unwanted(root / name))}
+        wanted = [name for name in new if name not in left_out and not name.endswith("/")]
         data = b"\0".join(map(os.fsencode, wanted))
         if wanted and _git(root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul",
                            data=data, variables=own | {"GIT_LITERAL_PATHSPECS": "1"}) is None:  # fmt: skip
-            told |= dict.fromkeys(wanted, "cannot be read")
+            left_out |= dict.fromkeys(wanted, "cannot be read")
         changed = _names(_git(root, *DIFF, "--name-only", "-z", base, variables=own))
         sizes = _sizes(root, base) if changed else {}
         for name in changed:
             if reason := _unwanted(root / name, sizes.get(name, 0)):
-                told[name] = reason
-        hidden = [f":(top,exclude,literal){name}" for name in told]
+                left_out[name] = reason
+        hidden = [f":(top,exclude,literal){name}" for name in left_out]
         patch = _git(root, *PATCH, base, "--", ".", *hidden, variables=own)
-    notes = [f"### {_printable(name)}: left out, {reason}\n" for name, reason in told.items()]
+    notes = []
+    for name, reason in left_out.items():
+        printable = "".join(letter if letter.isprintable() else "?" for letter in name)
+        notes.append(f"### {printable}: left out, {reason}\n")
     if patch is None:
         return "".join([*notes, f"### the changes could not be read within {GIT_SECONDS:g} seconds\n"])
     return "".join([*_fitting(patch), *notes])
@@ -152,7 +151,9 @@ def _unwanted(path: Path, committed_bytes: int = 0) -> str:
 
 
 def _is_of_a_run(root: Path, name: str) -> bool:
-    return any(is_run_directory(folder) for folder in (root / name).parents if root in folder.parents)
+    """Whether a run or campaign wrote (or is about to write) the file: its directory has a plan and a manifest."""
+    folders = [folder for folder in (root / name).parents if root in folder.parents]
+    return any((folder / "plan.json").is_file() and (folder / "manifest.json").is_file() for folder in folders)
 
 
 def _sizes(root: Path, tree: str) -> dict[str, int]:
@@ -167,16 +168,6 @@ def _sizes(root: Path, tree: str) -> dict[str, int]:
 
 def _names(listed: bytes | None) -> list[str]:
     return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
-
-
-def _quoted(path: Path) -> str:
-    """A path as git reads it in a list that colons separate."""
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
-
-
-def _printable(name: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _text(answer: bytes | None) -> str | None:

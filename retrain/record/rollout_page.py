@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from retrain.record.html import asset, escape, page
+from retrain.record.html import asset, escape, facts, page, table
+from retrain.record.measure import env_metrics
 from retrain.record.numbers import minus, percent
 from retrain.record.rollouts import (
     LEAST_CHARACTERS,
@@ -26,6 +26,7 @@ from retrain.record.rollouts import (
     metrics_of,
     part_names,
 )
+from retrain.record.samples import collect, mean
 from retrain.types import Group, RewardResult, Rollout
 
 SAMPLE_CHARACTERS = 20_000
@@ -57,13 +58,11 @@ def rollout_page(batch: Batch, shown: int) -> str:
     cards = [_group_card(batch, index, group, limit) for index, group in enumerate(chosen)]
     hidden = len(groups) - len(chosen)
     if hidden:
-        cards.append(
-            f'<p class="muted">{hidden} more groups are not shown with their texts '
-            "(<code>[logging] num_groups_to_log</code>); they are in the overview and the table.</p>"
-        )
+        where = "(<code>[logging] num_groups_to_log</code>); they are in the overview and the table."
+        cards.append(_muted(f"{hidden} more groups are not shown with their texts {where}"))
+    updates = f"{batch.iteration}\n{'update' if batch.iteration == 1 else 'updates'}"
     body = f"""<header><h1>{escape(batch.title[:1].upper() + batch.title[1:])}</h1>
-<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {batch.policy_step}
-{"update" if batch.policy_step == 1 else "updates"}</p></header>
+<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {updates}</p></header>
 {_facts(groups)}
 {_overview(groups, len(chosen))}
 {_toolbar(chosen)}
@@ -73,31 +72,31 @@ def rollout_page(batch: Batch, shown: int) -> str:
     return page(title, body, styles=asset("rollouts.css"), script=asset("rollouts.js"))
 
 
+def _muted(html: str) -> str:
+    return f'<p class="muted">{html}</p>'
+
+
 def _facts(groups: Sequence[Group]) -> str:
-    rewards = np.array([value for group in groups for value in group.rewards_N.tolist()], dtype=np.float64)
-    known = rewards[np.isfinite(rewards)]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout) for rollout in rollouts]
-    correct = [rollout.reward.is_correct for rollout in rollouts]
-    cut_off = [rollout.stop_reason == "length" for rollout in rollouts]
-    mixed = [np.ptp(r[np.isfinite(r)]) > 0 for r in (group.rewards_N for group in groups) if np.isfinite(r).any()]
+    samples = collect(groups)
+    numbers = env_metrics(samples)
+    failed = int(np.isnan(samples.reward_N).sum())
     several = any(len(group.rollouts) > 1 for group in groups)
-    facts = [
-        ("prompts", str(len(groups)), ""),
-        ("samples", str(len(lengths)), ""),
-        ("mean reward", f"{known.mean():.3f}" if len(known) else "none", ""),
-        ("correct", _percent(correct), ""),
-        *([("mixed groups", _percent(mixed), "rewards differ; only these give a gradient")] if several else []),
-        ("mean length", f"{np.mean(lengths):.0f} tokens" if lengths else "none", ""),
-        ("cut off", _percent(cut_off), "ended by max_tokens"),
-        *([("not graded", str(len(rewards) - len(known)), "")] if len(known) < len(rewards) else []),
-    ]
-    items = "".join(f'<div title="{hint}"><dt>{name}</dt><dd>{value}</dd></div>' for name, value, hint in facts)
-    return f'<dl class="facts">{items}</dl>'
+    reward, length = numbers["reward/total"], mean(samples.length_N)
+    mixed = _percent(numbers["by_group/frac_mixed"])
+    return facts([
+        ("prompts", str(len(groups))),
+        ("samples", str(len(samples))),
+        ("mean reward", "none" if reward is None else f"{reward:.3f}"),
+        ("correct", _percent(numbers["correct"])),
+        *([("mixed groups", mixed, "rewards differ; only these give a gradient")] if several else []),
+        ("mean length", "none" if length is None else f"{length:.0f} tokens"),
+        ("cut off", _percent(samples.cut_off), "ended by max_tokens"),
+        *([("not graded", str(failed))] if failed else []),
+    ])  # fmt: skip
 
 
-def _percent(flags: Sequence[Any]) -> str:
-    return percent(sum(map(bool, flags)) / len(flags)) if flags else "none"
+def _percent(share: float | None) -> str:
+    return "none" if share is None else percent(share)
 
 
 def _overview(groups: Sequence[Group], linked: int) -> str:
@@ -117,8 +116,8 @@ def _overview(groups: Sequence[Group], linked: int) -> str:
         name = f'<a href="#g{index}">{index}</a>' if index < linked else str(index)
         rows.append(f"<div><b>{name}</b>{squares}</div>")
     more = len(groups) - MAP_GROUPS
-    note = f'<p class="muted">{more} more groups not shown</p>' if more > 0 else ""
-    widest = min(32, max(len(group.rollouts) for group in groups)) if groups else 1
+    note = _muted(f"{more} more groups not shown") if more > 0 else ""
+    widest = min(32, max((len(group.rollouts) for group in groups), default=1))
     single = " single" if all(len(group.rollouts) == 1 for group in groups) else ""
     legend = (
         f'<span class="muted">reward {low:g} <i class="v0"></i><i class="v4"></i><i class="v9"></i> {high:g}</span>'
@@ -133,18 +132,14 @@ def _toolbar(groups: Sequence[Group]) -> str:
     if not groups:
         return ""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    trained = any(rollout.token_advantages_T is not None for rollout in rollouts)
-    planned = any(rollout.planning_T is not None for rollout in rollouts)
-    modes = [
-        ("none", "plain", True),
-        ("s", "surprisal", True),
-        ("a", "advantage", trained),
-        ("p", "planning", planned),
-    ]
+    modes = {"none": "plain", "s": "surprisal"}
+    if any(rollout.token_advantages_T is not None for rollout in rollouts):
+        modes["a"] = "advantage"
+    if any(rollout.planning_T is not None for rollout in rollouts):
+        modes["p"] = "planning"
     buttons = "".join(
         f'<button type="button" data-mode="{mode}" aria-pressed="{str(mode == "none").lower()}">{name}</button>'
-        for mode, name, there in modes
-        if there
+        for mode, name in modes.items()
     )
     return (
         '<div class="toolbar no-print" id="toolbar"><span class="muted">colour tokens by</span>'
@@ -156,24 +151,21 @@ def _toolbar(groups: Sequence[Group]) -> str:
 
 def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
     problem = group.prompt.problem
-    tags = "".join(f'<span class="chip">{escape(tag)}</span>' for tag in problem.tags)
-    state = {
-        "zero_advantage": "did not train: all advantages are 0",
-        "no_reward": "did not train: nothing could be graded",
-    }.get(group.discarded or "", "")
-    note = f'<span class="chip warn">{state}</span>' if state else ""
-    messages = "".join(_message(m["role"], m["content"], PROMPT_CHARACTERS) for m in conversation_of(group.prompt))
-    raw = (
-        f'<details class="raw"><summary>as the model read it · {len(group.prompt.token_ids)} tokens</summary>'
-        f'<div class="text mono">{_shortened(group.prompt.text, PROMPT_CHARACTERS)}</div></details>'
-    )
+    chips = "".join(f'<span class="chip">{escape(tag)}</span>' for tag in problem.tags)
+    if group.discarded in ("zero_advantage", "no_reward"):
+        reason = "all advantages are 0" if group.discarded == "zero_advantage" else "nothing could be graded"
+        chips += f'<span class="chip warn">did not train: {reason}</span>'
+    messages = [_message(m["role"], m["content"], PROMPT_CHARACTERS) for m in conversation_of(group.prompt)]
+    if problem.answer:
+        messages.append(_message("answer", problem.answer, LEAST_CHARACTERS))
     samples = [_sample(batch, sample, rollout, limit) for sample, rollout in enumerate(group.rollouts[:SAMPLES_SHOWN])]
     more = len(group.rollouts) - len(samples)
-    left = f'<p class="muted">{more} more samples not shown; they are in the table.</p>' if more > 0 else ""
-    answer = _message("answer", problem.answer, LEAST_CHARACTERS) if problem.answer else ""
+    left = _muted(f"{more} more samples not shown; they are in the table.") if more > 0 else ""
     single = " one" if len(group.rollouts) == 1 else ""
     return f"""<section class="group{single}" id="g{index}"><h2>Group {index}
-<span class="muted">{escape(problem.id)}</span>{tags}{note}</h2><div class="card prompt">{messages}{answer}{raw}</div>
+<span class="muted">{escape(problem.id)}</span>{chips}</h2><div class="card prompt">{"".join(messages)}
+<details class="raw"><summary>as the model read it · {len(group.prompt.token_ids)} tokens</summary>
+<div class="text mono">{_shortened(group.prompt.text, PROMPT_CHARACTERS)}</div></details></div>
 <div class="samples">{"".join(samples)}</div>{left}</section>"""
 
 
@@ -185,21 +177,20 @@ def _message(role: str, text: str, limit: int) -> str:
 def _sample(batch: Batch, sample: int, rollout: Rollout, limit: int) -> str:
     reward, advantage = rollout.reward, advantage_of(rollout)
     total = reward.total_reward
-    mark = ("bad", "not graded") if total is None else ("good" if reward.is_correct else "bad", f"{total:g}")
-    sign = "" if total is None else ("✓ " if reward.is_correct else "✗ ")
-    chips = [f'<b class="{mark[0]}" title="reward">{sign}{mark[1]}</b>']
+    css, sign = ("good", "✓ ") if reward.is_correct and total is not None else ("bad", "✗ ")
+    shown = "not graded" if total is None else f"{sign}{total:g}"
+    chips = [f'<b class="{css}" title="reward">{shown}</b>']
     if advantage is not None:
         chips.append(f'<span title="advantage">A {_signed(advantage, 2)}</span>')
     chips.append(f"<span>{len(rollout):,} tokens</span>")
     if rollout.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
-    extra = _parts(reward, batch)
     error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
     text, data = _tokens(batch, rollout, limit)
     left = len(text) - limit
-    note = f'<p class="muted">{left:,} more characters not shown</p>' if left > 0 else ""
+    note = _muted(f"{left:,} more characters not shown") if left > 0 else ""
     return f"""<article class="card"><header><span class="muted">#{sample}</span>{"".join(chips)}</header>
-{extra}<div class="text sample"{data}>{_folded(text[:limit])}</div>
+{_parts(reward, batch)}<div class="text sample"{data}>{_folded(text[:limit])}</div>
 {note}{error}</article>"""
 
 
@@ -219,13 +210,16 @@ def _parts(reward: RewardResult, batch: Batch) -> str:
     return "".join(lines)
 
 
+def _value(value: float | None) -> str:
+    return "none" if value is None else minus(f"{value:g}")
+
+
 def _part(part: Part) -> str:
-    value = "none" if part.value is None else minus(f"{part.value:g}")
+    text = f"{escape(part.name)} {_value(part.value)}"
     if part.adds is None:
-        return f"<span>{escape(part.name)} {value}</span>"
-    told = escape(f"{part.how} = {part.adds:g}")
+        return f"<span>{text}</span>"
     adds = minus(f"{part.adds:+.3g}") if part.adds else "0"
-    return f'<span title="{told}">{escape(part.name)} {value} <b>{adds}</b></span>'
+    return f'<span title="{escape(part.how)}">{text} <b>{adds}</b></span>'
 
 
 def _signed(value: float, digits: int) -> str:
@@ -236,24 +230,21 @@ def _signed(value: float, digits: int) -> str:
 def _shortened(text: str, limit: int) -> str:
     """Escaped text up to ``limit`` characters, then how many more there are."""
     left = len(text) - limit
-    return escape(text[:limit]) + (
-        f' <span class="muted">… {left:,} more characters not shown</span>' if left > 0 else ""
-    )
+    more = f' <span class="muted">… {left:,} more characters not shown</span>' if left > 0 else ""
+    return escape(text[:limit]) + more
 
 
 def _folded(text: str) -> str:
     """Escaped text in which what the model thought is folded away."""
     html, start = [], 0
     for match in THINKING.finditer(text):
-        if match.end() == match.start():
-            continue
-        html.append(escape(text[start : match.start()]))
-        words = len(match[0].split())
-        html.append(
-            f'<details class="think"><summary>thinking · {words:,} words</summary>'
-            f"<div>{escape(match[0])}</div></details>"
-        )
-        start = match.end()
+        if match[0]:
+            words = len(match[0].split())
+            html.append(
+                f'{escape(text[start : match.start()])}<details class="think"><summary>thinking · {words:,} words'
+                f"</summary><div>{escape(match[0])}</div></details>"
+            )
+            start = match.end()
     return "".join([*html, escape(text[start:])])
 
 
@@ -265,14 +256,11 @@ def _tokens(batch: Batch, rollout: Rollout, limit: int) -> tuple[str, str]:
     if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", rollout.text).strip():
         return rollout.text, ""
     ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
-    ends_T = np.minimum(np.maximum.accumulate(ends_T), limit) if len(ends_T) else ends_T
+    ends_T = np.minimum(np.maximum.accumulate(ends_T), limit)
     lengths_T = np.diff(ends_T, prepend=0)
     seen = int((np.cumsum(lengths_T) < min(len(text), limit)).sum()) + 1
     keep = slice(0, min(seen, len(lengths_T)))
-    columns = {
-        "l": lengths_T[keep],
-        "s": _scaled(-np.asarray(rollout.logprobs_T)[keep], 100),
-    }
+    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[keep], 100)}
     if rollout.token_advantages_T is not None:
         columns["a"] = _scaled(rollout.token_advantages_T[keep], 1000)
     if rollout.planning_T is not None:
@@ -282,9 +270,8 @@ def _tokens(batch: Batch, rollout: Rollout, limit: int) -> tuple[str, str]:
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:
     """Integers of ``values`` times ``factor``; what is not finite counts as 0."""
-    return np.rint(
-        np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0) * factor
-    ).astype(np.int64)
+    finite = np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    return np.rint(finite * factor).astype(np.int64)
 
 
 def _runs(mask_T: np.ndarray) -> np.ndarray:
@@ -295,39 +282,30 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 
 def _table(groups: Sequence[Group], name: str) -> str:
     """Every trajectory in one row."""
-    rows, count = [], sum(len(group.rollouts) for group in groups)
+    rollouts = [(index, sample, rollout) for index, group in enumerate(groups)
+                for sample, rollout in enumerate(group.rollouts)]  # fmt: skip
     every = part_names(groups)
     names = every[:PARTS_SHOWN]
-    for index, group in enumerate(groups):
-        for sample, rollout in enumerate(group.rollouts):
-            if len(rows) == TABLE_ROWS:
-                break
-            reward, advantage = rollout.reward, advantage_of(rollout)
-            values = (
-                "none" if reward.total_reward is None else f"{reward.total_reward:g}",
-                "" if advantage is None else _signed(advantage, 3),
-                rollout.observation_tokens,
-                len(rollout),
-            )
-            numbers = {**reward.components, **metrics_of(reward)}
-            found = (numbers.get(each, "") for each in names)
-            values += tuple("none" if v is None else v if v == "" else minus(f"{v:g}") for v in found)
-            cells = "".join(f'<td class="number">{value}</td>' for value in values)
-            rows.append(
-                f'<tr><td class="number">{index}</td><td>{escape(group.prompt.problem.id[:80])}</td>'
-                f'<td class="number">{sample}</td><td>{escape(rollout.stop_reason)}</td>{cells}</tr>'
-            )
-    more = f'<p class="muted">{count - len(rows):,} more not shown</p>' if count > len(rows) else ""
-    heads = "".join(
-        f"<th{css}>{text}</th>"
-        for text, css in (
-            ("group", ' class="number"'), ("problem", ""), ("sample", ' class="number"'), ("end", ""),
-            *((text, ' class="number"') for text in ("reward", "advantage", "prompt", "tokens", *map(escape, names))),
-        )
-    )  # fmt: skip
+    rows = []
+    for index, sample, rollout in rollouts[:TABLE_ROWS]:
+        total, advantage, numbers = rollout.reward.total_reward, advantage_of(rollout), metrics_of(rollout.reward)
+        rows.append([
+            str(index),
+            escape(rollout.prompt.problem.id[:80]),
+            str(sample),
+            escape(rollout.stop_reason),
+            "none" if total is None else f"{total:g}",
+            "" if advantage is None else _signed(advantage, 3),
+            str(rollout.observation_tokens),
+            str(len(rollout)),
+            *(_value(numbers[each]) if each in numbers else "" for each in names),
+        ])  # fmt: skip
+    heads = ("group", "problem", "sample", "end", "reward", "advantage", "prompt", "tokens", *names)
+    left, more = len(rollouts) - len(rows), ""
+    if left:
+        more += _muted(f"{left:,} more not shown")
     if len(every) > len(names):
-        more += f'<p class="muted">{len(every) - len(names)} more numbers of the reward not shown</p>'
-    return f"""<details class="all"><summary>All {count:,} trajectories</summary>
+        more += _muted(f"{len(every) - len(names)} more numbers of the reward not shown")
+    return f"""<details class="all"><summary>All {len(rollouts):,} trajectories</summary>
 <p class="muted">The same and more, as JSON lines: <code>{escape(name)}_rollout_summaries.jsonl</code></p>
-<div class="scroll"><table><thead><tr>{heads}</tr></thead>
-<tbody>{"".join(rows)}</tbody></table></div>{more}</details>"""
+{table(heads, rows, {1, 3})}{more}</details>"""

@@ -34,17 +34,16 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Batch:
-    """What one iteration sampled. ``iteration`` counts from 0; of an evaluation it is the number of updates done.
+    """What one iteration sampled. ``iteration`` counts the updates that the sampling weights had.
 
-    ``split`` is ``train`` or ``eval/<name>``; ``policy_step`` is how many updates the sampling weights had; ``run``
-    and ``condition`` name the run; ``token_text`` places tokens in texts where that is known; ``started`` is in
-    seconds since the epoch; ``weights`` has weight and offset of each part of a weighted reward.
+    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
+    texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
+    part of a weighted reward.
     """
 
     split: str
     iteration: int
     groups: Sequence[Group]
-    policy_step: int
     run: str
     condition: str
     started: float
@@ -84,7 +83,7 @@ def summary_rows(batch: Batch) -> list[Row]:
             "group_idx": index,
             "traj_idx": sample,
             "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
-            "sampling_client_step": batch.policy_step,
+            "sampling_client_step": batch.iteration,
             "total_reward": rollout.reward.total_reward,
             "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
             "trajectory_metrics": metrics_of(rollout.reward),
@@ -101,7 +100,7 @@ def summary_rows(batch: Batch) -> list[Row]:
 
 
 def _turn_row(rollout: Rollout, index: int) -> Row:
-    """One turn: what was read and drawn in it. The reward stands in the last, where the episode ends."""
+    """One turn: what was read and sampled in it. The reward stands in the last, where the episode ends."""
     turn, last = rollout.turns[index], index + 1 == len(rollout.turns)
     reward = rollout.reward
     return {
@@ -127,7 +126,7 @@ def metrics_of(reward: RewardResult) -> Row:
 @dataclass(frozen=True)
 class Part:
     """One number that a reward gave: ``value`` as recorded, None where there is none; for a component with a weight
-    also what it ``adds`` to the total, and ``how``."""
+    also what it ``adds`` to the total, and ``how`` that is worked out."""
 
     name: str
     value: float | None
@@ -142,7 +141,8 @@ def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) 
         if name in weights and value is not None:
             weight, offset = weights[name]
             inner = f"({value:g} {'+' if offset > 0 else '−'} {abs(offset):g})" if offset else f"{value:g}"
-            components.append(Part(name, value, weight * (value + offset), f"{weight:g} · {inner}"))
+            adds = weight * (value + offset)
+            components.append(Part(name, value, adds, f"{weight:g} · {inner} = {adds:g}"))
         else:
             components.append(Part(name, value))
     others = {name: value for name, value in metrics_of(reward).items() if name not in reward.components}
@@ -161,13 +161,16 @@ def advantage_of(rollout: Rollout) -> float | None:
     return rollout.advantage if math.isfinite(rollout.advantage) else None
 
 
-def conversation_of(prompt: Prompt) -> list[dict[str, str]]:
-    """The messages that the model was asked with."""
-    messages = prompt.messages
+def conversation_of(prompt: Prompt, limit: int | None = None) -> list[dict[str, str]]:
+    """The messages of the prompt, each cut to ``limit`` characters."""
+    messages, problem = prompt.messages, prompt.problem.prompt
     if not messages:
-        asked = prompt.problem.prompt
-        messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
-    return [{"role": str(m.get("role", "user")), "content": str(m.get("content", ""))} for m in messages]
+        messages = ({"role": "user", "content": problem},) if isinstance(problem, str) else problem
+    return _plain(messages, limit)
+
+
+def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str]]:
+    return [{"role": str(m.get("role", "user")), "content": cut(str(m.get("content", "")), limit)} for m in messages]
 
 
 def fair_share(total: int, most: int, count: int) -> int:
@@ -212,12 +215,12 @@ def _section(title: str, level: int, body: list[Any]) -> Row:
 
 
 def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, float]]) -> list[Row]:
-    asked = _cut_messages(conversation_of(group.prompt), limit)
+    prompt = conversation_of(group.prompt, limit)
     body = []
     for sample, rollout in enumerate(group.rollouts):
-        reward, messages = rollout.reward, [*asked]
+        reward, messages = rollout.reward, [*prompt]
         for index, turn in enumerate(rollout.turns):
-            messages += [] if index == 0 else _cut_messages(turn.messages, limit)
+            messages += [] if index == 0 else _plain(turn.messages, limit)
             messages.append({"role": "assistant", "content": cut(turn.action.text, limit)})
         graded = f"Reward: {_number(reward.total_reward)}, correct: {'yes' if reward.is_correct else 'no'}"
         parts = [
@@ -230,10 +233,6 @@ def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, flo
             parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))
         body.append(_section(f"Trajectory {sample}", 3, parts))
     return body
-
-
-def _cut_messages(messages: Sequence[Message], limit: int) -> list[dict[str, str]]:
-    return [{"role": str(m.get("role", "user")), "content": cut(str(m.get("content", "")), limit)} for m in messages]
 
 
 def _conversation(messages: list[dict[str, str]]) -> Row:
@@ -250,7 +249,7 @@ def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, fl
     """What the reward is made of, as a table and, in ``data``, as numbers."""
     components, others = breakdown(reward, weights)
     rows = [_row("th", ("reward", "value", "adds"))]
-    rows += [_row("td", (part.name, _number(part.value), _adds(part))) for part in components]
+    rows += [_row("td", (part.name, _number(part.value), part.how)) for part in components]
     rows += [_row("td", (part.name, _number(part.value), "")) for part in others]
     rows.append(_row("td", ("total", _number(reward.total_reward), "")))
     data = {
@@ -263,16 +262,12 @@ def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, fl
     return node("table", "reward-breakdown", *rows, data=data)
 
 
-def _adds(part: Part) -> str:
-    return "" if part.adds is None else f"{part.how} = {part.adds:g}"
-
-
 def _details_table(group: Group) -> Row:
     """Every trajectory of the group in a row, with every number that its reward gave."""
     names = part_names([group])
     rows = [_row("th", ("trajectory", "ob_len", "ac_len", "reward", "advantage", "stop_reason", *names))]
     for sample, rollout in enumerate(group.rollouts):
-        numbers = {**rollout.reward.components, **metrics_of(rollout.reward)}
+        numbers = metrics_of(rollout.reward)
         rows.append(_row("td", (
             str(sample), str(rollout.observation_tokens), str(len(rollout)), _number(rollout.reward.total_reward),
             _number(advantage_of(rollout)), rollout.stop_reason,
@@ -289,6 +284,7 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.3f}"
 
 
-def cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int | None) -> str:
     """``text``, or its beginning and how much more there was."""
-    return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit:,} more characters not shown"
+    left = 0 if limit is None else len(text) - limit
+    return text if left <= 0 else f"{text[:limit]}\n… {left:,} more characters not shown"

@@ -41,23 +41,21 @@ class Samples:
 
     def where(self, chosen_N: np.ndarray) -> Samples:
         """The completions for which the mask is true."""
-        return Samples(
-            self.group_N[chosen_N],
-            self.reward_N[chosen_N],
-            self.correct_N[chosen_N],
-            self.format_N[chosen_N],
-            self.advantage_N[chosen_N],
-            self.trained_N[chosen_N],
-            self.length_N[chosen_N],
-            self.prompt_length_N[chosen_N],
-            self.turns_N[chosen_N],
-            self.stopped_N[chosen_N],
-            [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen],
-            {name: values_N[chosen_N] for name, values_N in self.parts.items()},
-        )
+        columns = {name: values_N[chosen_N] for name, values_N in vars(self).items() if name.endswith("_N")}
+        tags = [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen]
+        return Samples(**columns, tags=tags, parts={name: part_N[chosen_N] for name, part_N in self.parts.items()})
+
+    def tagged(self, tag: str) -> Samples:
+        """The completions with this tag."""
+        return self.where(np.array([tag in tags for tags in self.tags], dtype=bool))
+
+    @property
+    def cut_off(self) -> float | None:
+        """The share of completions that ended by length; None without any."""
+        return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
-        """Sum over the completions by the number of their turns; None without any."""
+        """Sum over the completions divided by the number of their turns; None without any."""
         return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
@@ -108,58 +106,44 @@ def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
 
 def mean(values: np.ndarray) -> float | None:
     """Mean over what is not NaN; None when nothing is."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    return spread(values)["mean"]
 
 
 def spread(values: np.ndarray) -> dict[str, float | None]:
     """Mean, population standard deviation, minimum and maximum over what is not NaN."""
     known = values[~np.isnan(values)]
-    if not len(known):
-        return {"mean": None, "std": None, "min": None, "max": None}
-    return {
-        "mean": float(known.mean()),
-        "std": float(known.std()),
-        "min": float(known.min()),
-        "max": float(known.max()),
-    }
+    return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
 
 
 def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
     """Mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
-    found = [value for value in (gini(group, lowest) for group in groups) if value is not None]
-    return float(np.mean(found)) if found else None
+    known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
     """Shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (float noise is equality)."""
-    if not groups:
-        return {"frac_mixed": None, "frac_all_good": None, "frac_all_bad": None}
     mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
     good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
-    count = len(groups)
-    return {
-        "frac_mixed": mixed / count,
-        "frac_all_good": good / count,
-        "frac_all_bad": (count - mixed - good) / count,
-    }
+    counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
+    return {name: count / len(groups) if groups else None for name, count in counts.items()}
 
 
 def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
     """How often rewards of one group are equal (up to float noise); groups of one reward say nothing."""
-    eligible = [np.round(rewards, 8) for rewards in groups if len(rewards) > 1]
-    counts = [np.unique(rewards, return_counts=True)[1] for rewards in eligible]
-    tied = sum(int(count * (count - 1) // 2) for found in counts for count in found)
-    pairs = sum(len(rewards) * (len(rewards) - 1) // 2 for rewards in eligible)
-    tie_groups = sum(len(found) < len(rewards) for found, rewards in zip(counts, eligible, strict=True))
-    uniform = sum(len(found) == 1 for found in counts)
-    unique = [len(found) / len(rewards) for found, rewards in zip(counts, eligible, strict=True)]
+    sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
+    counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
+    tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)
+    pairs = sum(size * (size - 1) // 2 for size in sizes)
+    tie_groups = sum(len(values) < size for values, size in zip(counts, sizes, strict=True))
+    uniform = sum(len(values) == 1 for values in counts)
+    unique = [len(values) / size for values, size in zip(counts, sizes, strict=True)]
     return {
-        "tie_eligible_groups": len(eligible),
+        "tie_eligible_groups": len(sizes),
         "tie_groups": tie_groups,
-        "tie_group_rate": tie_groups / len(eligible) if eligible else None,
+        "tie_group_rate": tie_groups / len(sizes) if sizes else None,
         "tie_pair_rate": tied / pairs if pairs else None,
         "uniform_groups": uniform,
-        "uniform_group_rate": uniform / len(eligible) if eligible else None,
+        "uniform_group_rate": uniform / len(sizes) if sizes else None,
         "unique_fraction_mean": float(np.mean(unique)) if unique else None,
     }

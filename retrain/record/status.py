@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,16 +17,91 @@ from rich.text import Text
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_jsonl
-from retrain.record.board import NO_CHANGE, Board, Change, RunView
+from retrain.record.board import Board, Change, RunView
 from retrain.record.numbers import duration
 from retrain.record.states import MANIFEST, read_manifest
 from retrain.record.views import board_view
 
 LAST_BLOCK = 1 << 16
-"""Bytes first read from the end of a file when its last row is wanted."""
+"""Bytes read from the end of a file when only its last rows are wanted."""
+SEAM_BYTES = 64
+"""Bytes before the place where reading stopped that must still be the same for reading to go on there."""
 
-VIEW_STATES = {"pending": "waiting"}
-"""Manifest states → states of the live view, where they differ."""
+Row = dict[str, Any]
+
+
+class Tail:
+    """The complete rows that have been added to one JSONL file since it was last read.
+
+    ``last_only``: of what is there at first, or after the file was cut, only the last ``LAST_BLOCK`` bytes are read,
+    or all of it when no complete row lies in them.
+    """
+
+    def __init__(self, path: Path, last_only: bool = False):
+        self.path, self.last_only = path, last_only
+        self._offset: int | None = None
+        self._seam = b""
+
+    def rows(self) -> tuple[bool, list[Row]]:
+        """(whether the file has been cut or replaced since the last call, new rows in order without damaged ones)."""
+        replaced, lines = self.lines()
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # ``resume`` names damaged lines by their numbers
+                rows.append(_row(line))
+        return replaced, rows
+
+    def lines(self) -> tuple[bool, list[bytes]]:
+        """The same as text."""
+        replaced = self._offset is not None
+        try:
+            with open(self.path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if self._offset is not None and self._continues(file, size, self._offset):
+                    replaced, first = False, self._offset
+                else:
+                    first, self._seam = self._first(file, size), b""
+                file.seek(first)
+                data = file.read(size - first)
+        except OSError:  # not there yet, or no longer
+            self._offset = None
+            return replaced, []
+        whole = data[: data.rfind(b"\n") + 1]  # what follows is half a line
+        self._offset = first + len(whole)
+        self._seam = (self._seam + whole)[-SEAM_BYTES:]
+        return replaced, [line for line in whole.split(b"\n") if line.strip()]
+
+    def _continues(self, file: IO[bytes], size: int, offset: int) -> bool:
+        file.seek(offset - len(self._seam))
+        return size >= offset and file.read(len(self._seam)) == self._seam
+
+    def _first(self, file: IO[bytes], size: int) -> int:
+        """Where the rows to read first begin."""
+        if not self.last_only or size <= LAST_BLOCK:
+            return 0
+        file.seek(size - LAST_BLOCK)
+        block = file.read(LAST_BLOCK)
+        first, last = block.find(b"\n"), block.rfind(b"\n")
+        return size - LAST_BLOCK + first + 1 if first < last else 0
+
+
+def _row(line: bytes) -> Row:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    return row
+
+
+def last_row(path: Path) -> Row:
+    """The last complete row of a JSONL file without reading all of it; empty when there is none.
+
+    Raises CheckpointError when that is no JSON object.
+    """
+    _, lines = Tail(path, last_only=True).lines()
+    try:
+        return _row(lines[-1]) if lines else {}
+    except ValueError as error:
+        raise CheckpointError(f"the last line of {path} is damaged ({error}): remove that line") from error
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -39,29 +116,31 @@ def read_status(directory: Path) -> dict[str, Any]:
         UsageError: the directory holds no runs, or its manifest is damaged.
         CheckpointError: records of a run are damaged.
     """
-    directory = Path(directory)
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
-    entries = manifest["runs"] if manifest is not None else run_entries(directory)
-    if not entries:
+    runs = [_run_status(directory, entry) for entry in run_entries(directory, manifest)]
+    if not runs:
         raise UsageError(f"{directory} holds no runs: give a campaign's or a run's directory, such as logs/quickstart")
-    runs = [_run_status(directory, entry) for entry in entries]
-    squeeze = (manifest or {}).get("squeeze") or {}
     return {
         "directory": str(directory),
         "kind": "campaign" if len(runs) > 1 or runs[0]["path"] not in (".", "") else "run",
         "runs": runs,
-        "recommended_rank": squeeze.get("recommended_rank"),
+        "recommended_rank": recommended_rank(manifest),
     }
+
+
+def recommended_rank(manifest: Mapping[str, Any] | None) -> int | None:
+    """What the squeeze of a campaign recommends, where there was one."""
+    return ((manifest or {}).get("squeeze") or {}).get("recommended_rank")
 
 
 def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
     """The runs as in the live view, with the time since their last row and the reasons of failures."""
     board = Board()
     for run in status["runs"]:
-        state = str(VIEW_STATES.get(run["state"], run["state"]))
         board.runs[run["run_id"]] = RunView(
-            run["run_id"], run["label"], run["seed"], state, steps_done=run["step"], max_steps=run["max_steps"],
-            row=run["row"], evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
+            run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
+            steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
+            evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
     notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
     ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
@@ -72,68 +151,42 @@ def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
     return Group(board_view(board, width, len(board.runs) + 100, 0.0), *notes)
 
 
-def last_row(path: Path) -> dict[str, Any]:
-    """The last complete row of a JSONL file without reading all of it; empty when there is none.
-
-    Raises CheckpointError when that is no JSON object.
-    """
-    if not path.is_file():
-        return {}
-    size, block = path.stat().st_size, LAST_BLOCK
-    with open(path, "rb") as file:
-        while True:
-            file.seek(max(0, size - block))
-            lines = file.read(block).split(b"\n")[:-1]  # what follows the last line break is torn
-            if len(lines) >= 2 or (lines and block >= size):
-                return _object(lines[-1], path)
-            if block >= size:
-                return {}
-            block *= 4
-
-
-def _object(line: bytes, path: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise CheckpointError(f"the last line of {path} is damaged ({error}): remove that line") from error
-    if not isinstance(row, dict):
-        raise CheckpointError(f"the last line of {path} is damaged (no object): remove that line")
-    return row
-
-
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
     path = directory / entry["path"]
     metrics = path / "metrics.jsonl"
-    row, rates = last_row(metrics), dict[str, list[float | None]]()
+    row, view = last_row(metrics), RunView(entry["run_id"], entry.get("label", ""), entry.get("seed") or 0)
     for each in read_jsonl(path / "evals.jsonl"):
-        name = str(each.get("name", HELDOUT))
-        if f"eval/{name}/correct_rate" in each:
-            rates.setdefault(name, []).append(each[f"eval/{name}/correct_rate"])
-    changes = {name: Change(own[0], own[-1] if len(own) > 1 else None) for name, own in rates.items()}
-    first = next(iter(changes.values()), NO_CHANGE)
+        view.add_evaluation(str(each.get("name", HELDOUT)), each)
     return {
         **{key: entry.get(key) for key in ("run_id", "label", "seed", "state", "reason", "path")},
         "step": row["step"] + 1 if row else entry.get("step") or 0,
         "max_steps": entry.get("max_steps") or 0,
         "row": row,
-        "heldout_before": first.before,
-        "heldout_now": first.now,
-        "evaluations": {name: change._asdict() for name, change in changes.items()},
+        "heldout_before": view.held_out.before,
+        "heldout_now": view.held_out.now,
+        "evaluations": {name: change._asdict() for name, change in view.evaluations.items()},
         "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
     }
 
 
-def run_entries(directory: Path) -> list[dict[str, Any]]:
-    """What a manifest would say of the runs in and under a directory that has none.
+def run_entries(directory: Path, manifest: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The runs as their manifest has them, or as it would have those in and under a directory without one.
 
-    A run of a campaign, looked at alone, is told as the campaign's manifest tells it.
+    A run of a campaign, looked at alone, is as in the campaign's manifest. "running" becomes "interrupted" where no
+    process holds the directory's lock.
     """
-    campaign = campaign_of(directory)
-    if (campaign / MANIFEST).is_file():
+    campaign = directory.absolute().parent.parent
+    if manifest is not None:
+        entries = manifest["runs"]
+    elif (campaign / MANIFEST).is_file():
         path = f"runs/{directory.absolute().name}"
-        return [entry | {"path": "."} for entry in read_manifest(campaign)["runs"] if entry["path"] == path]
-    paths = [directory, *sorted((directory / "runs").glob("*"))]
-    return [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
+        entries = [entry | {"path": "."} for entry in read_manifest(campaign)["runs"] if entry["path"] == path]
+    else:
+        paths = [directory, *sorted((directory / "runs").glob("*"))]
+        entries = [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
+    lock = directory / ".lock" if (directory / ".lock").is_file() else campaign / ".lock"
+    dead = {} if _is_held(lock) else {"running": "interrupted"}
+    return [entry | {"state": dead.get(entry["state"], entry["state"])} for entry in entries]
 
 
 def _entry(directory: Path, path: Path) -> dict[str, Any]:
@@ -160,25 +213,10 @@ def homes_of_runs(directory: Path) -> list[Path]:
     return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
 
 
-def with_living_runs(report: dict[str, Any]) -> dict[str, Any]:
-    """The report, with runs that are "running" called "interrupted" when no process holds the directory's lock."""
-    if not is_written(Path(report["directory"])):
-        for run in report["runs"]:
-            if run["state"] == "running":
-                run["state"] = "interrupted"
-    return report
-
-
-def campaign_of(directory: Path) -> Path:
-    """Where the campaign of ``<campaign>/runs/<run>`` would be."""
-    return directory.absolute().parent.parent
-
-
-def is_written(home: Path) -> bool:
-    """Whether a process holds the lock of this run or campaign, or of the campaign that this run belongs to."""
-    own = home / ".lock"
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds the lock of this run or campaign."""
     try:
-        with open(own if own.is_file() else campaign_of(home) / ".lock") as file:
+        with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

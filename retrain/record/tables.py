@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from retrain.config.evaluation import HELDOUT
-from retrain.record.board import printable
+from retrain.record.html import visible
 from retrain.record.numbers import NOTHING, duration, minus, percent, points, short
 
 Report = Mapping[str, Any]
 
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
+SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 WIDE = 110
 """Terminal columns from which a verdict fits beside the numbers."""
 NARROW = 76
@@ -25,8 +26,9 @@ VERIFIED_COLUMNS = ("held-out", "vs full")
 BY_ENERGY = "By energy alone, which is no accuracy: 95 % of it is a 22 % error of the weights. Not verified."
 
 
-def comparison_table(report: Report) -> RenderableType:
-    """Conditions against the baseline, the seed being the unit.
+def comparison_table(report: Report, width: int) -> RenderableType:
+    """Conditions against the baseline, the seed being the unit; verdicts beside the numbers, or below in a terminal
+    with fewer than ``WIDE`` columns.
 
     ``report``: ``{"baseline": label, "metric": key, "conditions": [{"label", "seeds": [...], "before": float | None,
     "after_mean": float | None, "after_values": [...], "interval": [low, high] | None, "difference": float | None,
@@ -34,42 +36,28 @@ def comparison_table(report: Report) -> RenderableType:
     "tokens": int, "seconds": float}], "note": str}``. Rates are shares; differences are shown in percentage points.
     ``p_holm``, when there, is shown instead of ``p_value``.
     """
-    return _Comparison(report)
-
-
-class _Comparison:
-    """Draws itself by the width it is given: verdicts beside the numbers, or below them."""
-
-    def __init__(self, report: Report):
-        self.report = report
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        report, wide = self.report, options.max_width >= WIDE
-        yield Text(comparison_title(report), style="bold")
-        table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="bold")
-        left_out = set() if wide else {"verdict"}
-        if options.max_width < NARROW:
-            left_out |= {"95 % interval", "p"}
-        columns: list[str] = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
-        for heading in columns:
-            left = heading in ("condition", "verdict")
-            table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-        verdicts = []
-        for condition in report["conditions"]:
-            texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
-            cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
-            verdict = cells["verdict"]
-            verdict.stylize("green" if verdict.plain.startswith("better") else "")
-            table.add_row(*(cells[heading] for heading in columns))
-            if condition.get("sentence"):
-                verdicts.append(Text(printable(condition["sentence"])))
-            elif verdict.plain not in ("", "baseline") and not wide:
-                verdicts.append(Text(f"{printable(condition['label'])}: ") + verdict)
-        yield table
-        yield from verdicts
-        yield Text(comparison_costs(report), style="dim")
-        if report.get("note"):
-            yield Text(printable(report["note"]), style="dim")
+    wide = width >= WIDE
+    left_out = set() if wide else {"verdict"}
+    if width < NARROW:
+        left_out |= {"95 % interval", "p"}
+    columns: list[str] = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in columns:
+        left = heading in ("condition", "verdict")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    sentences = []
+    for condition in report["conditions"]:
+        texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
+        cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
+        verdict = cells["verdict"]
+        verdict.stylize("green" if verdict.plain.startswith("better") else "")
+        table.add_row(*(cells[heading] for heading in columns))
+        if condition.get("sentence"):
+            sentences.append(Text(visible(condition["sentence"])))
+        elif verdict.plain not in ("", "baseline") and not wide:
+            sentences.append(Text(f"{visible(condition['label'])}: ") + verdict)
+    last = [Text(line, style="dim") for line in (comparison_costs(report), visible(report.get("note") or "")) if line]
+    return Group(Text(comparison_title(report), style="bold"), table, *sentences, *last)
 
 
 def comparison_text(report: Report) -> str:
@@ -78,9 +66,9 @@ def comparison_text(report: Report) -> str:
         comparison_cells(condition, report["baseline"], report.get("share", True)) for condition in report["conditions"]
     ]
     table = aligned(COMPARISON_COLUMNS, rows, left=("condition", "verdict"))
-    sentences = [printable(one["sentence"]) for one in report["conditions"] if one.get("sentence")]
-    lines = [comparison_title(report), *table, *sentences, comparison_costs(report)]
-    return "\n".join([*lines, printable(report["note"])] if report.get("note") else lines)
+    sentences = [visible(one["sentence"]) for one in report["conditions"] if one.get("sentence")]
+    note = [visible(report["note"])] if report.get("note") else []
+    return "\n".join([comparison_title(report), *table, *sentences, comparison_costs(report), *note])
 
 
 def accuracy_name(metric: str) -> str:
@@ -88,7 +76,7 @@ def accuracy_name(metric: str) -> str:
     parts = metric.split("/")
     if len(parts) != 3 or (parts[0], parts[2]) != ("eval", "correct_rate"):
         return ""
-    return "Held-out accuracy" if parts[1] == HELDOUT else f"Held-out accuracy on {printable(parts[1])}"
+    return "Held-out accuracy" if parts[1] == HELDOUT else f"Held-out accuracy on {visible(parts[1])}"
 
 
 def short_metric(metric: str) -> str:
@@ -106,57 +94,47 @@ def comparison_title(report: Report) -> str:
 
 
 def comparison_cells(condition: Report, baseline: str, share: bool = True) -> list[str]:
-    """One row of the comparison; ``share``: whether the metric lies in [0, 1] and is told in per cent."""
+    """One row of the comparison; ``share``: whether the metric lies in [0, 1] and is shown in per cent."""
     seeds, counted = len(condition["seeds"]), len(condition.get("finished", condition["seeds"]))
     counted -= 0 if "finished" in condition else condition.get("failed", 0)
-    is_baseline = condition["label"] == baseline
-    told = rate if share else plain_number
-    difference = NOTHING if condition.get("difference") is None else told_difference(condition, share)
     ends = condition.get("interval")
     p_value = condition.get("p_holm", condition.get("p_value"))
+    levels, difference = _measured(condition, baseline, share)
     return [
-        printable(condition["label"]),
+        visible(condition["label"]),
         str(seeds) if counted == seeds else f"{counted}/{seeds}",
-        f"{told(condition.get('before'))} → {told(condition.get('after_mean'))}",
+        levels,
         interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
-        "baseline" if is_baseline else difference,
+        difference,
         NOTHING if p_value is None else f"{p_value:.3f}",
-        printable(condition.get("verdict", "")),
+        visible(condition.get("verdict", "")),
     ]
-
-
-SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 
 
 def secondary_rows(report: Report) -> list[list[str]]:
     """Further measures of a comparison, one row for each measure and condition."""
-    rows = []
-    for measure in report["secondary"]:
-        short_name = short_metric(measure["metric"])
-        told = rate if measure["share"] else plain_number
-        for condition in measure["conditions"]:
-            difference = NOTHING if condition["difference"] is None else told_difference(condition, measure["share"])
-            is_baseline = condition["label"] == report["baseline"]
-            rows.append(
-                [
-                    f"{measure['summary']} {printable(short_name)}",
-                    printable(condition["label"]),
-                    str(len(condition["finished"])),
-                    f"{told(condition['before'])} → {told(condition['after_mean'])}",
-                    "baseline" if is_baseline else difference,
-                ]
-            )
-    return rows
+    return [
+        [
+            f"{measure['summary']} {visible(short_metric(measure['metric']))}",
+            visible(condition["label"]),
+            str(len(condition["finished"])),
+            *_measured(condition, report["baseline"], measure["share"]),
+        ]
+        for measure in report["secondary"]
+        for condition in measure["conditions"]
+    ]
 
 
-def told_difference(condition: Report, share: bool) -> str:
-    """A difference with its interval: points of a share, the plain number of anything else."""
-    told = points if share else plain_number
-    text = told(condition["difference"])
+def _measured(condition: Report, baseline: str, share: bool) -> tuple[str, str]:
+    """Before → after, and the difference to the baseline with its interval: points of a share, the plain number of
+    anything else."""
+    level, amount = (rate, points) if share else (plain_number, plain_number)
+    difference = amount(condition.get("difference"))
     if condition.get("difference_interval"):
         low, high = condition["difference_interval"]
-        text += f" [{told(low)}, {told(high)}]"
-    return text
+        difference += f" [{amount(low)}, {amount(high)}]"
+    levels = f"{level(condition.get('before'))} → {level(condition.get('after_mean'))}"
+    return levels, "baseline" if condition["label"] == baseline else difference
 
 
 def plain_number(value: float | None) -> str:
@@ -173,38 +151,28 @@ def comparison_costs(report: Report) -> str:
     return f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of run time altogether"
 
 
-def squeeze_table(report: Report) -> RenderableType:
-    """Energy and weight error by rank, with held-out accuracy where it was verified, the recommended row marked.
+def squeeze_table(report: Report, width: int) -> RenderableType:
+    """Energy and weight error by rank, with held-out accuracy where it was verified, the recommended row marked; with
+    an arrow alone in a terminal with fewer than ``NARROW`` columns.
 
     ``report``: ``{"run": str, "source_rank": int, "recommended_rank": int | None, "rows": [{"rank", "mean_variance",
     "min_variance", "relative_error"}], "message": str, "verified": {"full": {"rank", "accuracy"}, "ranks": [{"rank",
     "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``, the last one only where it was.
     """
-    return _Squeeze(report)
-
-
-class _Squeeze:
-    """Draws itself by the width it is given: the recommended row with the word, or with the arrow alone."""
-
-    def __init__(self, report: Report):
-        self.report = report
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        report, narrow = self.report, options.max_width < NARROW
-        if report["rows"]:
-            yield Text(squeeze_title(report), style="bold")
-            left_out = {"worst layer", "weight error"} if narrow and report.get("verified") else set()
-            headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
-            table = Table(box=None, padding=(0, 1 if narrow else 2, 0, 0), pad_edge=False, header_style="bold")
-            for heading in headings:
-                table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-            for row in report["rows"]:
-                cells = squeeze_cells(row, report)
-                chosen = bool(cells[""])
-                cells[""] = cells[""][:2] if narrow else cells[""]
-                table.add_row(*(cells[heading] for heading in headings), style="bold green" if chosen else "")
-            yield table
-        yield from map(Text, squeeze_words(report))
+    narrow, words = width < NARROW, [Text(line) for line in squeeze_words(report)]
+    if not report["rows"]:
+        return Group(*words)
+    left_out = {"worst layer", "weight error"} if narrow and report.get("verified") else set()
+    headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
+    table = Table(box=None, padding=(0, 1 if narrow else 2, 0, 0), pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in report["rows"]:
+        cells = squeeze_cells(row, report)
+        style = "bold green" if cells[""] else ""
+        cells[""] = cells[""][:2] if narrow else cells[""]
+        table.add_row(*(cells[heading] for heading in headings), style=style)
+    return Group(Text(squeeze_title(report), style="bold"), table, *words)
 
 
 def squeeze_text(report: Report) -> str:
@@ -216,7 +184,7 @@ def squeeze_text(report: Report) -> str:
 
 def squeeze_title(report: Report) -> str:
     """Whose ranks the table shows."""
-    return f"LoRA-Squeeze of {printable(report['run'])}, rank {report['source_rank']}"
+    return f"LoRA-Squeeze of {visible(report['run'])}, rank {report['source_rank']}"
 
 
 def squeeze_columns(report: Report) -> list[str]:
@@ -225,33 +193,29 @@ def squeeze_columns(report: Report) -> list[str]:
 
 
 def squeeze_cells(row: Report, report: Report) -> dict[str, str]:
-    """One row of the rank table, by heading."""
-    measured = verified_rows(report).get(row["rank"])
-    gain = measured and measured.get("difference")
+    """One row of the rank table, by heading; the full adapter has no difference to itself."""
+    verified = report.get("verified")
+    measured = {each["rank"]: each for each in [verified["full"], *verified["ranks"]]} if verified else {}
+    own = measured.get(row["rank"], {})
+    gain = own.get("difference")
     return {
         "rank": str(row["rank"]),
         "mean energy": rate(row["mean_variance"]),
         "worst layer": rate(row["min_variance"]),
         "weight error": rate(row["relative_error"]),
-        "held-out": rate(measured["accuracy"]) if measured else NOTHING,
+        "held-out": rate(own.get("accuracy")),
         "vs full": f"{points(gain['mean'])} [{points(gain['low'])}, {points(gain['high'])}]" if gain else NOTHING,
         "": "<- recommended" if row["rank"] == report.get("recommended_rank") else "",
     }
 
 
-def verified_rows(report: Report) -> dict[int, Report]:
-    """What was measured on held-out problems, by rank; the full adapter's has no difference."""
-    verified = report.get("verified")
-    return {row["rank"]: row for row in [verified["full"], *verified["ranks"]]} if verified else {}
-
-
 def squeeze_words(report: Report) -> list[str]:
     """What the table comes to: the rank by energy, and whether held-out problems agree."""
-    said = [printable(report["message"])] if report.get("message") else []
+    lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        said.append(f"recommended by energy: rank {report['recommended_rank']} of {report['source_rank']}")
-        said.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
-    return said
+        lines.append(f"recommended by energy: rank {report['recommended_rank']} of {report['source_rank']}")
+        lines.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
+    return lines
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:

@@ -8,14 +8,15 @@ recorded: a step lasts from the end of the one before to its own last span, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from retrain.files import read_jsonl, write_text
 from retrain.record import numbers
-from retrain.record.html import asset, data_block, escape, page
+from retrain.record.html import asset, data_block, escape, facts, page, table
 from retrain.record.numbers import percent
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
@@ -24,7 +25,8 @@ SPANS_SHOWN = 20_000
 """Spans in the zoomable detail: of a longer run the last steps."""
 BARS = 240
 """Bars in the chart of steps; of a longer run each stands for several."""
-CHART_WIDTH, CHART_HEIGHT = 960, 190
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 190, 52, 24, 8
+"""The chart of steps and its margins."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class Step:
 
 def write_timeline(directory: Path) -> Path | None:
     """Write ``timeline.html`` beside ``timing_spans.jsonl``; None, and nothing written, while there is no span."""
-    rows = read_jsonl(directory / "timing_spans.jsonl")
-    steps = steps_of(rows)
+    steps = steps_of(read_jsonl(directory / "timing_spans.jsonl"))
     if not steps:
         return None
     path = directory / "timeline.html"
@@ -61,10 +62,9 @@ def steps_of(rows: Sequence[dict[str, Any]]) -> list[Step]:
         spans = sorted((span for span in named if span[2] >= span[1]), key=lambda span: span[1])
         if not spans:
             continue
-        first, end = spans[0][1], max(span[2] for span in spans)
+        start, end = spans[0][1], max(span[2] for span in spans)
         before = steps[-1] if steps else None
-        start = first
-        if before is not None and 0 <= first - before.end < 1.0 + (before.end - before.start):
+        if before is not None and 0 <= start - before.end < 1.0 + (before.end - before.start):
             start = before.end
         seconds: dict[str, float] = {}
         for name, begin, stop in spans:
@@ -74,124 +74,94 @@ def steps_of(rows: Sequence[dict[str, Any]]) -> list[Step]:
     return steps
 
 
-def phases_of(steps: Sequence[Step]) -> list[str]:
-    """Names of all phases that occur, in the order in which they are shown."""
-    found = {name for step in steps for name in step.seconds if name != "other"}
-    return [name for name in PHASES if name in found] + sorted(found - set(PHASES)) + ["other"]
+def phases_of(steps: Sequence[Step]) -> dict[str, str]:
+    """CSS classes of all phases that occur, in the order in which they are shown."""
+    names = {name for step in steps for name in step.seconds if name != "other"}
+    order = [*PHASES, *sorted(names - set(PHASES))]
+    return {name: f"p{i % 8 + 1}" for i, name in enumerate(order) if name in names} | {"other": "po"}
 
 
 def timeline_page(steps: Sequence[Step], run: str) -> str:
     """The whole page."""
-    phases = phases_of(steps)
-    total = sum(step.end - step.start for step in steps)
-    facts = [
+    phases, lengths = phases_of(steps), [step.end - step.start for step in steps]
+    seconds = {name: [step.seconds.get(name, 0.0) for step in steps] for name in phases}
+    numbers_shown = facts([
         ("steps", f"{len(steps):,}"),
-        ("in steps", duration(total)),
-        ("mean step", duration(total / len(steps))),
-        ("longest step", duration(max(step.end - step.start for step in steps))),
-    ]
-    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+        ("in steps", duration(sum(lengths))),
+        ("mean step", duration(sum(lengths) / len(steps))),
+        ("longest step", duration(max(lengths))),
+    ])  # fmt: skip
     body = f"""<header><h1>Timeline</h1><p class="muted">{escape(run)}</p></header>
-<dl class="facts">{items}</dl>
-{_share_bar(steps, phases, total)}
-{_phase_table(steps, phases, total)}
+{numbers_shown}
+{_phases(steps, phases, seconds, sum(lengths))}
 <h2>Each step</h2>
 {_step_chart(steps, phases)}
 {_detail(steps, phases)}"""
     return page(f"Timeline · {run}", body, styles=asset("timeline.css"), script=asset("timeline.js"))
 
 
-def colour(phases: Sequence[str], name: str) -> str:
-    """CSS class of a phase."""
-    order = [*PHASES, *(phase for phase in phases if phase not in PHASES and phase != "other")]
-    return "po" if name == "other" else f"p{order.index(name) % 8 + 1}"
-
-
-def _totals(steps: Sequence[Step], name: str) -> list[float]:
-    return [step.seconds.get(name, 0.0) for step in steps]
-
-
-def _share_bar(steps: Sequence[Step], phases: Sequence[str], total: float) -> str:
-    parts = "".join(
-        f'<i class="{colour(phases, name)}" style="flex-grow:{sum(_totals(steps, name)):.6f}" '
-        f'title="{escape(name)}: {percent(sum(_totals(steps, name)) / total, 1)}"></i>'
-        for name in phases
-        if total > 0 and sum(_totals(steps, name)) > 0
-    )
-    return f'<div class="share">{parts}</div>'
-
-
-def _phase_table(steps: Sequence[Step], phases: Sequence[str], total: float) -> str:
-    rows = []
-    for name in phases:
-        values = _totals(steps, name)
-        spent, longest = sum(values), max(values)
-        at = steps[values.index(longest)].number
-        share = spent / total if total > 0 else 0.0
-        rows.append(
-            f'<tr><td><i class="key {colour(phases, name)}"></i>{escape(name)}</td>'
-            f'<td class="number">{escape(duration(spent))}</td><td class="number">{percent(share, 1)}</td>'
-            f'<td class="number">{escape(duration(spent / len(steps)))}</td>'
-            f'<td class="number">{escape(duration(longest))}</td>'
-            f'<td class="number">{at}</td></tr>'
-        )
-    heads = "".join(
-        f'<th{"" if first else " class=number"}>{text}</th>'
-        for first, text in ((True, "phase"), (False, "time"), (False, "share"), (False, "per step"),
-                            (False, "longest"), (False, "in step"))
-    )  # fmt: skip
+def _phases(
+    steps: Sequence[Step], phases: Mapping[str, str], seconds: Mapping[str, Sequence[float]], total: float
+) -> str:
+    """The share of each phase as a bar, and as a table."""
+    bar, rows = [], []
+    for name, css in phases.items():
+        spent, longest = sum(seconds[name]), max(seconds[name])
+        share = percent(spent / total if total > 0 else 0.0, 1)
+        if total > 0 and spent > 0:
+            bar.append(f'<i class="{css}" style="flex-grow:{spent:.6f}" title="{escape(name)}: {share}"></i>')
+        times = [escape(duration(time)) for time in (spent, spent / len(steps), longest)]
+        at = steps[seconds[name].index(longest)].number
+        rows.append([f'<i class="key {css}"></i>{escape(name)}', times[0], share, *times[1:], str(at)])
+    heads = ("phase", "time", "share", "per step", "longest", "in step")
     return (
-        f'<div class="scroll"><table class="phases"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
-        '</div><p class="muted small">cohort is waiting for runs that train together with this one; other is what no '
-        "phase names.</p>"
+        f'<div class="share">{"".join(bar)}</div>\n{table(heads, rows, {0}, "phases")}<p class="muted small">'
+        "cohort is waiting for runs that train together with this one; other is what no phase names.</p>"
     )
 
 
-def _step_chart(steps: Sequence[Step], phases: Sequence[str]) -> str:
+def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
     """Stacked bars, one for each step or for several."""
     width = -(-len(steps) // BARS)
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
-    heights = [{name: sum(_totals(part, name)) / len(part) for name in phases} for part in bins]
-    highest = _round_up(max(sum(values.values()) for values in heights))
-    left, bottom, top = 52, 24, 8
-    room, high = CHART_WIDTH - left, CHART_HEIGHT - bottom - top
-    slot = room / len(bins)
+    heights = [{name: sum(step.seconds.get(name, 0.0) for step in part) / len(part) for name in phases}
+               for part in bins]  # fmt: skip
+    highest, high = _round_up(max(sum(values.values()) for values in heights)), HEIGHT - BOTTOM - TOP
+    slot = (WIDTH - LEFT) / len(bins)
     bar = min(46.0, max(1.0, slot * 0.82))
-    drawn = []
+    every = -(-len(bins) // 12)
+    axis, bars = [], []
+    for share in (0.0, 0.5, 1.0):
+        y = HEIGHT - BOTTOM - share * high
+        axis.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        axis.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{duration(highest * share)}</text>')
     for index, (part, values) in enumerate(zip(bins, heights, strict=True)):
-        x, y = left + index * slot + (slot - bar) / 2, CHART_HEIGHT - bottom
+        x, y, number = LEFT + index * slot, float(HEIGHT - BOTTOM), part[0].number
+        if index % every == 0:
+            axis.append(f'<text x="{x + slot / 2:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{number}</text>')
         pieces = []
-        for name in phases:
+        for name, css in phases.items():
             tall = values[name] / highest * high
             if tall > 0.05:
                 y -= tall
-                pieces.append(
-                    f'<rect class="{colour(phases, name)}" x="{x:.1f}" y="{y:.2f}" '
-                    f'width="{bar:.1f}" height="{tall:.2f}"/>'
-                )
-        steps_named = f"step {part[0].number}" + (f"–{part[-1].number}, mean" if len(part) > 1 else "")
+                place = f'x="{x + (slot - bar) / 2:.1f}" y="{y:.2f}" width="{bar:.1f}" height="{tall:.2f}"'
+                pieces.append(f'<rect class="{css}" {place}/>')
+        total = sum(values.values())
         words = ", ".join(
             f"{name} {duration(values[name])}"
             for name in sorted(phases, key=lambda name: -values[name])
-            if values[name] > 0.005 * sum(values.values())
+            if values[name] > 0.005 * total
         )
-        told = escape(f"{steps_named}: {duration(sum(values.values()))} = {words}")
-        drawn.append(
-            f'<g class="bar" data-step="{part[0].number}" data-told="{told}"><rect class="hit" '
-            f'x="{left + index * slot:.1f}" y="{top}" width="{slot:.1f}" height="{high}"/>{"".join(pieces)}'
-            f"<title>{told}</title></g>"
+        steps_named = f"step {number}" + (f"–{part[-1].number}, mean" if len(part) > 1 else "")
+        title = escape(f"{steps_named}: {duration(total)} = {words}")
+        bars.append(
+            f'<g class="bar" data-step="{number}" data-text="{title}"><rect class="hit" x="{x:.1f}" y="{TOP}" '
+            f'width="{slot:.1f}" height="{high}"/>{"".join(pieces)}<title>{title}</title></g>'
         )
-    ticks = "".join(
-        f'<line x1="{left}" x2="{CHART_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/><text x="{left - 8}" y="{y + 4:.1f}" '
-        f'text-anchor="end">{label}</text>'
-        for label, y in ((duration(highest * share), CHART_HEIGHT - bottom - share * high) for share in (0.0, 0.5, 1.0))
-    )
-    names = _axis(bins, left, slot)
     return (
-        f'<div class="scroll"><svg class="chart" id="steps" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
-        f'aria-label="seconds of each step by phase"><g class="axis">{ticks}{names}</g>{"".join(drawn)}</svg></div>'
-        '<output class="told mono no-print" id="steptold"> </output>'
+        f'<div class="scroll"><svg class="chart" id="steps" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="seconds of each step by phase"><g class="axis">{"".join(axis)}</g>{"".join(bars)}</svg></div>'
+        '<output class="readout mono no-print" id="stepreadout"> </output>'
     )
 
 
@@ -203,32 +173,22 @@ def _round_up(value: float) -> float:
     return power * next((n for n in (1, 2, 3, 4, 5, 6, 8) if n * power >= value * (1 - 1e-9)), 10)
 
 
-def _axis(bins: Sequence[Sequence[Step]], left: float, slot: float) -> str:
-    every = max(1, -(-len(bins) // 12))
-    return "".join(
-        f'<text x="{left + (i + 0.5) * slot:.1f}" y="{CHART_HEIGHT - 7}" text-anchor="middle">'
-        f"{bins[i][0].number}</text>"
-        for i in range(0, len(bins), every)
-    )
-
-
-def _detail(steps: Sequence[Step], phases: Sequence[str]) -> str:
-    shown, count = [], 0
-    for step in reversed(steps):
-        count += len(step.spans)
-        if count > SPANS_SHOWN and shown:
-            break
-        shown.append(step)
-    shown.reverse()
+def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
+    counts = accumulate(len(step.spans) for step in reversed(steps))
+    shown = steps[-max(1, sum(count <= SPANS_SHOWN for count in counts)) :]
     left_out = len(steps) - len(shown)
-    origin = min(step.start for step in shown)
     lanes = [name for name in phases if name != "other"]
+    origin = min(step.start for step in shown)
+
+    def ms(moment: float) -> float:
+        return round(1000 * (moment - origin), 1)
+
     data = {
         "lanes": lanes,
-        "classes": [colour(phases, name) for name in lanes],
+        "classes": [phases[name] for name in lanes],
         "steps": [
-            [step.number, _ms(step.start, origin), _ms(step.end, origin),
-             [n for name, begin, end in step.spans for n in (lanes.index(name), _ms(begin, origin), _ms(end, origin))]]
+            [step.number, ms(step.start), ms(step.end),
+             [n for name, begin, end in step.spans for n in (lanes.index(name), ms(begin), ms(end))]]
             for step in shown
         ],
     }  # fmt: skip
@@ -240,13 +200,9 @@ def _detail(steps: Sequence[Step], phases: Sequence[str]) -> str:
 <button type="button" data-do="out" aria-label="zoom out">−</button>
 <button type="button" data-do="left" aria-label="earlier">←</button>
 <button type="button" data-do="right" aria-label="later">→</button>
-<button type="button" data-do="all">everything</button><output class="told mono" id="told"> </output></div>
+<button type="button" data-do="all">everything</button><output class="readout mono" id="readout"> </output></div>
 <svg id="detail" tabindex="0" role="img" aria-label="spans on the clock"></svg></section>
 {data_block("spans", data)}"""
-
-
-def _ms(moment: float, origin: float) -> float:
-    return round(1000 * (moment - origin), 1)
 
 
 def duration(seconds: float) -> str:
@@ -255,6 +211,4 @@ def duration(seconds: float) -> str:
         return "<0.1 ms"
     if seconds < 0.9995:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return numbers.duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 100 else numbers.duration(seconds)

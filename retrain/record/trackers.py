@@ -1,9 +1,8 @@
-"""Telling other programs of a run: wandb, tensorboard, trackio or one of the user's own, each with ``start``
-and ``log``.
+"""Trackers that a run reports to: wandb, tensorboard, trackio or one of the user's own.
 
 One call of ``log`` per optimizer step, with the step as the tracker's own step. The packages are imported only when
-asked for. All verbs of a tracker are called on one thread of its own (``writer.Reporter``): one that cannot start stops
-the run, a later failure does not reach the training.
+asked for. All methods of a tracker are called on one thread of its own (``writer.Reporter``): one that cannot start
+stops the run, a later failure does not reach the training.
 """
 
 from __future__ import annotations
@@ -52,49 +51,14 @@ TAG_CHARACTERS = 64
 
 
 class Tracker(Protocol):
-    """What a tracker must be able to do."""
+    """One of ours or of the user's; it may also have ``finish(failed)``, which is called at the end."""
 
-    name: str
-
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Begin, or continue what ``state`` (an earlier return value) names; RetrainError when that is impossible."""
+    def start(self, run: TrackedRun, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Begin, or continue what ``state`` (an earlier return value) names."""
         ...
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """One step's row."""
-        ...
-
-    def finish(self, failed: bool = False) -> None:
-        """The run is over."""
-        ...
-
-
-def make_trackers(context: RunContext, run_dir: Path) -> list[Tracker]:
-    """The trackers that ``[logging]`` asks for: ``report_to``, and wandb when ``wandb_project`` is set.
-
-    Raises PluginError for one of the user's own that cannot be loaded or returns no tracker.
-    """
-    wanted = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
-    return [TRACKERS[name](run_dir) if name in TRACKERS else plugin_tracker(name, context, run_dir) for name in wanted]
-
-
-def plugin_tracker(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
-    """The tracker that the user's ``module:function`` returns for ``run_dir``.
-
-    It has ``start(run, state)`` and ``log(step, values)``, and may have ``finish(failed)``; ``run`` is a
-    ``TrackedRun``, ``values`` what wandb would get. Raises PluginError.
-    """
-    what = f"logging.report_to: {plugin!r}"
-    try:
-        own = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
-    except PluginError:
-        raise
-    except Exception as error:  # the user's code
-        raise PluginError(f"{what} raised {type(error).__name__}: {error}") from error
-    missing = [verb for verb in ("start", "log") if not callable(getattr(own, verb, None))]
-    if missing:
-        raise PluginError(f"{what} returned {type(own).__name__}, which has no method {missing[0]}")
-    return PluginTracker(plugin, own)
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """One step's ``tracker_values``."""
 
 
 @dataclass(frozen=True)
@@ -109,70 +73,67 @@ class TrackedRun:
 
     @classmethod
     def of(cls, context: RunContext) -> TrackedRun:
-        """The run of this context; the project is ``logging.wandb_project``, else ``retrain``."""
-        identity = run_identity(context)
-        project = context.config.logging.wandb_project or "retrain"
-        return cls(identity["name"], identity["group"], identity["tags"] or [], project, run_config(context))
+        """The run of this context, as ``[logging]`` has it; a campaign's runs are named, grouped and tagged by
+        condition and seed. ``config`` has the run's configuration under the flat names that people filter by."""
+        logging, condition = context.config.logging, context.condition
+        name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
+        if context.is_campaign:
+            name, group = logging.wandb_run_name or f"{condition}_s{context.seed}", condition
+            tags = list(dict.fromkeys([*tags, condition, f"seed{context.seed}"]))
+        config = {short: value_at(context.config, path) for short, path in RUN_CONFIG_KEYS.items()}
+        config |= {"condition": condition, "max_steps": context.max_steps, "seed": context.seed}
+        if context.ranges:
+            config["metrics_ranges"] = {key: dict(ends) for key, ends in context.ranges.items()}
+        tags = [tag[:TAG_CHARACTERS] for tag in tags if tag]
+        return cls(name, group, tags, logging.wandb_project or "retrain", config)
 
 
-class PluginTracker:
-    """A tracker of the user's own."""
+def make_trackers(context: RunContext, run_dir: Path) -> dict[str, Tracker]:
+    """The trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
 
-    def __init__(self, name: str, own: Any):
-        self.name, self.own = name, own
-
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Start it; what it returns, a dict of JSON or None, is its ``state`` when the run is resumed."""
-        try:
-            found = self.own.start(TrackedRun.of(context), dict(state) if state else None)
-        except RetrainError:
-            raise
-        except Exception as error:  # whatever a client raises for logins, networks and names
-            raise RetrainError(
-                f"{self.name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
-                "[logging] report_to"
-            ) from error
-        try:
-            state = dict(found or {})
-            dumps(state)
-        except (TypeError, ValueError) as error:
-            raise PluginError(f"{self.name}: start returned {found!r}, not None or a dict of JSON") from error
-        return state
-
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """One call per optimizer step."""
-        self.own.log(step, tracker_values(row))
-
-    def finish(self, failed: bool = False) -> None:
-        """Told if it wants to know."""
-        if callable(finish := getattr(self.own, "finish", None)):
-            finish(failed)
-
-
-def run_config(context: RunContext) -> dict[str, Any]:
-    """The run's configuration under the flat names that people filter by."""
-    flat = {name: value_at(context.config, path) for name, path in RUN_CONFIG_KEYS.items()}
-    ranges = {"metrics_ranges": {k: dict(v) for k, v in context.ranges.items()}} if context.ranges else {}
-    return flat | {"condition": context.condition, "max_steps": context.max_steps, "seed": context.seed} | ranges
-
-
-def run_identity(context: RunContext) -> dict[str, Any]:
-    """Name, group and tags, as ``[logging]`` of the planned run has them; a campaign's runs are named, grouped and
-    tagged by condition and seed."""
-    logging = context.config.logging
-    tags = list(logging.wandb_tags)
-    if not context.is_campaign:
-        return {
-            "name": logging.wandb_run_name or context.condition,
-            "group": logging.wandb_group,
-            "tags": [tag[:TAG_CHARACTERS] for tag in tags if tag] or None,
-        }
-    tags += [context.condition, f"seed{context.seed}"]
+    One of the user's own is what their ``module:function`` returns for ``run_dir``. Raises PluginError for one that
+    cannot be loaded or is no tracker.
+    """
+    wanted = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
     return {
-        "name": logging.wandb_run_name or f"{context.condition}_s{context.seed}",
-        "group": context.condition,
-        "tags": [tag[:TAG_CHARACTERS] for tag in dict.fromkeys(tags) if tag],
+        name: TRACKERS[name](context, run_dir) if name in TRACKERS else _plugin(name, context, run_dir)
+        for name in wanted
     }
+
+
+def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
+    what = f"logging.report_to: {plugin!r}"
+    try:
+        own = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
+    except PluginError:
+        raise
+    except Exception as error:  # the user's code
+        raise PluginError(f"{what} raised {type(error).__name__}: {error}") from error
+    for method in ("start", "log"):
+        if not callable(getattr(own, method, None)):
+            raise PluginError(f"{what} returned {type(own).__name__}, which has no method {method}")
+    return own
+
+
+def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Start it; what it returns, a dict of JSON or None, is its ``state`` when the run is resumed.
+
+    Raises RetrainError when it cannot start.
+    """
+    try:
+        returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
+    except RetrainError:
+        raise
+    except Exception as error:  # whatever a client raises for logins, networks and names
+        raise RetrainError(
+            f"{name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
+            "[logging] report_to"
+        ) from error
+    try:
+        dumps(dict(returned or {}))
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{name}: start returned {returned!r}, not None or a dict of JSON") from error
+    return dict(returned or {})
 
 
 def tracker_values(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,31 +149,22 @@ def tracker_values(row: Mapping[str, Any]) -> dict[str, Any]:
 class WandbTracker:
     """Weights & Biases; the run id is kept so that a resumed run continues the same curve."""
 
-    name = "wandb"
-
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
+    def __init__(self, context: RunContext, run_dir: Path):
+        self.context, self.run_dir = context, run_dir
         self.run: Any = None
 
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    def start(self, run: TrackedRun, state: dict[str, Any] | None) -> dict[str, Any]:
         """Open the run; ``logging.wandb_mode`` goes before the environment's mode."""
-        wandb = _import("wandb", "logging.report_to")
-        self.run = _wandb_init(
-            wandb,
-            context,
-            self.run_dir,
-            config=run_config(context),
-            id=(state or {}).get("run_id"),
-            resume="allow",
-            **run_identity(context),
-        )
+        named = {"name": run.name, "group": run.group, "tags": run.tags or None, "config": run.config}
+        earlier = (state or {}).get("run_id")
+        self.run = _wandb_init("report_to", self.context, self.run_dir, id=earlier, resume="allow", **named)
         return {"run_id": self.run.id}
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """One wandb step per optimizer step."""
-        self.run.log(tracker_values(row), step=step)
+        self.run.log(values, step=step)
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self, failed: bool) -> None:
         """Close the run, marked as failed or done."""
         self.run.finish(exit_code=int(failed))
 
@@ -223,23 +175,15 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Mapping[s
     Raises:
         RetrainError: wandb is missing or cannot start.
     """
-    wandb = _import("wandb", "logging.wandb_project")
-    facts = {
-        key: report.get(key) for key in ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
-    }
+    summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
+    facts = {key: report.get(key) for key in summary}
     columns = ("rank", "mean_variance", "min_variance", "max_variance")
-    run = _wandb_init(
-        wandb,
-        context,
-        directory,
-        name="squeeze-analysis",
-        job_type="squeeze",
-        tags=["squeeze", f"rank-{facts['recommended_rank']}"],
-        config=facts,
-    )
-    table = wandb.Table(columns=[*columns, "recommended"])
+    best = facts["recommended_rank"]
+    named = {"name": "squeeze-analysis", "job_type": "squeeze", "tags": ["squeeze", f"rank-{best}"], "config": facts}
+    run = _wandb_init("wandb_project", context, directory, **named)
+    table = _import("wandb", "wandb_project").Table(columns=[*columns, "recommended"])
     for row in report["rows"]:
-        table.add_data(*(row[name] for name in columns), row["rank"] == facts["recommended_rank"])
+        table.add_data(*(row[name] for name in columns), row["rank"] == best)
     run.log({"squeeze/variance_table": table})
     for row in report["rows"]:
         run.log({f"squeeze/{name}": row[name] for name in columns})
@@ -247,9 +191,10 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Mapping[s
     run.finish()
 
 
-def _wandb_init(wandb: Any, context: RunContext, directory: Path, **arguments: Any) -> Any:
-    """A new wandb run beside any others of this process; RetrainError when there can be none."""
-    logging = context.config.logging
+def _wandb_init(key: str, context: RunContext, directory: Path, **arguments: Any) -> Any:
+    """A new wandb run, asked for by ``[logging] <key>``, beside any others of this process; RetrainError when there
+    can be none."""
+    wandb, logging = _import("wandb", key), context.config.logging
     try:
         return wandb.init(
             project=logging.wandb_project or "retrain",
@@ -270,48 +215,38 @@ class TensorboardTracker:
     """tensorboard event files in ``logging.logging_dir`` (of a campaign, ``<run id>`` in it), else in
     ``<run>/tensorboard``; numbers only."""
 
-    name = "tensorboard"
-
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
+    def __init__(self, context: RunContext, run_dir: Path):
+        chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"
+        if chosen is not None:
+            self.directory = Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
         self.writer: Any = None
-        self.proto: Any = None
-        self.begun = False
+        self.events: Any = None
         self.summary: Any = None
+        self.begun = False
 
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    def start(self, run: TrackedRun, state: dict[str, Any] | None) -> None:
         """Open a new event file; tensorboard itself joins the files of one directory."""
-        module = _import("tensorboard.summary.writer.event_file_writer", "logging.report_to")
-        self.proto = _import("tensorboard.compat.proto.event_pb2", "logging.report_to")
-        self.summary = _import("tensorboard.compat.proto.summary_pb2", "logging.report_to").Summary
-        try:
-            self.writer = module.EventFileWriter(str(self._directory(context)))
-        except OSError as error:
-            raise RetrainError(f"tensorboard could not start: {error}") from error
-        return {}
+        self.events = _import("tensorboard.compat.proto.event_pb2")
+        self.summary = _import("tensorboard.compat.proto.summary_pb2").Summary
+        files = _import("tensorboard.summary.writer.event_file_writer")
+        self.writer = files.EventFileWriter(str(self.directory))
 
-    def _directory(self, context: RunContext) -> Path:
-        chosen = context.config.logging.logging_dir
-        if chosen is None:
-            return self.run_dir / "tensorboard"
-        return Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
-
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """All numbers of the row as scalars at ``step``."""
-        values = [
+        scalars = [
             self.summary.Value(tag=key, simple_value=float(value))
-            for key, value in tracker_values(row).items()
+            for key, value in values.items()
             if isinstance(value, int | float)
         ]
-        event, now = self.proto.Event, time.time()
+        event, now = self.events.Event, time.time()
         if not self.begun:  # what an earlier process wrote of this step and later ones is out of date
-            start = self.proto.SessionLog(status=self.proto.SessionLog.START)
+            start = self.events.SessionLog(status=self.events.SessionLog.START)
             self.writer.add_event(event(wall_time=now, step=step, session_log=start))
             self.begun = True
-        self.writer.add_event(event(wall_time=now, step=step, summary=self.summary(value=values)))
+        self.writer.add_event(event(wall_time=now, step=step, summary=self.summary(value=scalars)))
         self.writer.flush()
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self, failed: bool) -> None:
         """Close the event file."""
         self.writer.close()
 
@@ -319,58 +254,49 @@ class TensorboardTracker:
 class TrackioTracker:
     """trackio, which keeps its data on this machine."""
 
-    name = "trackio"
-
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
+    def __init__(self, context: RunContext, run_dir: Path):
         self.run: Any = None
         self.first = 0
 
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    def start(self, run: TrackedRun, state: dict[str, Any] | None) -> dict[str, Any]:
         """Open the run, or go on with the one of the same name."""
-        trackio = _import("trackio", "logging.report_to")
-        identity = run_identity(context)
-        project = context.config.logging.wandb_project or "retrain"
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints hints into the live view
-                self.run = trackio.init(
-                    project=project,
-                    name=identity["name"],
-                    group=identity["group"],
-                    config=run_config(context),
-                    resume="allow" if state else "never",
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-        except Exception as error:  # trackio raises whatever its storage raises
-            raise RetrainError(f"trackio could not start: {error}") from error
-        # It would keep a step that is made anew, with the same numbers, twice.
+        trackio = _import("trackio")
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints hints into the live view
+            self.run = trackio.init(
+                project=run.project,
+                name=run.name,
+                group=run.group,
+                config=run.config,
+                resume="allow" if state else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        # It would keep a repeated step, which has the same numbers, twice.
         self.first = getattr(self.run, "_next_step", 0) if state else 0
-        return {"name": identity["name"]}
+        return {"name": run.name}
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """One trackio step per optimizer step."""
         if step >= self.first:
-            self.run.log(tracker_values(row), step=step)
+            self.run.log(values, step=step)
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self, failed: bool) -> None:
         """Send what is left and close."""
         with contextlib.redirect_stdout(io.StringIO()):
             self.run.finish()
 
 
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+TRACKERS: dict[str, Callable[[RunContext, Path], Tracker]] = {
     "wandb": WandbTracker,
     "tensorboard": TensorboardTracker,
     "trackio": TrackioTracker,
 }
 
 
-def _import(module: str, asked_by: str) -> Any:
-    """The module, or one line that says how to install it."""
-    package = module.partition(".")[0]
+def _import(module: str, key: str = "report_to") -> Any:
+    """The module that ``[logging] <key>`` asks for, or one line that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise missing(asked_by, package) from error
+        raise missing(f"logging.{key}", module.partition(".")[0]) from error

@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from retrain.record.board import NO_CHANGE, Board, RunView, printable
+from retrain.record.board import NO_CHANGE, Board, RunView
+from retrain.record.html import visible
 from retrain.record.numbers import change, duration, number, percent, short
 
 STATE_STYLES = {
@@ -88,7 +89,7 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
     for view in views:
         row = view.row
-        cells: list[RenderableType] = [Text(printable(view.run_id), style=STATE_STYLES[view.state])]
+        cells: list[RenderableType] = [Text(visible(view.run_id), style=STATE_STYLES[view.state])]
         if bar >= 6:
             cells.append(bar_text(view, bar))
         state: RenderableType = Text(view.state, style=STATE_STYLES[view.state])
@@ -125,7 +126,7 @@ def steps_table(rows: list[tuple[RunView, Mapping[str, Any]]], width: int) -> Ta
             "|grad|": number(row.get("optim/grad_norm")),
             "s": number(row.get("step_time_s"), 1),
         }
-        table.add_row(Text(printable(view.run_id)), *(values[heading] for heading in headings))
+        table.add_row(Text(visible(view.run_id)), *(values[heading] for heading in headings))
     return table
 
 

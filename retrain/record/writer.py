@@ -15,7 +15,7 @@ from typing import Any
 from retrain.errors import RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
 from retrain.record.context import RunContext
-from retrain.record.trackers import Tracker
+from retrain.record.trackers import Tracker, start_tracker, tracker_values
 
 WAITING_STEPS = 16
 """Events of a run that may wait for the disk; training waits while there are more."""
@@ -24,7 +24,7 @@ WAITING_ROWS = 1000
 FINISH_SECONDS = 120.0
 """How long the end of a run waits for a tracker to send what it has."""
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Thread:
@@ -41,21 +41,11 @@ class Thread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    @property
-    def active(self) -> bool:
-        """Whether it has begun and not been closed."""
-        return self._thread is not None
-
-    def put(self, work: Work, always: bool = False) -> None:
-        """Have it done after everything put before; waits while the queue is full."""
-        self._start()
-        self._queue.put((work, always))
-
-    def offer(self, work: Work) -> bool:
-        """``put`` without waiting; False, and nothing is done, when the queue is full."""
+    def put(self, work: Work, always: bool = False, wait: bool = True) -> bool:
+        """Have it done after everything put before. While the queue is full this waits, or does nothing: False."""
         self._start()
         try:
-            self._queue.put_nowait((work, False))
+            self._queue.put((work, always), block=wait)
         except queue.Full:
             return False
         return True
@@ -71,11 +61,12 @@ class Thread:
             return False
         return done.wait(timeout)
 
-    def close(self) -> None:
-        """Finish what was put and end the thread; putting more starts another."""
+    def close(self, last: Work = lambda: None) -> None:
+        """Finish what was put, then ``last``, and end the thread, if it has begun; putting more starts another."""
         with self._starting:
             thread, self._thread = self._thread, None
         if thread is not None:
+            self._queue.put((last, False))
             self._queue.put(None)
             thread.join()
 
@@ -95,7 +86,7 @@ class Thread:
                 continue
             try:
                 work()
-            except Exception as error:  # told by whoever owns the thread
+            except Exception as error:  # reported by whoever owns the thread
                 self.error = self.error or error
 
 
@@ -120,10 +111,8 @@ class RecordFiles:
     def append(self, name: str, rows: Iterable[Any]) -> None:
         """Add lines to ``name`` (on the thread). A line that cannot be written whole leaves nothing behind."""
         path = self.directory / name
-        try:
+        with writing(path):
             append_jsonl(path, rows)
-        except OSError as error:
-            raise StorageError(path, error) from error
         self._unsynced.add(path)
 
     def append_text(self, name: str, text: str) -> None:
@@ -157,9 +146,7 @@ class RecordFiles:
 
     def close(self) -> bool:
         """Write and sync what is left and end the thread; whether all of it could be written."""
-        if self._thread.active:
-            self._thread.put(self._sync)
-            self._thread.close()
+        self._thread.close(last=self._sync)
         return self._thread.error is None
 
     def _sync(self) -> None:
@@ -175,25 +162,25 @@ class RecordFiles:
 
 
 class Reporter:
-    """One tracker, whose verbs are all called on a thread of its own.
+    """One tracker, whose methods are all called on a thread of its own.
 
-    What it raises or how long it takes after its start never reaches the training: the first failure is told once
+    What it raises or how long it takes after its start never reaches the training: the first failure is reported once
     through ``warn``, and it gets nothing further.
     """
 
-    def __init__(self, tracker: Tracker, warn: Callable[[str], None]):
-        self.tracker, self.warn = tracker, warn
+    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]):
+        self.name, self.tracker, self.warn = name, tracker, warn
         self.broken = False
-        self._thread = Thread(f"tracker {tracker.name}", WAITING_ROWS)
+        self._thread = Thread(f"tracker {name}", WAITING_ROWS)
 
     def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Start it and wait until it has; what it raises is raised here, because a run must not begin unheard."""
-        found: list[dict[str, Any]] = []
+        """Start it and wait until it has; what it raises is raised here, because a run must not begin unreported."""
+        answer: list[dict[str, Any]] = []
         errors: list[BaseException] = []
 
         def begin() -> None:
             try:
-                found.append(dict(self.tracker.start(context, state) or {}))
+                answer.append(start_tracker(self.name, self.tracker, context, state))
             except BaseException as error:  # also what ends a process when raised on the main thread
                 errors.append(error)
 
@@ -203,19 +190,19 @@ class Reporter:
             self.broken = True  # nothing was begun that could be finished
             self._thread.close()
             raise errors[0]
-        return found[0]
+        return answer[0]
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Hand one row over; never waits."""
         if self.broken:
             return
-        if not self._thread.offer(lambda: self._guarded("log", lambda: self.tracker.log(step, row))):
+        if not self._thread.put(lambda: self._call("log", step, tracker_values(row)), wait=False):
             self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def finish(self, failed: bool) -> None:
         """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
-        if not self.broken:
-            self._thread.offer(lambda: self._guarded("finish", lambda: self.tracker.finish(failed)))
+        if not self.broken and callable(getattr(self.tracker, "finish", None)):
+            self._thread.put(lambda: self._call("finish", failed), wait=False)
         if self.broken:
             return
         if self._thread.wait(FINISH_SECONDS):
@@ -223,14 +210,14 @@ class Reporter:
         else:
             self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
 
-    def _guarded(self, verb: str, call: Callable[[], Any]) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         if self.broken:
             return
         try:
-            call()
+            getattr(self.tracker, method)(*arguments)
         except Exception as error:  # any failure of a third party's client
-            self._give_up(f"failed in {verb}: {error!r}")
+            self._give_up(f"failed in {method}: {error!r}")
 
     def _give_up(self, reason: str) -> None:
         self.broken = True
-        self.warn(f"{self.tracker.name} {reason}; it gets no further rows, training goes on")
+        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on")

@@ -159,19 +159,10 @@ def test_bootstrap_is_seeded_and_close_to_scipy():
     assert bootstrap_ci(x, np.random.default_rng(2), statistic=iqm).estimate == pytest.approx(iqm(x))
 
 
-def test_stratified_bootstrap_keeps_each_task():
-    values, tasks = [0.0, 0.0, 10.0, 10.0], ["easy", "easy", "hard", "hard"]
-    got = bootstrap_ci(values, np.random.default_rng(0), strata=tasks)
-    assert (got.estimate, got.low, got.high) == (5.0, 5.0, 5.0)
-    assert bootstrap_ci(values, np.random.default_rng(0)).low < 5.0
-
-
 def test_bootstrap_edges():
     assert bootstrap_ci([2.0], np.random.default_rng(0)).low is None
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_ci([], np.random.default_rng(0))
-    with pytest.raises(ValueError, match="one stratum per value"):
-        bootstrap_ci([1.0, 2.0], np.random.default_rng(0), strata=[1])
 
 
 @given(NUMBERS)

@@ -1,6 +1,6 @@
 (() => {
   const data = JSON.parse(document.getElementById("spans").textContent);
-  const svg = document.getElementById("detail"), told = document.getElementById("told");
+  const svg = document.getElementById("detail"), readout = document.getElementById("readout");
   const names = 92, row = 26, top = 22;
   const bottom = top + row * data.lanes.length, height = bottom + 18, last = Math.max(...data.steps.map(s => s[2]));
   svg.style.height = `${height + 2}px`;  // its border included
@@ -54,7 +54,7 @@
           rx: Math.min(2, size / 3),
         }, svg);
         const [begin, length] = [spans[k + 1], spans[k + 2] - spans[k + 1]];
-        box.dataset.told = `step ${number} · ${data.lanes[lane]} · ${words(length)} · from ${words(begin)}`;
+        box.dataset.text = `step ${number} · ${data.lanes[lane]} · ${words(length)} · from ${words(begin)}`;
       }
     }
   };
@@ -95,10 +95,10 @@
   });
   for (const name of ["pointerup", "pointercancel"]) svg.addEventListener(name, () => { grabbed = null; });
   document.addEventListener("mouseover", event => {
-    const text = event.target.dataset && event.target.dataset.told;
-    if (text) told.textContent = text;
+    const text = event.target.dataset && event.target.dataset.text;
+    if (text) readout.textContent = text;
     const bar = event.target.closest && event.target.closest(".bar");
-    if (bar) document.getElementById("steptold").textContent = bar.dataset.told;
+    if (bar) document.getElementById("stepreadout").textContent = bar.dataset.text;
   });
   document.getElementById("steps").addEventListener("click", event => {
     const bar = event.target.closest(".bar");
