@@ -15,13 +15,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from retrain.errors import PluginError, PluginMissing
+from retrain.errors import PluginError, PluginMissing, RetrainError
 from retrain.extras import EXTRA_OF, install_line
 
 
 def search_folders(base_dir: Path | None) -> list[Path]:
     """``base_dir`` (the TOML's folder) and the current directory, absolute."""
     return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
+
+
+def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
+    """The file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
+    ``what``, when there is none."""
+    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    places = " and ".join(map(str, dict.fromkeys(tried)))
+    raise error(f"{what} {path!r}: no such file (looked for {places})")
 
 
 def load_file(path: Path, name: str) -> ModuleType:
@@ -50,7 +61,7 @@ def load_file(path: Path, name: str) -> ModuleType:
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
     """The module ``name``, as ``import`` takes it, first of all from a file in one of ``folders``.
 
-    A file there is found even when an installed module has the same name. Raises what importing it raises.
+    A file there goes before an installed module of the same name. Raises what importing it raises.
     """
     _look_in(folders)
     importlib.invalidate_caches()
@@ -67,25 +78,25 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
     Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
     there is no such function in it.
     """
-    return _found(plugin, base_dir, what)[1]
+    return _load(plugin, base_dir, what)[1]
 
 
-def _found(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
+def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
     """The module and the function that ``module:function`` names; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
-    told = f"{what} {plugin!r}"
+    subject = f"{what} {plugin!r}"
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
         places = ", ".join(map(str, folders))
         fix = f"; type: {install_line(error.name)}" if error.name in EXTRA_OF else ""
-        raise PluginMissing(f"{told}: no module {error.name!r} here or in {places}{fix}") from None
+        raise PluginMissing(f"{subject}: no module {error.name!r} here or in {places}{fix}") from None
     except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
-        raise PluginMissing(f"{told}: importing {module!r} failed: {described(error)}") from error
+        raise PluginMissing(f"{subject}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
-        raise PluginMissing(f"{told}: the module {module!r} has no function {name!r}")
+        raise PluginMissing(f"{subject}: the module {module!r} has no function {name!r}")
     return loaded, function
 
 
@@ -94,7 +105,7 @@ def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, di
 
     Raises PluginError, which begins with ``what`` and the name, also for what is no range.
     """
-    loaded, function = _found(plugin, base_dir, what)
+    loaded, function = _load(plugin, base_dir, what)
     try:
         return declared_ranges(function, loaded)
     except PluginError as error:
@@ -151,16 +162,14 @@ BACKEND_METHODS = ("sample", "train_step", "save", "load")
 BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
-def check_backend_class(found: Any, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs.
-
-    See ``retrain.policy.plugin.Backend``; this much is known without making an object of it.
-    """
-    missing = [method for method in BACKEND_METHODS if not callable(getattr(found, method, None))]
+def check_backend_class(backend: Any, name: str) -> None:
+    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs, as far as that is
+    known without an object of it. See ``retrain.policy.plugin.Backend``."""
+    missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")
     for capability in BACKEND_CAPABILITIES:
-        if not isinstance(getattr(found, capability, None), bool):
+        if not isinstance(getattr(backend, capability, None), bool):
             raise PluginError(f"{name} does not say {capability} = True or False on its class")
 
 

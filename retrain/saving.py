@@ -1,7 +1,7 @@
-"""Checkpoints of the runs of a cohort: when they are due, written beside training, all of them before any is published.
+"""Checkpoints of a cohort: when they are due, and written while training goes on, all of them before any is published.
 
-What a batch is composed of shows in the last bits of what is sampled, so the runs of a cohort are saved at one common
-step: on resume every run begins where all of them can.
+The last bits of what is sampled depend on the composition of the batch, so the runs of a cohort are saved at a common
+step, from which all of them can resume.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Saver:
                 self.queue.submit(run, partial(work, run, state))
 
     def settle(self) -> None:
-        """Wait for the saves on their way; one that failed ends its run."""
+        """Wait for the saves under way; one that failed ends its run."""
         for run, error in self.queue.wait():
             self.guard(run, partial(raise_error, error))
 

@@ -63,7 +63,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of what turns a problem into tokens: chat template, vocabulary and, where it tells them, its rules."""
+        """Hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, its rules."""
         backend = getattr(self.source, "backend_tokenizer", None)
         if backend is not None:
             rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call

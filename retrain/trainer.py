@@ -30,8 +30,8 @@ from retrain.types import EvalRecord, Group
 class Cohort:
     """Runs that share an engine and step together.
 
-    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether the user wants
-    an end; ``workers`` do what the runs do for themselves side by side; ``pressure`` controls the shared decode batch.
+    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether to stop;
+    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Cohort:
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
 
-        Raises Interrupted, with all saved, when asked to stop. Closed in a pause, it ends as with KeyboardInterrupt:
-        without saving.
+        Raises Interrupted, with everything saved, when asked to stop. Closed in a pause, it ends as on
+        KeyboardInterrupt: without saving.
         """
         for run in self.runs:
             run.begin(time.time())
@@ -105,22 +105,22 @@ class Cohort:
         wanted = {}
         for run in runs:
             self.guarded(run, lambda run=run: wanted.update({run: run.rollout_requests()}))
-        taken = self.queue.take(wanted)
-        self.sync_seconds = taken.sync_seconds
+        groups, collected = self.queue.take(wanted)
+        self.sync_seconds = collected.sync_seconds
         graded = {}
-        for run, found in taken.groups.items():
-            for name, begin, end in taken.spans:
-                run.note_span(name, begin, end)
-            if error := next((group for group in found if isinstance(group, Exception)), None):
+        for run, own in groups.items():
+            for span in collected.spans:
+                run.note_span(*span)
+            if error := next((group for group in own if isinstance(group, Exception)), None):
                 self.guarded(run, partial(raise_error, error))
-            graded[run] = [group for group in found if isinstance(group, Group)]
+            graded[run] = [group for group in own if isinstance(group, Group)]
         return graded
 
     def _learn(
         self, runs: Sequence[Run], groups: dict[Run, list[Group]]
     ) -> dict[Run, tuple[dict[str, Any], dict[str, Any]]]:
-        """Credit and update of every run, side by side where that is faster (of a run that would be alone, its
-        micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
+        """Credit and update of every run, several at once where that is faster (a run left over has the workers for
+        its micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
         begin, numbers, ends = time.time(), {}, {}
 
         def learn(run: Run) -> None:
@@ -146,7 +146,7 @@ class Cohort:
         return {run: numbers[run] for run in runs if run in numbers}
 
     def _publish(self, run: Run) -> None:
-        """Make the run's weights as they are now those that it samples with."""
+        """Have the run sampled with its weights as they are now."""
         self.engine.publish(run.policy_ref, run.policy.snapshot())
 
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class Cohort:
             self._publish(run)
             for row in run.first_evaluations():
                 self.observer.evaluated(run.spec, row["name"], row)
-            if run.finished:  # killed between its last checkpoint and the word that it was done
+            if run.finished:  # killed between its last checkpoint and being recorded as done
                 self._save_due([run])
             if run.step == 0 and run.config.evaluation.at_start:
                 waiting.append(run)
@@ -216,33 +216,31 @@ class Cohort:
             for same in alike:
                 for run in same:
                     spans.enter_context(run.span("eval"))
-            found = self.evaluator.evaluate(held_out, subjects)
-            for same, evaluated in zip(alike, found, strict=True):
+            results = self.evaluator.evaluate(held_out, subjects)
+            for same, evaluated in zip(alike, results, strict=True):
                 for run in same:
                     if evaluated.error is not None:
                         self.guarded(run, partial(raise_error, evaluated.error))
                 self._record_evaluation([run for run in same if run.error is None], evaluated.record)
-        return [evaluated.record for evaluated in found]
+        return [evaluated.record for evaluated in results]
 
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
         for run in runs:
-            tell = partial(self.observer.evaluated, run.spec, record.name)
-            self.guarded(run, lambda run=run, tell=tell: tell(run.recorder.record_eval(record)))
+            report = partial(self.observer.evaluated, run.spec, record.name)
+            self.guarded(run, lambda run=run, report=report: report(run.recorder.record_eval(record)))
 
     # -- one run's fault ----------------------------------------------------------------------------------------
 
     def guarded(self, run: Run, work: Callable[[], object], quietly: bool = False) -> None:
-        """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: whoever
-        calls tells the observer."""
-        before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
+        """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: the caller
+        reports it to the observer."""
+        before = run.error  # a run that failed earlier in the step is saved too; its end was reported then
         try:
             work()
-        except StorageError as error:
-            if error.shared:  # the fault of no run: nobody can write any more
+        except Exception as error:  # a failed run must not end the others
+            if isinstance(error, StorageError) and error.shared:  # no run can write any more
                 raise
-            run.fail(error)
-        except Exception as error:  # one lane's fault must not take the others along
             run.fail(error)
         if run.error is not None and before is None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)

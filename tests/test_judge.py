@@ -294,7 +294,7 @@ def test_without_a_key_none_is_sent(server: Server) -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_a_key_that_is_named_and_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_named_and_not_set_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
     with pytest.raises(UsageError, match=r"export JUDGE_KEY="):

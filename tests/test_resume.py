@@ -167,7 +167,7 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
     assert (export / "other.txt").read_text() == "of the user's"
 
 
-def test_a_place_for_the_adapter_that_cannot_be_is_told_before_training(copied, tmp_path):
+def test_a_place_for_the_adapter_that_cannot_be_is_an_error_before_training(copied, tmp_path):
     (tmp_path / "file").write_text("")
     sets = ["training.max_steps=4", f"backend.adapter_path={tmp_path / 'file'}"]
     with pytest.raises(UsageError, match=r"file is a file, no directory: set \[backend\] adapter_path to another"):
@@ -289,7 +289,7 @@ def test_the_code_of_retrain_is_known_by_its_sources(tmp_path, monkeypatch):
     assert len({first, second, digest()}) == 3
 
 
-def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path, monkeypatch):
+def test_code_of_the_model_is_off_unless_asked_for_and_then_logged(home, tmp_path, monkeypatch):
     """A model with code of its own: refused with the line to type, and run only with that line, which the log tells."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -435,14 +435,14 @@ def steps_of(run: Path, *steps: int) -> Path:
 
 def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
     a, b = steps_of(tmp_path / "a", 2, 4, 6), steps_of(tmp_path / "b", 2, 4)
-    told: list[list[str]] = [[], []]
-    assert common_step([(a, 10), (b, 10)], told) == 4
-    assert common_step([(a, 10), (b, 4)], told) == 6  # b ends at 4
-    assert told == [[], []]
+    reports: list[list[str]] = [[], []]
+    assert common_step([(a, 10), (b, 10)], reports) == 4
+    assert common_step([(a, 10), (b, 4)], reports) == 6  # b ends at 4
+    assert reports == [[], []]
     (b / "checkpoints/step_000004/state.json").write_text("torn")
-    assert common_step([(a, 10), (b, 10)], told) == 2
-    assert len(told[1]) == 1
-    assert "damaged" in told[1][0]
+    assert common_step([(a, 10), (b, 10)], reports) == 2
+    assert len(reports[1]) == 1
+    assert "damaged" in reports[1][0]
     assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]) == 0
 
 
@@ -451,9 +451,9 @@ def test_records_that_lack_rows_make_an_earlier_checkpoint_preferred_and_never_c
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
     with pytest.raises(CheckpointError, match="ends with step 2"):
         check_records(run, 4)
-    told: list[str] = []
-    assert common_step([(run, 10)], [told]) == 2
-    assert "lack rows" in told[0]
+    reports: list[str] = []
+    assert common_step([(run, 10)], [reports]) == 2
+    assert "lack rows" in reports[0]
     (run / "metrics.jsonl").write_text("")
     assert common_step([(run, 10)], [[]]) == 4
 

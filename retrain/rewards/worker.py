@@ -2,7 +2,7 @@
 
 The process is started by ``workers.WorkerPool`` with stdin, stdout and stderr on the null device, so that nothing
 a reward prints reaches the terminal or the protocol. Frames are a 4-byte big-endian length and a payload: jobs
-are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted to be well).
+are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def main(descriptor: int) -> None:
     try:
         module, _, function = setup["entry"].partition(":")
         grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
-    except BaseException as error:  # SystemExit of a user's module too: the trainer must hear of it
+    except BaseException as error:  # SystemExit of a user's module too: the trainer reports it
         _send(connection, {"fatal": printable(str(error) if isinstance(error, RetrainError) else described(error))})
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
-    # If the trainer is killed while a job hangs, nobody is left to kill this process: the alarm's default action does.
+    # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_s"] + 5)
@@ -63,7 +63,7 @@ def _reply(grade: Any, frame: bytes) -> tuple[dict[str, Any], bool]:
         return {"value": value}, False
     except MemoryError:
         return {"error": "MemoryError: the reward needed more memory than its limit", "retire": True}, True
-    except BaseException as error:  # whatever a reward raises costs this one completion
+    except BaseException as error:  # whatever a reward raises costs one completion, never the run
         return {"error": printable(described(error))}, False
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
-from retrain.environments.dataset import content_hash
+from retrain.data.dataset import content_hash
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, sha256, write_json
 from retrain.maths.intervals import same_problems_interval
@@ -160,8 +160,8 @@ def _evaluate(
     One adapter after the other: memory does not grow with their number.
     """
     from retrain.campaign.planning.asked import askable, data_of, longest_completions
+    from retrain.data.prompts import Renderer
     from retrain.engines.protocol import PolicyRef
-    from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
@@ -223,8 +223,7 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
         return None
     told = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
-    sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
-    sampling |= held_out.truncation
+    sampling = {"samples": held_out.samples, **vars(held_out.sampling.requested)}
     if not told or told[-1]["step"] != steps or any(told[-1].get(key) != value for key, value in sampling.items()):
         return None
     rows = read_jsonl(run / "emergence/evaluations.jsonl")

@@ -21,12 +21,12 @@ from retrain.config.problems import Mistake
 from retrain.config.problems import Path as KeyPath
 from retrain.config.tasks import Data, Reward
 from retrain.config.upkeep import trackers
-from retrain.environments import load_data
-from retrain.environments.sources import directory_of, on_hub
+from retrain.data import load_data
+from retrain.data.sources import directory_of, on_hub
 from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
-from retrain.models import find_config
+from retrain.models import find_file
 from retrain.models.directory import model_fault
 from retrain.models.targets import dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
@@ -238,7 +238,7 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
 def _target_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     """Names in ``target_modules`` that mean no layer; where only the loaded model tells its layers, nothing here."""
     key, targets = "lora.target_modules", config.lora.target_modules
-    path = find_config(config.model.model, config.model.revision)
+    path = find_file(config.model.model, "config.json", config.model.revision)
     layers = None if path is None else dense_layers(read_json(path))
     if layers is not None:
         for message, fix in target_mistakes(targets, layers, "lm_head"):
@@ -247,17 +247,15 @@ def _target_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
 
 def _reward_problems(places: Places, reward: Reward, folder: Path) -> Iterator[Problem]:
     """Modules and functions of rewards of type ``custom``."""
-    from retrain.rewards.custom import found_file, is_path, scorer
+    from retrain.rewards.custom import located, scorer
 
     parts = [(("reward",), reward), *((("reward", "components", i), part) for i, part in enumerate(reward.components))]
     for path, part in parts:
         if part.type != "custom" or part.custom_module is None:
             continue
-        module = part.custom_module
         try:
-            if is_path(module):
-                module = str(found_file(module, folder))
-            scorer(module, part.custom_function, [str(each) for each in search_folders(folder)])
+            folders = [str(each) for each in search_folders(folder)]
+            scorer(located(part.custom_module, folder), part.custom_function, folders)
         except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
             if isinstance(error, PluginError):
                 told = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]

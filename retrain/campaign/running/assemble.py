@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retrain.algorithms.detectors import load_detector
-from retrain.algorithms.protocol import Algorithm, Need
+from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.planning.asked import askable, data_of, longest_completions
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
@@ -24,9 +24,10 @@ from retrain.campaign.running.fitting import check_memory
 from retrain.campaign.running.models import Bases, CohortModel, LocalModel, PluginModel
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config, parse_dict
+from retrain.config.modes import Need
+from retrain.data import Dataset, content_hash
+from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.protocol import Engine
-from retrain.environments import Dataset, content_hash
-from retrain.environments.prompts import Renderer, longest_prompt
 from retrain.environments.protocol import Environment
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import CheckpointError, UsageError
@@ -264,8 +265,8 @@ def _build_run(
     recorder = _recorder(shared, spec, grader)
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
     run = _new_run(shared, spec, recorder, modes, grader, begin.any_base)
-    if run.export is not None:
-        prepare_directory(run.export)  # now, and not after hours of training
+    if spec.export is not None:
+        prepare_directory(spec.export)  # now, and not after hours of training
     for note in shared.data.notes:
         recorder.log(note)
     for line in _restored(run, shared.model, begin):

@@ -34,7 +34,7 @@ def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt
         training, rank = spec.config.training, spec.config.model.lora_rank
         weights = sum(rank * (shape.in_features + shape.out_features) for shape in lanes.shapes)
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        sampled = max([training.max_tokens, *(each.max_tokens for each in spec.config.held_out)])
+        sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in spec.config.held_out)])
         cache = rows * (prompt_tokens + sampled) * cache_bytes(base)
         needs.append(weights * (OPTIMIZER_BYTES + base.dtype.itemsize) + cache)
     # One sequence's update at a time is the least that has to fit beside the lanes.
