@@ -1,17 +1,12 @@
-"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded.
-
-Saving copies the state to host memory, which is all that a step waits for; a thread writes the copy while the next
-step goes on. The copies are written in the order in which they were made.
-"""
+"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
@@ -22,7 +17,6 @@ from retrain.record.status import last_row
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -189,31 +183,3 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
         if not (keep_every and checkpoint_step(directory) % keep_every == 0):
             remove(directory, _owner(directory))
-
-
-class SaveQueue(Generic[T]):
-    """Saves in the background, in the order of submission."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._waiting: list[tuple[T, Future[None]]] = []
-
-    def submit(self, owner: T, work: Callable[[], None]) -> None:
-        """Do ``work`` after all that was submitted before; what it raises belongs to ``owner``."""
-        self._waiting.append((owner, self._pool.submit(work)))
-
-    def wait(self) -> list[tuple[T, Exception]]:
-        """Wait until all is done; what was raised, with its owner, in order."""
-        failed = []
-        while self._waiting:
-            owner, future = self._waiting[0]
-            try:
-                future.result()
-            except Exception as error:  # reported by the caller, who knows the owner
-                failed.append((owner, error))
-            self._waiting.pop(0)
-        return failed
-
-    def close(self, abandon: bool = False) -> None:
-        """End the thread after all saves, or with ``abandon`` after the current one."""
-        self._pool.shutdown(cancel_futures=abandon)

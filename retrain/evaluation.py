@@ -1,8 +1,8 @@
-"""Held-out evaluation, in one place for the loop, for the untrained model, and for the verification of ranks.
+"""Held-out evaluation, for the loop, for the untrained model, and for the verification of ranks.
 
-An answer is a function of the weights, the problem and its random stream, which the subject heads, so that the same
-weights after the same number of updates are asked the same way by whoever evaluates them. Sets are sampled one after
-another: that a set is there changes no number of the others.
+An answer is a function of the weights, the problem and its random stream, whose prefix is the subject's: whoever
+evaluates the same weights after the same number of updates gets the same answers. Sets are sampled one after another,
+so that no set changes the numbers of the others.
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ from retrain.types import EvalRecord, Group, Message, Problem, Prompt
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: weights by name after ``step`` updates, in which environment each held-out set is asked, and
-    the head of the random streams."""
+    """What is evaluated: weights by name after ``step`` updates, the environment of each held-out set, and the prefix
+    of the random streams."""
 
     policy: PolicyRef
     environments: Mapping[str, Environment]
     stream: tuple[int | str, ...]
     step: int
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The evaluation of one subject; with ``error``, what its grader raised, groups are missing."""
-
-    record: EvalRecord
-    error: Exception | None = None
 
 
 class Evaluator:
@@ -56,7 +48,7 @@ class Evaluator:
         self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
         self.base_evaluations = base_evaluations
 
-    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[Evaluated]:
+    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
         """The set's answers by each of the subjects, from one decode batch."""
         begin, sampling = time.time(), held_out.sampling.requested
         own = () if held_out.name == HELDOUT else (held_out.name,)
@@ -75,14 +67,14 @@ class Evaluator:
             for i, problem in enumerate(problems)
         ]
         collected = iter(collect(self.engine, requests).groups)
-        evaluated = []
+        records = []
         for subject, problems in zip(subjects, asked, strict=True):
             own_groups = [next(collected) for _ in problems]
             groups = [group for group in own_groups if isinstance(group, Group)]
             error = next((group for group in own_groups if isinstance(group, Exception)), None)
-            how = {"samples": held_out.samples, "seconds": time.time() - begin, **vars(sampling)}
-            evaluated.append(Evaluated(EvalRecord(held_out.name, subject.step, groups, **how), error))
-        return evaluated
+            how = {"samples": held_out.samples, "seconds": time.time() - begin, "error": error, **vars(sampling)}
+            records.append(EvalRecord(held_out.name, subject.step, groups, **how))
+        return records
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
         """What an earlier cohort measured of the untrained model on this set, None if none has. ``setting``: all else

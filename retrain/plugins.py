@@ -36,7 +36,7 @@ def existing_file(path: str, base_dir: Path | None, what: str, error: type[Retra
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """The module in a ``.py`` file under ``name``; what lies beside the file can be imported, as from a script.
+    """The module in a ``.py`` file under ``name``; modules beside the file can be imported, as from a script.
 
     Another module that already has this name keeps it. Raises PluginMissing for what is no Python file; what the
     module itself raises passes through.

@@ -23,7 +23,7 @@ from retrain.pressure import Pressure
 from retrain.record.observer import Observer
 from retrain.rollouts.queue import RolloutQueue
 from retrain.run import RollbackPoint, Run
-from retrain.saving import Saver, raise_error
+from retrain.saving import Saver
 from retrain.types import EvalRecord, Group
 
 
@@ -84,7 +84,9 @@ class Cohort:
         numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
             self._publish(run)
-        self._evaluate_due([run for run in numbers if run.error is None])
+        due = [run for run in numbers if run.error is None and run.evaluation_due()]
+        for held_out in self.evaluator.sets:
+            self._evaluate(held_out, [[run] for run in due if run.error is None])
         for run, (update, state) in numbers.items():
             if run.error is None:
                 shared = {"cohort_size": len(active), **(self.pressure.metrics() if self.pressure else {})}
@@ -112,7 +114,7 @@ class Cohort:
             for span in collected.spans:
                 run.note_span(*span)
             if error := next((group for group in own if isinstance(group, Exception)), None):
-                self.guarded(run, partial(raise_error, error))
+                self.fail(run, error)
             graded[run] = [group for group in own if isinstance(group, Group)]
         return graded
 
@@ -184,11 +186,6 @@ class Cohort:
             self._evaluate_base(held_out, [run for run in waiting if run.equals_base and run.error is None])
             yield
 
-    def _evaluate_due(self, runs: Sequence[Run]) -> None:
-        due = [run for run in runs if run.evaluation_due()]
-        for held_out in self.evaluator.sets:
-            self._evaluate(held_out, [[run] for run in due if run.error is None])
-
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
         """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
         not at all where an earlier cohort has."""
@@ -204,7 +201,7 @@ class Cohort:
         records = self._evaluate(held_out, list(alike.values()))
         for (setting, same), record in zip(alike.items(), records, strict=True):
             environment = same[0].environments[held_out.name]
-            self.saver.queue.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
+            self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
 
     def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
         """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
@@ -216,13 +213,13 @@ class Cohort:
             for same in alike:
                 for run in same:
                     spans.enter_context(run.span("eval"))
-            results = self.evaluator.evaluate(held_out, subjects)
-            for same, evaluated in zip(alike, results, strict=True):
+            records = self.evaluator.evaluate(held_out, subjects)
+            for same, record in zip(alike, records, strict=True):
                 for run in same:
-                    if evaluated.error is not None:
-                        self.guarded(run, partial(raise_error, evaluated.error))
-                self._record_evaluation([run for run in same if run.error is None], evaluated.record)
-        return [evaluated.record for evaluated in results]
+                    if record.error is not None:
+                        self.fail(run, record.error)
+                self._record_evaluation([run for run in same if run.error is None], record)
+        return records
 
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
@@ -233,14 +230,18 @@ class Cohort:
     # -- one run's fault ----------------------------------------------------------------------------------------
 
     def guarded(self, run: Run, work: Callable[[], object], quietly: bool = False) -> None:
-        """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: the caller
-        reports it to the observer."""
-        before = run.error  # a run that failed earlier in the step is saved too; its end was reported then
+        """Do one run's part; what it raises ends that run only, as ``fail``."""
         try:
             work()
         except Exception as error:  # a failed run must not end the others
-            if isinstance(error, StorageError) and error.shared:  # no run can write any more
-                raise
-            run.fail(error)
+            self.fail(run, error, quietly)
+
+    def fail(self, run: Run, error: Exception, quietly: bool = False) -> None:
+        """End a run, with the traceback in its log. ``quietly``: the caller reports it to the observer. Raises a
+        StorageError after which no run can write any more."""
+        if isinstance(error, StorageError) and error.shared:
+            raise error
+        before = run.error  # a run that failed earlier in the step is saved too
+        run.fail(error)
         if run.error is not None and before is None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)

@@ -323,7 +323,7 @@ class EvalRecord:
     """One held-out evaluation: every group with its rollouts, none of which has an advantage.
 
     ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
-    ``min_p`` are how it sampled.
+    ``min_p`` are how it sampled. With ``error``, what environment or grader raised, groups are missing.
     """
 
     name: str
@@ -336,11 +336,12 @@ class EvalRecord:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    error: Exception | None = None
 
 
 @dataclass
 class StepRecord:
-    """Everything known about one optimizer step of one run; the recorder makes all metrics from it.
+    """One optimizer step of one run; the recorder makes all metrics from it.
 
     ``groups`` are all sampled groups, before any filtering. ``update`` holds the policy's numbers of this step
     under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),

@@ -316,7 +316,7 @@ def test_held_out_problems_are_rendered_once_and_asked_in_other_words_anew():
 
     def asked_for(step, *environments):
         subjects = [Subject(PolicyRef("r", 0), {HELDOUT: each}, ("r",), step) for each in environments]
-        records = [each.record for each in evaluator.evaluate(held_out, subjects)]
+        records = evaluator.evaluate(held_out, subjects)
         return [[group.prompt.text for group in record.groups] for record in records]
 
     assert asked_for(0, plain, plain) == [["a", "b"]] * 2

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import retrain
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
-from retrain.checkpoints import FORMAT, SaveQueue, check_records, common_step, prune
+from retrain.checkpoints import FORMAT, check_records, common_step, prune
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
@@ -38,6 +38,7 @@ from retrain.policy.update import train_step
 from retrain.record.catalogue import is_timing_key
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
+from retrain.saving import Saver
 from retrain.types import Sample
 
 SECRET = "very-secret-value-8c1f"
@@ -483,20 +484,29 @@ def test_retention(tmp_path):
     assert [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())] == [8, 16, 18, 20]
 
 
-def test_saves_are_done_in_order_and_errors_have_owners():
-    saves: SaveQueue[str] = SaveQueue()
+def test_saves_are_done_in_order_and_errors_end_their_run():
     order: list[int] = []
+    ended: list[tuple[str, str]] = []
+
+    def guard(run, work) -> None:
+        try:
+            work()
+        except CheckpointError as error:
+            ended.append((run, str(error)))
 
     def fail() -> None:
         raise CheckpointError("no")
 
-    saves.submit("a", lambda: order.append(1))
-    saves.submit("b", fail)
-    saves.submit("c", lambda: order.append(2))
-    assert [(owner, str(error)) for owner, error in saves.wait()] == [("b", "no")]
+    saver = Saver(guard, lambda: None)
+    saver.submit("a", lambda: order.append(1))
+    saver.submit("b", fail)
+    saver.submit("c", lambda: order.append(2))
+    saver.settle()
+    assert ended == [("b", "no")]
     assert order == [1, 2]
-    assert saves.wait() == []
-    saves.close()
+    saver.settle()
+    assert ended == [("b", "no")]
+    saver.close()
 
 
 @pytest.mark.timeout(300)

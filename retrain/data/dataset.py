@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
+from retrain.data import arithmetic
 from retrain.data.sources import NoSplit, has_splits, read_problems
 from retrain.errors import DataError
 from retrain.types import Problem
@@ -24,8 +25,8 @@ DEFAULT_EVAL_SPLIT = "test"
 
 
 class Wanted(NamedTuple):
-    """A held-out set to be loaded: its name, the most problems that it may have, and the [data] in whose
-    ``eval_source`` and ``eval_split`` it lies."""
+    """A held-out set to load: its name, the number of problems wanted, and the [data] whose ``eval_source`` and
+    ``eval_split`` it is from."""
 
     name: str
     problems: int
@@ -63,10 +64,10 @@ def load_data(
 ) -> Dataset:
     """The data set of a ``[data]`` section.
 
-    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none are set aside),
-    ``max_examples`` the most to train on, ``seed`` decides which problems a generated source generates and which of
-    them ``max_examples`` keeps. ``base_dir`` (the TOML's folder) is where relative paths are looked up first, then the
-    current directory. Raises DataError, MissingExtra or PluginError.
+    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none). At most
+    ``max_examples`` problems are trained on. ``seed`` decides which problems are generated, and which ``max_examples``
+    keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
+    DataError, MissingExtra or PluginError.
     """
     wanted = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else list(heldout)
     wanted = [each for each in wanted if each.problems > 0]
@@ -111,8 +112,6 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
     if data.source == "arithmetic":
-        from retrain.data import arithmetic
-
         size = data.size if max_examples is None else min(data.size, max_examples)
         return arithmetic.problems("train", size, data.levels, seed)
     return read_problems(data.source, data.split, data, base_dir)
@@ -125,8 +124,6 @@ def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) ->
     eval_source = data.eval_source
     source = eval_source or data.source
     if source == "arithmetic":
-        from retrain.data import arithmetic
-
         return arithmetic.problems("heldout", wanted.problems, data.levels, seed)
     if eval_source is not None:
         return read_problems(eval_source, data.eval_split, data, base_dir)
@@ -175,7 +172,7 @@ def _plain(problem: Problem) -> Any:
 
 
 def _key(problem: Problem) -> str:
-    """What makes two problems the same: the words of the prompt, whatever the white space."""
+    """What makes two problems the same: the prompt up to white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 

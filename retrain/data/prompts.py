@@ -20,7 +20,6 @@ minutes."""
 SPARE_TOKENS = 16
 """Room for beginning tokens and whatever else a tokenizer adds to a text."""
 
-
 MARK = "⟪what the model said⟫"
 """Stands for an action, to find what the template writes after it."""
 
@@ -54,11 +53,11 @@ class Renderer:
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
     def answer(self, before: Sequence[Message], action: Action, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What the model reads after ``action``: what the template writes behind the text of an assistant's turn for
-        these messages, up to where the next one begins. An end token that the action ends with is not repeated.
+        """What the model reads after ``action``: what the template writes for these messages, from the end of the
+        assistant's text up to where its next turn begins. An end token that the action ends with is not repeated.
         Nothing of it depends on the action's text, which stays in the context as it was sampled.
 
-        Raises ModelError when the template rewrites what stood there before.
+        Raises ModelError when the template rewrites earlier turns.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             return self._ids("\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n")

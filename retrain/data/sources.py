@@ -104,7 +104,7 @@ def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -
     path = existing_file(source, base_dir, "data source", DataError)
     rows = parquet_rows(path, source) if path.suffix == ".parquet" else jsonl_rows(path, source)
     problems = problems_of_rows(rows, columns, f"the file {path}")
-    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same wherever the file lies
+    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:

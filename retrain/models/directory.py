@@ -67,7 +67,7 @@ def directory_fault(directory: Path, *, trust_remote_code: bool = False) -> str:
 def _expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # the home of nobody
+    except RuntimeError:  # no such user
         return Path(name)
 
 

@@ -19,7 +19,7 @@ _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 
 
 def has_box(text: str) -> bool:
-    r"""Whether ``\boxed`` stands anywhere in ``text``, closed or not."""
+    r"""Whether ``\boxed`` occurs anywhere in ``text``, closed or not."""
     return _BOX.search(text) is not None
 
 

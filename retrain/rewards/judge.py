@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "https://api.openai.com/v1"
-MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer stands
+MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is
 MAX_BODY = 1 << 20
 MAX_TOKENS = 2048
 REQUESTS_PER_WORKER = 8  # requests wait on a network, not on a core

@@ -194,12 +194,12 @@ def _evaluate(
             engine.publish(ref := PolicyRef(str(path), 0), LocalSnapshot(adapter.frozen(), {}))
             # The streams of the run's final evaluation: common random numbers with it.
             subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
-            (evaluated,) = evaluator.evaluate(held_out, [subject])
+            (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()
-            if evaluated.error is not None:
-                raise evaluated.error
-            groups = evaluated.record.groups
-            correct.append(np.array([[float(one.reward.is_correct) for one in group.rollouts] for group in groups]))
+            if record.error is not None:
+                raise record.error
+            marks = [[float(one.reward.is_correct) for one in group.rollouts] for group in record.groups]
+            correct.append(np.array(marks))
     return np.stack(correct), ranks, full is None
 
 
