@@ -69,7 +69,7 @@ def verify_checkpoint(directory: Path) -> None:
     for name, digest in hashes:
         path = directory / name
         if Path(name).is_absolute() or path.resolve() != directory.resolve() / name:  # "..", links on the way
-            raise CheckpointError(f"{path} is no file of this checkpoint")
+            raise CheckpointError(f"{path} is not a file of this checkpoint")
         if not path.is_file() or sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 

@@ -38,12 +38,12 @@ def existing_file(path: str, base_dir: Path | None, what: str, error: type[Retra
 def load_file(path: Path, name: str) -> ModuleType:
     """The module in a ``.py`` file under ``name``; modules beside the file can be imported, as from a script.
 
-    Another module that already has this name keeps it. Raises PluginMissing for what is no Python file; what the
+    Another module that already has this name keeps it. Raises PluginMissing for what is not a Python file; what the
     module itself raises passes through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginMissing(f"{path} is no Python file")
+        raise PluginMissing(f"{path} is not a Python file")
     _look_in([path.parent])
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
     sys.modules[name] = module  # dataclasses look their module up there
@@ -125,7 +125,7 @@ def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
         ranges["reward"] = known
     for name, limits in ranges.items():
         if wrong := why_no_range(limits):
-            raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
+            raise PluginError(f"its metrics_ranges, reward_min and reward_max have {wrong} for {name!r}")
     return {str(name): dict(limits) for name, limits in ranges.items()}
 
 
@@ -152,7 +152,7 @@ def why_no_range(limits: Any) -> str:
         return f"the key {unknown[0]}, which is none of min, max and invert"
     ends = [limits[key] for key in ("min", "max") if limits.get(key) is not None]
     if any(type(end) not in (int, float) or not math.isfinite(end) for end in ends):
-        return "an end that is no number"
+        return "an end that is not a finite number"
     if type(limits.get("invert", False)) is not bool:
         return "an invert that is neither true nor false"
     return "a min that is not below its max" if len(ends) == 2 and ends[0] >= ends[1] else ""
@@ -170,7 +170,7 @@ def check_backend_class(backend: Any, name: str) -> None:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")
     for capability in BACKEND_CAPABILITIES:
         if not isinstance(getattr(backend, capability, None), bool):
-            raise PluginError(f"{name} does not say {capability} = True or False on its class")
+            raise PluginError(f"{name} does not set {capability} = True or False on its class")
 
 
 def _look_in(folders: Sequence[Path]) -> None:

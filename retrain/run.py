@@ -438,7 +438,7 @@ class Run:
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, self.policy)
         if state["base"] != self.base_id and not self.any_base:
-            raise CheckpointError(f"{checkpoint} was trained on other base weights than there are now")
+            raise CheckpointError(f"{checkpoint} was trained on other base weights than these")
         self.step, self.cursor.position = state["step"], state["cursor"]
         self.algorithm.restore(state["algorithm"])
         self.policy.restore(state["policy"])

@@ -317,7 +317,7 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (tmp_path / "elsewhere/file").write_bytes(b"x")
     (directory / "linked").symlink_to(tmp_path / "elsewhere")
     names = ("../../secret", "../step_000002/state.json", "/etc/passwd", "linked/file")
-    for name, reason in (*((name, "no file of this checkpoint") for name in names), ("sub/file", "is damaged")):
+    for name, reason in (*((name, "not a file of this checkpoint") for name in names), ("sub/file", "is damaged")):
         write_json(
             directory / "manifest.json",
             {**good, "sha256": {**good["sha256"], name: sha256(tmp_path / "elsewhere/file")}},
@@ -329,7 +329,7 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (tmp_path / "copy").write_bytes((directory / "state.json").read_bytes())
     (directory / "state.json").unlink()
     (directory / "state.json").symlink_to(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+    with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
         verify_checkpoint(directory)
 
 

@@ -52,10 +52,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         'its config.json has model_type "qwen33", of which this transformers has no language model; the nearest '
         'that it has is "qwen3"',
     ),
-    "no_kind": (lambda folder: set_config(folder, model_type=None), "its config.json names no model_type"),
+    "no_kind": (lambda folder: set_config(folder, model_type=None), "its config.json has no model_type"),
     "own_code": (
         lambda folder: set_config(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"}),
-        "it brings its own code: read it, then set trust_remote_code = true",
+        "it comes with its own code: read it, then set trust_remote_code = true",
     ),
     "no_weights": (lambda folder: (folder / WEIGHTS).unlink(), "it has no weights: neither model.safetensors nor"),
     "weights_cut_off": (
@@ -73,7 +73,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights_empty": (lambda folder: cut(folder / WEIGHTS, 0), "its model.safetensors is empty"),
     "no_safetensors": (
         lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 999),
-        "its model.safetensors is no safe",
+        "its model.safetensors is not a safe",
     ),
     "longer": (
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"?"),
@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "lfs": (
         lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        "it has only a pointer of Git LFS in place of model.safetensors; type: git lfs pull",
+        "it has only a Git LFS pointer in place of model.safetensors; type: git lfs pull",
     ),
     "shard_missing": (
         lambda folder: sharded(folder, ("a.safetensors", "b.safetensors"), ("a.safetensors",)),

@@ -310,7 +310,7 @@ def test_code_of_the_model_is_off_unless_asked_for_and_then_logged(home, tmp_pat
     )
     path = single(home, "theirs", "max_steps = 1")
     path.write_text(path.read_text().replace(str(home / "model"), str(theirs)))
-    with pytest.raises(ConfigError, match="brings its own code: read it, then set trust_remote_code = true"):
+    with pytest.raises(ConfigError, match="comes with its own code: read it, then set trust_remote_code = true"):
         go(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))

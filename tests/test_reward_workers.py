@@ -316,10 +316,10 @@ def test_a_prompt_of_messages_is_text_for_a_reward(module: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("absent", "no function 'absent' in it; it defines anything, by_completion"),
+        ("absent", "no function 'absent'; it defines anything, by_completion"),
         ("not_callable", "no function 'not_callable'"),
         ("unknown", None),
-        ("three", "parameter 'a' is none that a reward has; a reward takes any of: problem, prompt, completion"),
+        ("three", "parameter 'a' is unknown; a reward takes any of: problem, prompt, completion"),
         ("nothing", "takes no parameters"),
     ],
 )
@@ -513,7 +513,7 @@ def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path: Path) -> None:
         tasks.Reward.model_validate({"type": "weighted", "components": [{"type": "match"}, part], "workers": 1})
     ) as grader:
         assert grader.ranges == {"mine": {"min": -1.0, "max": 2.0}, "steps": steps}
-    with pytest.raises(PluginError, match="'steps' a min that is not below its max"):
+    with pytest.raises(PluginError, match="have a min that is not below its max for 'steps'"):
         custom(path, "odd")
 
 

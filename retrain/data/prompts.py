@@ -65,7 +65,7 @@ class Renderer:
         head, mark, text = self._templated(conversation).rpartition(MARK)
         if not mark or MARK in head or not head.startswith(self._templated(before, begin_answer=False)):
             raise ModelError(
-                "the tokenizer's chat template rewrites earlier turns: the model would go on from another conversation "
+                "the tokenizer's chat template rewrites earlier turns: the model would continue another conversation "
                 "than the one that it has read"
             )
         token_ids = self._ids(text)

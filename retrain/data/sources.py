@@ -108,7 +108,7 @@ def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
-    """Rows of a JSON Lines file without its blank lines. Raises DataError at a line that is no JSON object.
+    """Rows of a JSON Lines file without its blank lines. Raises DataError at a line that is not a JSON object.
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
     """
@@ -365,7 +365,7 @@ def _tags(where: str, column: str, value: Any) -> list[str]:
 def _encodable(where: str, column: str, text: str) -> str:
     """``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f'{where}  column "{column}" holds half of a surrogate pair, which is no text')
+        raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text
 
 

@@ -82,9 +82,9 @@ def _config_fault(directory: Path, trust_remote_code: bool) -> str:
     if isinstance(kind, str) and (known is None or kind in known):
         return ""
     if own_code:
-        return "" if trust_remote_code else "it brings its own code: read it, then set trust_remote_code = true"
+        return "" if trust_remote_code else "it comes with its own code: read it, then set trust_remote_code = true"
     if not isinstance(kind, str):
-        return f"its {CONFIG} names no model_type"
+        return f"its {CONFIG} has no model_type"
     close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
     return f'its {CONFIG} has model_type "{kind}", of which this transformers has no language model{hint}'
@@ -135,12 +135,12 @@ def _file_fault(path: Path) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
         if start == b"version ":
-            return f"it has only a pointer of Git LFS in place of {path.name}; type: git lfs pull"
+            return f"it has only a Git LFS pointer in place of {path.name}; type: git lfs pull"
         if path.suffix != ".safetensors":
             return ""
         length = int.from_bytes(start, "little")
         if len(start) < 8 or not 0 < length <= LONGEST_HEADER:
-            return f"its {path.name} is no safetensors file"
+            return f"its {path.name} is not a safetensors file"
         text = file.read(length)
     if len(text) < length:
         return f"its {path.name} is cut off: {size:,} bytes, and its header alone takes {8 + length:,}"
@@ -149,7 +149,7 @@ def _file_fault(path: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         whole = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return f"its {path.name} is no safetensors file"
+        return f"its {path.name} is not a safetensors file"
     if size < whole:
         return f"its {path.name} is cut off: {size:,} of {whole:,} bytes"
     if size > whole:
@@ -177,4 +177,4 @@ def _json(path: Path) -> tuple[dict[str, Any], str]:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return {}, f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}"
-    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is no JSON object")
+    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is not a JSON object")

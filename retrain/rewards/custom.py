@@ -112,7 +112,7 @@ def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[
         defined = sorted(
             n for n, v in vars(loaded).items() if inspect.isfunction(v) and v.__module__ == loaded.__name__
         )
-        raise PluginError(f"there is no function {function!r} in it; it defines {', '.join(defined) or 'none'}")
+        raise PluginError(f"it has no function {function!r}; it defines {', '.join(defined) or 'none'}")
     call = caller(score)
 
     def grade(job: tuple[Problem, str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
         return lambda problem, completion: function(**{name: ARGUMENTS[name](problem, completion) for name in wanted})
     if len(required) == 2 and all(p.kind in positional for p in required):
         return lambda problem, completion: function(completion, problem.answer)
-    fault = f"parameter {unknown[0]!r} is none that a reward has" if unknown else "it takes no parameters"
+    fault = f"parameter {unknown[0]!r} is unknown" if unknown else "it takes no parameters"
     raise PluginError(f"{fault}; a reward takes any of: {', '.join(ARGUMENTS)}")
 
 

@@ -110,7 +110,7 @@ class JudgeReward(Reward):
                 batch.away_in_a_row += 1
                 batch.last_reason = str(error)
                 return failed(batch.last_reason)
-            except Exception as error:  # this completion's own trouble: 400, a body that is no chat completion
+            except Exception as error:  # of this completion alone: HTTP 400, a reply that is not a chat completion
                 return failed(self._without_key(described(error)))
             batch.away_in_a_row = 0
             score = parse_score(text)
@@ -179,7 +179,7 @@ def _content(body: str) -> str:
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"the judge's reply is no chat completion: {body[:80]!r}") from None
+        raise ValueError(f"the judge's reply is not a chat completion: {body[:80]!r}") from None
     return content if isinstance(content, str) else ""
 
 

@@ -57,7 +57,7 @@ class _Worker:
     received: bytearray = field(default_factory=bytearray)
 
     def frame(self) -> dict[str, Any] | None:
-        """The reply, None while it is incomplete. Raises ValueError for what is no reply."""
+        """The reply, None while it is incomplete. Raises ValueError for anything else."""
         if len(self.received) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self.received)
@@ -218,7 +218,7 @@ class WorkerPool:
             worker.received += part
             reply = worker.frame() if part else None
         except (OSError, ValueError, RecursionError) as error:
-            self._give_up(worker, replies, f"the reward's worker sent what is no reply ({error})")
+            self._give_up(worker, replies, f"the reward's worker sent an invalid reply ({error})")
             return
         if not part:
             self._give_up(worker, replies, "the reward's worker ended")
