@@ -231,8 +231,8 @@ def _token_credit(
     planning_BT = _padded_if_all([rollout.planning_T for rollout in rollouts], width, np.bool_)
     placebo_BT = None
     if modes.transform == "gtpo_hicra_placebo" and planning_BT is not None:
-        draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
-        placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
+        uniforms_BT = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
+        placebo_BT = placebo_mask(uniforms_BT, planning_BT, mask_BT)
     number = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in rows))}
     return token_advantages(
         modes.transform,
