@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from retrain.config import parse_dict
+from retrain.data.arithmetic import problems
+from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
-from retrain.environments.arithmetic import problems
-from retrain.environments.prompts import render
 from retrain.maths.advantages import grpo
 from retrain.policy import Denominators, Lanes, LocalPolicy, Objective, TrainBatch, load_base
 from retrain.rewards.rules import MatchReward

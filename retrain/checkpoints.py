@@ -1,17 +1,12 @@
-"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded.
-
-Saving copies the state to host memory, which is all that a step waits for; a thread writes the copy while the next
-step goes on. The copies are written in the order in which they were made.
-"""
+"""Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
@@ -22,13 +17,11 @@ from retrain.record.status import last_row
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 3
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's state as it was at ``step``: its policy, and all else as strict JSON. Nothing that goes on afterwards
-    changes it."""
+    """A copy of a run's state at ``step``: its policy, and all else as strict JSON."""
 
     step: int
     policy: PolicySnapshot
@@ -48,10 +41,10 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
             aside.mkdir(parents=True)
         saved.policy.write(aside)
         write_bytes(aside / STATE, saved.state.encode())
-        found = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
-        if links := [path for path in found if path.is_symlink()]:
+        files = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
+        if links := [path for path in files if path.is_symlink()]:
             raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
-        hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in found}
+        hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in files}
         write_json(aside / MANIFEST, {"format": FORMAT, "sha256": hashes})
         publish(aside, directory, _owner(directory))
     except BaseException:
@@ -76,7 +69,7 @@ def verify_checkpoint(directory: Path) -> None:
     for name, digest in hashes:
         path = directory / name
         if Path(name).is_absolute() or path.resolve() != directory.resolve() / name:  # "..", links on the way
-            raise CheckpointError(f"{path} is no file of this checkpoint")
+            raise CheckpointError(f"{path} is not a file of this checkpoint")
         if not path.is_file() or sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
@@ -96,11 +89,11 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 def checkpoint_directories(run_directory: Path) -> list[Path]:
     """Checkpoints that the run has written, by step, oldest first (whole or not).
 
-    Others that lie there are none; in a directory without a mark, which nothing is removed from, all count.
+    Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
     """
-    found = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
+    named = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
     marked = owner_of(run_directory) is not None
-    return sorted((path for path in found if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
+    return sorted((path for path in named if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
 
 
 def _owner(directory: Path) -> Owner | None:
@@ -127,8 +120,8 @@ def check_records(run_directory: Path, step: int) -> None:
 
 def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
     """The newest checkpoint to continue from; what is wrong with newer ones is appended to ``report``."""
-    found = _Found(run_directory, report)
-    step = next((step for strict in (True, False) for step in found.steps if found.whole(step, strict)), None)
+    run = _Verified(run_directory, report)
+    step = next((step for strict in (True, False) for step in run.steps if run.whole(step, strict)), None)
     return None if step is None else checkpoint_directory(run_directory, step)
 
 
@@ -136,41 +129,44 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
     """The newest step at which every run of a cohort has a whole checkpoint; 0, the start, when there is none.
 
     ``runs`` are (directory, max_steps): a run that ends earlier than a step need only be whole at its own end.
-    What is wrong with newer checkpoints is appended to the run's own report. Records that lack rows make an earlier
-    checkpoint preferred; where there is none, no finished step is given up for them.
+    What is wrong with newer checkpoints is appended to the run's own report. A checkpoint whose records lack rows is
+    passed over for an earlier one whose records are complete, and taken where there is none.
     """
-    found = [_Found(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
+    verified = [_Verified(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
     for strict in (True, False):
-        for step in sorted({step for each in found for step in each.steps}, reverse=True):
-            pairs = [(each, min(step, last)) for each, (_, last) in zip(found, runs, strict=True)]
-            if all(end in each.steps for each, end in pairs) and all([each.whole(end, strict) for each, end in pairs]):
+        for step in sorted({step for run in verified for step in run.steps}, reverse=True):
+            pairs = [(run, min(step, last)) for run, (_, last) in zip(verified, runs, strict=True)]
+            if all(end in run.steps for run, end in pairs) and all([run.whole(end, strict) for run, end in pairs]):
                 return step
     return 0
 
 
-class _Found:
+class _Verified:
     """The checkpoints of one run, each verified at most once."""
 
     def __init__(self, run_directory: Path, report: list[str]):
         self.run_directory, self.report = run_directory, report
         self.steps = [checkpoint_step(path) for path in reversed(checkpoint_directories(run_directory))]
-        self._wrong: dict[int, str] = {}
-        self._short: dict[int, str] = {}
+        self._faults: dict[int, str] = {}
 
     def whole(self, step: int, strict: bool) -> bool:
-        """Whether the run can continue from there, ``strict`` with all of its records; why not is told once."""
-        if step not in self._wrong:
-            self._wrong[step] = self._tell(verify_checkpoint, checkpoint_directory(self.run_directory, step))
-            self._short[step] = "" if self._wrong[step] else self._tell(check_records, self.run_directory, step)
-        return not self._wrong[step] and not (strict and self._short[step])
+        """Whether the run can continue from there, ``strict`` with all of its records; a reason why not is reported
+        once."""
+        if step not in self._faults:
+            self._faults[step] = self._fault(step)
+        return not self._faults[step] or (not strict and self._faults[step] == "short")
 
-    def _tell(self, check: Callable[..., None], *arguments: Any) -> str:
+    def _fault(self, step: int) -> Literal["", "damaged", "short"]:
         try:
-            check(*arguments)
+            verify_checkpoint(checkpoint_directory(self.run_directory, step))
         except CheckpointError as error:
-            kind = "a damaged checkpoint" if check is verify_checkpoint else "a checkpoint whose records lack rows"
-            self.report.append(f"skipped {kind}: {error}")
-            return str(error)
+            self.report.append(f"skipped a damaged checkpoint: {error}")
+            return "damaged"
+        try:
+            check_records(self.run_directory, step)
+        except CheckpointError as error:
+            self.report.append(f"skipped a checkpoint whose records lack rows: {error}")
+            return "short"
         return ""
 
 
@@ -187,31 +183,3 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
         if not (keep_every and checkpoint_step(directory) % keep_every == 0):
             remove(directory, _owner(directory))
-
-
-class SaveQueue(Generic[T]):
-    """Does saves in the background, one after the other, in the order in which they were given."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._waiting: list[tuple[T, Future[None]]] = []
-
-    def submit(self, owner: T, work: Callable[[], None]) -> None:
-        """Do ``work`` after all that was given before; what it raises belongs to ``owner``."""
-        self._waiting.append((owner, self._pool.submit(work)))
-
-    def wait(self) -> list[tuple[T, Exception]]:
-        """Wait until all is done; what was raised, with its owner, in order."""
-        failed = []
-        while self._waiting:
-            owner, future = self._waiting[0]
-            try:
-                future.result()
-            except Exception as error:  # told by the caller, who knows the owner
-                failed.append((owner, error))
-            self._waiting.pop(0)
-        return failed
-
-    def close(self, abandon: bool = False) -> None:
-        """End the thread after all saves, or with ``abandon`` after the one that it is at."""
-        self._pool.shutdown(cancel_futures=abandon)

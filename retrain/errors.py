@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class RetrainError(Exception):
-    """Base of all errors that are told to the user in one line, without a traceback."""
+    """Base of all errors that are printed in one line, without a traceback."""
 
     exit_status = 1
 
@@ -19,15 +19,15 @@ class UsageError(RetrainError):
 
 
 class NotOurs(UsageError):
-    """Something that was not written by this run lies where it would write; it is left as it is."""
+    """Where this run would write there is something that it has not written; it is left as it is."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a configuration file.
 
-    ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path, ``message`` what was found
-    and why it cannot be, ``fix`` the line to type instead.
+    ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path, ``message`` the value and why it
+    cannot be, ``fix`` the line to type instead.
     """
 
     where: str
@@ -51,9 +51,6 @@ class ConfigError(UsageError):
 class MissingExtra(UsageError):
     """An optional package is needed and absent; the message holds the line that installs it (``retrain.extras``)."""
 
-    def __init__(self, feature: str, package: str, install: str):
-        super().__init__(f"{feature} needs the package {package}: {install}")
-
 
 class ModelError(RetrainError):
     """A model, tokenizer or adapter cannot be loaded or does not fit what is asked of it."""
@@ -72,7 +69,7 @@ class PluginError(RetrainError):
 
 
 class PluginMissing(PluginError):
-    """A user's module:function cannot be loaded: a mistake of the configuration, told before anything is trained."""
+    """A user's module:function cannot be loaded: a mistake of the configuration, reported before training."""
 
     exit_status = 2
 
@@ -97,11 +94,11 @@ class RunFailed(RetrainError):
 
 
 OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY})
-"""Errors of one path, such as a file where a directory should be; the file system around it is well."""
+"""Errors of one path, such as a file where a directory should be; the rest of the file system is usable."""
 
 
 class StorageError(RunFailed):
-    """A file of a run directory cannot be written. ``shared``: disk full, quota, read-only, vanished."""
+    """A file of a run directory cannot be written. ``shared``: disk full, quota, read-only, unmounted."""
 
     advice = "Make room, or make the directory writable"
 
@@ -125,6 +122,6 @@ class NonFinite(RunFailed):
 
 
 class Interrupted(RetrainError):
-    """SIGINT, SIGTERM or SIGHUP: the step was finished and everything is saved."""
+    """SIGINT, SIGTERM or SIGHUP: the step is finished and everything is saved."""
 
     exit_status = 130

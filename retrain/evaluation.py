@@ -1,8 +1,8 @@
-"""Held-out evaluation, in one place for the loop, for the untrained model, and for the verification of ranks.
+"""Held-out evaluation, for the loop, for the untrained model, and for the verification of ranks.
 
-An answer is a function of the weights, the problem and its random stream, which the subject heads, so that the same
-weights after the same number of updates are asked the same way by whoever evaluates them. Sets are sampled one after
-another: that a set is there changes no number of the others.
+An answer is a function of the weights, the problem and its random stream, whose prefix is the subject's: whoever
+evaluates the same weights after the same number of updates gets the same answers. Sets are sampled one after another,
+so that no set changes the numbers of the others.
 """
 
 from __future__ import annotations
@@ -12,32 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from retrain.config.evaluation import HELDOUT, HeldOut
+from retrain.data.dataset import content_hash
+from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
-from retrain.environments.dataset import content_hash
-from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Environment
 from retrain.record.base_evaluations import BaseEvaluations
-from retrain.rollouts.collect import RolloutRequest, Sampling, collect
-from retrain.types import EvalRecord, Group, Prompt
+from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.types import EvalRecord, Group, Message, Problem, Prompt
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: weights by name after ``step`` updates, in which environment each held-out set is asked, and
-    the head of the random streams."""
+    """What is evaluated: weights by name after ``step`` updates, the environment of each held-out set, and the prefix
+    of the random streams."""
 
     policy: PolicyRef
     environments: Mapping[str, Environment]
     stream: tuple[int | str, ...]
     step: int
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The evaluation of one subject; with ``error``, what its grader raised, groups are missing."""
-
-    record: EvalRecord
-    error: Exception | None = None
 
 
 class Evaluator:
@@ -53,11 +45,12 @@ class Evaluator:
         sets: Sequence[HeldOut],
         base_evaluations: BaseEvaluations | None = None,
     ):
-        self.engine, self.renderer, self.sets, self.base_evaluations = engine, renderer, list(sets), base_evaluations
+        self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
+        self.base_evaluations = base_evaluations
 
-    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[Evaluated]:
+    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
         """The set's answers by each of the subjects, from one decode batch."""
-        begin, (temperature, samples, max_tokens) = time.time(), held_out.sampling
+        begin, sampling = time.time(), held_out.sampling.requested
         own = () if held_out.name == HELDOUT else (held_out.name,)
         asked = [subject.environments[held_out.name].problems(held_out.name) for subject in subjects]
         requests = [
@@ -66,45 +59,55 @@ class Evaluator:
                 self.renderer,
                 problem,
                 subject.policy,
-                samples,
-                Sampling(max_tokens, temperature, **held_out.truncation),
+                held_out.samples,
+                sampling,
                 (*subject.stream, "eval", *own, subject.step, i),
             )
             for subject, problems in zip(subjects, asked, strict=True)
             for i, problem in enumerate(problems)
         ]
-        found = iter(collect(self.engine, requests).groups)
-        evaluated = []
+        collected = iter(collect(self.engine, requests).groups)
+        records = []
         for subject, problems in zip(subjects, asked, strict=True):
-            part = [next(found) for _ in problems]
-            groups = [group for group in part if isinstance(group, Group)]
-            error = next((group for group in part if isinstance(group, Exception)), None)
-            seconds = time.time() - begin
-            how = (temperature, samples, seconds, max_tokens)
-            record = EvalRecord(held_out.name, subject.step, groups, *how, **held_out.truncation)
-            evaluated.append(Evaluated(record, error))
-        return evaluated
+            own_groups = [next(collected) for _ in problems]
+            groups = [group for group in own_groups if isinstance(group, Group)]
+            error = next((group for group in own_groups if isinstance(group, Exception)), None)
+            how = {"samples": held_out.samples, "seconds": time.time() - begin, "error": error, **vars(sampling)}
+            records.append(EvalRecord(held_out.name, subject.step, groups, **how))
+        return records
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
         """What an earlier cohort measured of the untrained model on this set, None if none has. ``setting``: all else
-        that decides about it, grading and seed."""
-        kept = self.base_evaluations
-        return kept.get(_how(held_out, environment, setting), self._prompts(held_out, environment)) if kept else None
+        that decides about it, grading and seed. Raises ModelError or DataError as ``Renderer.prompt``."""
+        if self.base_evaluations is None:
+            return None
+        prompts = [
+            self.renderer.prompt(problem, environment.start(problem, 0).observe().messages)
+            for problem in environment.problems(held_out.name)
+        ]
+        return self.base_evaluations.get(_how(held_out, environment, setting), prompts)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
         """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""
         if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
             self.base_evaluations.put(_how(held_out, environment, setting), record)
 
-    def _prompts(self, held_out: HeldOut, environment: Environment) -> list[Prompt]:
-        """The set's problems as the model reads them. Raises ModelError or DataError as ``Renderer.prompt``."""
-        return [
-            self.renderer.prompt(problem, environment.start(problem, 0).observe().messages)
-            for problem in environment.problems(held_out.name)
-        ]
+
+class _RenderedOnce(Renderer):
+    """Keeps the prompts: every evaluation asks the same problems."""
+
+    def __init__(self, renderer: Renderer):
+        super().__init__(renderer.tokenizer, renderer.data)
+        self._prompts: dict[int, Prompt] = {}
+
+    def prompt(self, problem: Problem, messages: Sequence[Message]) -> Prompt:
+        """See ``Renderer.prompt``. An environment may ask a problem in other words than before."""
+        known = self._prompts.get(id(problem))  # which stays its own: the prompt holds the problem
+        if known is None or known.messages != tuple(messages):
+            known = self._prompts[id(problem)] = super().prompt(problem, messages)
+        return known
 
 
 def _how(held_out: HeldOut, environment: Environment, setting: str) -> str:
     problems = content_hash((), environment.problems(held_out.name))
-    sampling = (held_out.sampling, held_out.truncation)
-    return repr((held_out.name, sampling, held_out.data, problems, setting))
+    return repr((held_out.name, held_out.samples, held_out.sampling.requested, held_out.data, problems, setting))

@@ -1,4 +1,4 @@
-"""Packages that only some files need: what brings them, and what is said when one is missing. None is imported here."""
+"""Optional packages: the extra that installs each, and the error when one is missing. None is imported here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from retrain.errors import MissingExtra
 
 
 class Extra(NamedTuple):
-    """Package by the module that it is imported as, the one to look for first; and what they are for."""
+    """Packages by the module that each is imported as, the main one first; and what they are for."""
 
     packages: Mapping[str, str]
     purpose: str
@@ -29,7 +29,7 @@ EXTRAS = {
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
 
 EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
-"""Module → the extra that brings it."""
+"""Module → the extra that installs it."""
 
 
 def is_installed(module: str) -> bool:
@@ -40,7 +40,7 @@ def is_installed(module: str) -> bool:
 
 
 def package_of(module: str) -> str:
-    """The package with this module of an extra."""
+    """The package that contains this module."""
     return EXTRAS[EXTRA_OF[module]].packages[module]
 
 
@@ -51,4 +51,4 @@ def install_line(module: str) -> str:
 
 def missing(feature: str, module: str) -> MissingExtra:
     """The error to raise when ``feature`` needs this module, and it is not there."""
-    return MissingExtra(feature, package_of(module), install_line(module))
+    return MissingExtra(f"{feature} needs the package {package_of(module)}: {install_line(module)}")

@@ -1,4 +1,4 @@
-"""Writing files so that nothing is ever lost or half-written, and nothing but strict JSON."""
+"""Writing files so that nothing is lost or half-written, and all JSON is strict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
 ASIDE = ".retrain-tmp"
-"""End of the names of what is being written, and worth nothing before it is renamed."""
+"""Suffix of what is being written; useless before it is renamed."""
 
 
 def jsonable(value: Any) -> Any:
@@ -44,7 +44,7 @@ def jsonable(value: Any) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Strict JSON text of ``value``; what some readers take for line ends, or terminals for commands, is escaped."""
+    """Strict JSON text of ``value``, with ``_ESCAPED``."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     except (TypeError, ValueError):  # something in it is not plain, or not a number
@@ -54,7 +54,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make the bytes of a file durable, or the renames and new names inside a directory."""
+    """Make a file's bytes durable, or a directory's renames and new names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,8 +85,8 @@ def writing(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
 
-    ``durable = False`` leaves the disk its time: after a power cut the file may be gone, but no reader sees half of it.
-    So does a directory that is itself written aside: ``publish_directory`` makes all of it durable at once.
+    ``durable = False`` does not wait for the disk: after a power cut the file may be gone, but no reader sees half of
+    it. The same holds inside a directory that is itself written aside: ``publish_directory`` makes all of it durable.
     Raises StorageError when it cannot be written; ``path`` is then as it was.
     """
     write_bytes(path, text.encode("utf-8"), durable)
@@ -151,7 +151,7 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
             while data:
                 data = data[file.write(data) :]
         except OSError:
-            with contextlib.suppress(OSError):  # what was wrong with the write is worth telling, not this
+            with contextlib.suppress(OSError):  # the failed write is the error to report
                 file.truncate(before)
             raise
 
@@ -186,19 +186,15 @@ def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
 
 def sha256(path: Path) -> str:
     """Hex digest of the file's bytes."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish_directory(aside: Path, final: Path) -> None:
-    """Rename a completely written directory into place, durably; an older one of that name is replaced.
+    """Rename a completely written directory into place, replacing an older one of that name.
 
-    Every file and every name in it is on the disk before the rename, and the rename before this returns.
-
-    Raises StorageError when the file system refuses.
+    All of it is on the disk before the rename, and the rename before this returns. Raises StorageError when the file
+    system refuses.
     """
     with writing(final):
         for path in (*aside.rglob("*"), aside):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from retrain.errors import PluginError, PluginMissing
+from retrain.errors import PluginError, PluginMissing, RetrainError
 from retrain.extras import EXTRA_OF, install_line
 
 
@@ -24,15 +24,26 @@ def search_folders(base_dir: Path | None) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """The module in a ``.py`` file under ``name``; what lies beside the file can be imported, as from a script.
+def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
+    """The file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
+    ``what``, when there is none."""
+    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    places = " and ".join(map(str, dict.fromkeys(tried)))
+    raise error(f"{what} {path!r}: no such file (looked for {places})")
 
-    Another module that already has this name keeps it. Raises PluginMissing for what is no Python file; what the
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """The module in a ``.py`` file under ``name``; modules beside the file can be imported, as from a script.
+
+    Another module that already has this name keeps it. Raises PluginMissing for what is not a Python file; what the
     module itself raises passes through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginMissing(f"{path} is no Python file")
+        raise PluginMissing(f"{path} is not a Python file")
     _look_in([path.parent])
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
     sys.modules[name] = module  # dataclasses look their module up there
@@ -50,7 +61,7 @@ def load_file(path: Path, name: str) -> ModuleType:
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
     """The module ``name``, as ``import`` takes it, first of all from a file in one of ``folders``.
 
-    A file there is found even when an installed module has the same name. Raises what importing it raises.
+    A file there goes before an installed module of the same name. Raises what importing it raises.
     """
     _look_in(folders)
     importlib.invalidate_caches()
@@ -67,25 +78,25 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
     Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
     there is no such function in it.
     """
-    return _found(plugin, base_dir, what)[1]
+    return _load(plugin, base_dir, what)[1]
 
 
-def _found(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
+def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
     """The module and the function that ``module:function`` names; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
-    told = f"{what} {plugin!r}"
+    subject = f"{what} {plugin!r}"
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
         places = ", ".join(map(str, folders))
         fix = f"; type: {install_line(error.name)}" if error.name in EXTRA_OF else ""
-        raise PluginMissing(f"{told}: no module {error.name!r} here or in {places}{fix}") from None
+        raise PluginMissing(f"{subject}: no module {error.name!r} here or in {places}{fix}") from None
     except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
-        raise PluginMissing(f"{told}: importing {module!r} failed: {described(error)}") from error
+        raise PluginMissing(f"{subject}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
-        raise PluginMissing(f"{told}: the module {module!r} has no function {name!r}")
+        raise PluginMissing(f"{subject}: the module {module!r} has no function {name!r}")
     return loaded, function
 
 
@@ -94,7 +105,7 @@ def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, di
 
     Raises PluginError, which begins with ``what`` and the name, also for what is no range.
     """
-    loaded, function = _found(plugin, base_dir, what)
+    loaded, function = _load(plugin, base_dir, what)
     try:
         return declared_ranges(function, loaded)
     except PluginError as error:
@@ -114,7 +125,7 @@ def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
         ranges["reward"] = known
     for name, limits in ranges.items():
         if wrong := why_no_range(limits):
-            raise PluginError(f"its metrics_ranges, reward_min and reward_max have for {name!r} {wrong}")
+            raise PluginError(f"its metrics_ranges, reward_min and reward_max have {wrong} for {name!r}")
     return {str(name): dict(limits) for name, limits in ranges.items()}
 
 
@@ -141,7 +152,7 @@ def why_no_range(limits: Any) -> str:
         return f"the key {unknown[0]}, which is none of min, max and invert"
     ends = [limits[key] for key in ("min", "max") if limits.get(key) is not None]
     if any(type(end) not in (int, float) or not math.isfinite(end) for end in ends):
-        return "an end that is no number"
+        return "an end that is not a finite number"
     if type(limits.get("invert", False)) is not bool:
         return "an invert that is neither true nor false"
     return "a min that is not below its max" if len(ends) == 2 and ends[0] >= ends[1] else ""
@@ -151,17 +162,15 @@ BACKEND_METHODS = ("sample", "train_step", "save", "load")
 BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
-def check_backend_class(found: Any, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs.
-
-    See ``retrain.policy.plugin.Backend``; this much is known without making an object of it.
-    """
-    missing = [method for method in BACKEND_METHODS if not callable(getattr(found, method, None))]
+def check_backend_class(backend: Any, name: str) -> None:
+    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs, as far as that is
+    known without an object of it. See ``retrain.policy.plugin.Backend``."""
+    missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")
     for capability in BACKEND_CAPABILITIES:
-        if not isinstance(getattr(found, capability, None), bool):
-            raise PluginError(f"{name} does not say {capability} = True or False on its class")
+        if not isinstance(getattr(backend, capability, None), bool):
+            raise PluginError(f"{name} does not set {capability} = True or False on its class")
 
 
 def _look_in(folders: Sequence[Path]) -> None:

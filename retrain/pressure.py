@@ -15,8 +15,8 @@ from retrain.policy.memory import cache_bytes, head_size
 
 
 def decode_work(base: BaseModel) -> DecodeWork | None:
-    """What a decoding step of this model costs; None for mixtures of experts, of which each token meets a part, and
-    for models that do not tell their sizes."""
+    """What a decoding step of this model costs; None for mixtures of experts, where each token uses only some weights,
+    and for models whose configuration lacks the sizes."""
     model: Any = base.model
     if model is None:
         return None

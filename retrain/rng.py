@@ -1,8 +1,8 @@
 """Random numbers as a function of what they are for, and of nothing else.
 
 Every stream is named by (campaign seed, run seed, stream name, step, prompt, sample). No generator object lives
-longer than the call that uses it, so there is no state to save, batching cannot change what is drawn, and two
-conditions with the same seed see common random numbers.
+longer than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two
+conditions with the same seed have common random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def generator(*name: int | str) -> np.random.Generator:
 
 
 def uniforms(count: int, *name: int | str) -> np.ndarray:
-    """The first ``count`` uniforms in [0, 1) of the named stream, float64 [count]; a longer draw extends a shorter."""
+    """The first ``count`` uniforms in [0, 1) of the named stream, float64 [count]; a larger count extends them."""
     return generator(*name).random(count)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.algorithms.protocol import Algorithm, Credit, Need
+from retrain.algorithms.protocol import Algorithm, Credit
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
@@ -24,8 +24,9 @@ from retrain.checkpoints import (
     write_checkpoint,
 )
 from retrain.config import Config
+from retrain.config.modes import Need
+from retrain.data.prompts import Renderer
 from retrain.engines.protocol import PolicyRef
-from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Environment
 from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
 from retrain.files import aside_of, dumps, read_jsonl
@@ -38,21 +39,21 @@ from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
-from retrain.rollouts.collect import RolloutRequest, Sampling
+from retrain.rollouts.collect import RolloutRequest
 from retrain.types import Group, Problem, StepRecord
 
 UNGRADED_STEPS = 3
-"""A run fails after so many steps in a row in which no rollout at all could be graded."""
+"""A run fails after this many steps in a row in which no rollout could be graded."""
 LOGGED_ERRORS = 20
 """Different grading errors that go into a run's log."""
 WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
-"""What an algorithm needs that the policy has to say."""
+"""What an algorithm needs of the policy's scores."""
 
 
 class DataCursor:
     """Which problems come next: a fresh permutation for every epoch, a function of the seeds and the position.
 
-    ``position`` counts problems handed out so far. A data set smaller than a batch simply wraps into the next epoch.
+    ``position`` counts problems taken so far. A batch may span epochs.
     """
 
     def __init__(self, problems: Sequence[Problem], stream: tuple[int | str, ...], shuffle: bool = True):
@@ -78,7 +79,7 @@ class DataCursor:
 
 @dataclass(frozen=True)
 class RollbackPoint:
-    """What a step moves before its update: enough to take a failed step back."""
+    """What a step changes before its update: enough to undo a failed step."""
 
     step: int
     position: int
@@ -108,7 +109,7 @@ class Run:
     recorder: RunRecorder
     cursor: DataCursor
     any_base: bool = False
-    """Whether a checkpoint of other base weights may be continued (the user accepted that)."""
+    """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
     step: int = 0
     error: str | None = None
     ungraded_steps: int = 0
@@ -139,18 +140,13 @@ class Run:
 
     @property
     def evaluation_stream(self) -> tuple[int | str, ...]:
-        """Prefix of the random streams of an evaluation now: an untrained run answers as every other one does."""
+        """Prefix of the random streams of an evaluation now: all untrained runs answer alike."""
         return (self.config.campaign.seed, "base") if self.step == 0 else self.stream
 
     @property
     def policy_ref(self) -> PolicyRef:
-        """The name under which engines know its weights as they are now."""
+        """The name of its present weights in the engine."""
         return PolicyRef(self.run_id, self.policy.version)
-
-    @property
-    def export(self) -> Path | None:
-        """The user's directory that also receives the final adapter."""
-        return self.spec.export
 
     @property
     def finished(self) -> bool:
@@ -164,7 +160,7 @@ class Run:
 
     @property
     def equals_base(self) -> bool:
-        """Whether it is still the base model itself, so that one evaluation serves all such runs."""
+        """Whether it is still the base model, so that one evaluation serves all such runs."""
         return self.step == 0 and self.policy.starts_as_base and not self.config.resume.from_
 
     # -- a step, in order ---------------------------------------------------------------------------------------
@@ -184,7 +180,7 @@ class Run:
         return RollbackPoint(self.step, position, self.algorithm.state(), self.policy.version, *counters)
 
     def roll_back(self, point: RollbackPoint) -> bool:
-        """Take back what a step that failed has moved. False, with nothing changed, when its weights have moved."""
+        """Undo a failed step. False, with nothing changed, when its weights have changed."""
         if self.step != point.step or self.policy.version != point.policy_version:
             return False
         self.cursor.position = point.position
@@ -193,9 +189,8 @@ class Run:
         return True
 
     def rollout_requests(self) -> list[RolloutRequest]:
-        """What to draw for the next step; moves the data cursor."""
+        """What to sample for the next step; moves the data cursor."""
         training = self.config.training
-        sampling = Sampling(training.max_tokens, training.temperature, **self.config.training_truncation)
         return [
             RolloutRequest(
                 self.environments["train"],
@@ -203,7 +198,7 @@ class Run:
                 problem,
                 self.policy_ref,
                 training.group_size,
-                sampling,
+                training.sampling.requested,
                 (*self.stream, "sample", self.step, i),
             )
             for i, problem in enumerate(self.cursor.take(training.batch_size))
@@ -221,8 +216,8 @@ class Run:
         return self.algorithm.credit(groups, scores, self.step)
 
     def update(self, groups: Sequence[Group], credit: Credit) -> dict[str, Any]:
-        """The optimizer step, which ends the step; left out and recorded as such when loss or gradient is not finite,
-        up to a limit. Returns its numbers. Raises RunFailed when nothing can be graded or nothing is finite any more.
+        """The optimizer step, which ends the step; skipped, and recorded as such, when loss or gradient is not finite,
+        up to ``nonfinite_limit`` times in a row. Returns its numbers. Raises RunFailed at these limits.
         """
         self._check_grading(groups)
         samples, lr = samples_of(groups), self.lr()
@@ -237,8 +232,8 @@ class Run:
                 steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
                 raise RunFailed(f"step {self.step}: {error}{steps}") from error
             self.recorder.log(f"step {self.step}: {error}", "warning")
-            left_out = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
-            numbers = {**left_out, "optim/lr": lr, "num_datums": len(samples), "optim/skipped": True}
+            absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
+            numbers = {**absent, "optim/lr": lr, "num_datums": len(samples), "optim/skipped": True}
         else:
             if samples:
                 self.skipped_updates = 0
@@ -249,7 +244,7 @@ class Run:
         return numbers
 
     def _check_grading(self, groups: Sequence[Group]) -> None:
-        """Log gradings that failed, each reason once; RunFailed when nothing at all can be graded any more."""
+        """Log failed gradings, each reason once; RunFailed after ``UNGRADED_STEPS`` without any grade."""
         errors = [error for group in groups for rollout in group.rollouts if (error := rollout.reward.error)]
         for error in dict.fromkeys(errors):
             if error not in self.logged_errors and len(self.logged_errors) < LOGGED_ERRORS:
@@ -301,14 +296,14 @@ class Run:
         return self.recorder.record_step(record)
 
     def evaluation_due(self) -> bool:
-        """Whether held-out evaluation belongs to the number of updates done now."""
+        """Whether to evaluate after the number of updates done now."""
         training = self.config.training
         if self.config.evaluation.problems == 0:
             return False
         return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
 
     def first_evaluations(self) -> list[dict[str, Any]]:
-        """Of each held-out set, the row of its first evaluation, if that was made before this process took over."""
+        """The first recorded evaluation of each held-out set, as its row."""
         first: dict[str, dict[str, Any]] = {}
         for row in read_jsonl(self.directory / "evals.jsonl"):
             first.setdefault(row["name"], row)
@@ -323,7 +318,7 @@ class Run:
     # -- state out and in ---------------------------------------------------------------------------------------
 
     def save_due(self) -> bool:
-        """Whether a checkpoint belongs after the number of updates done now (after the last one always)."""
+        """Whether ``save_every`` asks for a checkpoint after the number of updates done now."""
         every = self.config.training.save_every
         return every > 0 and self.step % every == 0
 
@@ -358,7 +353,7 @@ class Run:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
-        """What follows when the checkpoints of the whole cohort are there: ``final/``, the lines, and making room."""
+        """What follows once the whole cohort's checkpoints are written: ``final/``, the records, and pruning."""
         directory = checkpoint_directory(self.directory, saved.step)
         epoch = self._epoch(json.loads(saved.state)["cursor"])
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, epoch)
@@ -367,14 +362,14 @@ class Run:
             aside = aside_of(target)
             saved.policy.export(aside, directory)
             publish(aside, target, self._owner("final"))
-            if self.export is not None:
-                install(target, self.export, self._owner("adapter_path"))
+            if self.spec.export is not None:
+                install(target, self.spec.export, self._owner("adapter_path"))
             self._record_save("final", saved.step, directory, target, epoch)
             self.recorder.flush()  # the pages as well, before the run counts as done
         prune(self.directory, self.config.training.keep_last, self.config.training.keep_every)
 
     def _owner(self, place: str) -> Owner | None:
-        """As whose what the run writes as ``place`` is marked."""
+        """The mark of what the run writes at ``place``."""
         run = owner_of(self.directory)
         return run and run.at(place)
 
@@ -382,7 +377,7 @@ class Run:
         return position // max(1, len(self.cursor.problems))
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, epoch: int) -> None:
-        """The line for a save that is complete; saving the same step again does not repeat it."""
+        """The record of a complete save; saving the same step again does not repeat it."""
         rows = read_jsonl(self.directory / "checkpoints.jsonl")
         if any(row["name"] == name and row["batch"] == step for row in rows):
             return
@@ -400,8 +395,8 @@ class Run:
     def restore(self, step: int | None = None, passed_over: Sequence[str] = ()) -> list[str]:
         """Continue from the checkpoint of ``step`` (0 is the start; None the newest whole one) and cut records to it.
 
-        ``passed_over`` is what was wrong with later ones. Returns what there is to tell the user. Raises
-        CheckpointError when the checkpoint belongs to another base.
+        ``passed_over`` is what was wrong with later ones. Returns lines for the user. Raises CheckpointError when the
+        checkpoint belongs to another base.
         """
         lines = list(passed_over)
         if step is None:
@@ -416,14 +411,14 @@ class Run:
             lines.append(f"continues at step {self.step}")
         self.recorder.truncate(self.step)
         forget_after(self.directory, self.step)
-        if directory is not None:  # killed between the rename and its line
+        if directory is not None:  # killed between the rename and its record
             epoch = self._epoch(self.cursor.position)
             self._record_save(f"{self.step:06d}", self.step, directory, directory, epoch)
         return lines
 
     def continue_from(self, directory: Path) -> list[str]:
-        """Begin where another run is (``[resume] from``): a run directory or checkpoint with its whole state, or
-        the weights alone of a plain adapter directory. Returns what there is to tell.
+        """Begin with another run's state (``[resume] from``), of a run directory or checkpoint, or with the weights of
+        an adapter directory. Returns lines for the user.
 
         Raises UsageError when nothing is left to train or the adapter is scaled differently.
         """
@@ -444,7 +439,7 @@ class Run:
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, self.policy)
         if state["base"] != self.base_id and not self.any_base:
-            raise CheckpointError(f"{checkpoint} was trained on other base weights than there are now")
+            raise CheckpointError(f"{checkpoint} was trained on other base weights than these")
         self.step, self.cursor.position = state["step"], state["cursor"]
         self.algorithm.restore(state["algorithm"])
         self.policy.restore(state["policy"])

@@ -1,16 +1,18 @@
-"""Checkpoints of the runs of a cohort: when they are due, written beside training, all of them before any is published.
+"""Checkpoints of a cohort: when they are due, and written while training goes on, all of them before any is published.
 
-What a batch is composed of shows in the last bits of what is sampled, so the runs of a cohort are saved at one common
-step: on resume every run begins where all of them can.
+Saving copies the state to host memory, which is all that a step waits for; a thread writes the copies in order. The
+last bits of what is sampled depend on the composition of the batch, so the runs of a cohort are saved at a common step,
+from which all of them can resume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from retrain.checkpoints import SaveQueue, Snapshot
+from retrain.checkpoints import Snapshot
 from retrain.run import RollbackPoint, Run
 
 Guard = Callable[[Run, Callable[[], object]], None]
@@ -22,7 +24,8 @@ class Saver:
 
     def __init__(self, guard: Guard, shared: Callable[[], dict[str, Any]]):
         self.guard, self.shared = guard, shared
-        self.queue: SaveQueue[Run] = SaveQueue()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._waiting: list[tuple[Run, Future[None]]] = []
 
     def save_if_due(self, runs: Sequence[Run], before: Mapping[Run, RollbackPoint] | None = None) -> list[Run]:
         """Save at this step when a run is due, ends, or has just failed; the runs that are done, with all saved.
@@ -61,18 +64,18 @@ class Saver:
 
         for work in (write, publish):
             for run, state in saved:
-                self.queue.submit(run, partial(work, run, state))
+                self.submit(run, partial(work, run, state))
+
+    def submit(self, run: Run, work: Callable[[], None]) -> None:
+        """Do ``work`` in the background, after all that was submitted before; what it raises ends the run."""
+        self._waiting.append((run, self._pool.submit(work)))
 
     def settle(self) -> None:
-        """Wait for the saves on their way; one that failed ends its run."""
-        for run, error in self.queue.wait():
-            self.guard(run, partial(raise_error, error))
+        """Wait for what was submitted; what it raised ends its run."""
+        while self._waiting:
+            run, future = self._waiting.pop(0)
+            self.guard(run, future.result)
 
     def close(self, abandon: bool = False) -> None:
-        """End the writing, with ``abandon`` after the save that is under way."""
-        self.queue.close(abandon=abandon)
-
-
-def raise_error(error: Exception) -> None:
-    """Raise ``error`` here."""
-    raise error
+        """End the thread after all saves, or with ``abandon`` after the current one."""
+        self._pool.shutdown(cancel_futures=abandon)

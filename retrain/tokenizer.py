@@ -1,4 +1,4 @@
-"""A tokenizer without a model: texts of tokens, where each token stands in them, and what identifies it."""
+"""A tokenizer without a model: the text of tokens, each token's place in it, and the tokenizer's digest."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of what turns a problem into tokens: chat template, vocabulary and, where it tells them, its rules."""
+        """Hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, its rules."""
         backend = getattr(self.source, "backend_tokenizer", None)
         if backend is not None:
             rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
@@ -83,7 +83,7 @@ class ByteTokenizer:
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The text of the ids below 256; others stand for nothing."""
+        """The text of the ids below 256; others have none."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
 

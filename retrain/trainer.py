@@ -24,15 +24,15 @@ from retrain.pressure import Pressure
 from retrain.record.observer import Observer
 from retrain.rollouts.queue import RolloutQueue
 from retrain.run import RollbackPoint, Run
-from retrain.saving import Saver, raise_error
+from retrain.saving import Saver
 from retrain.types import EvalRecord, Group
 
 
 class Cohort:
     """Runs that share an engine and step together.
 
-    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether the user wants
-    an end; ``workers`` do what the runs do for themselves side by side; ``pressure`` controls the shared decode batch.
+    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether to stop;
+    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Cohort:
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
 
-        Raises Interrupted, with all saved, when asked to stop. Closed in a pause, or when the GPU's context is lost, it
-        ends as with KeyboardInterrupt: without saving.
+        Raises Interrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context is
+        lost, it ends as on KeyboardInterrupt: without saving.
         """
         for run in self.runs:
             run.begin(time.time())
@@ -89,7 +89,9 @@ class Cohort:
         numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
             self._publish(run)
-        self._evaluate_due([run for run in numbers if run.error is None])
+        due = [run for run in numbers if run.error is None and run.evaluation_due()]
+        for held_out in self.evaluator.sets:
+            self._evaluate(held_out, [[run] for run in due if run.error is None])
         for run, (update, state) in numbers.items():
             if run.error is None:
                 shared = {"cohort_size": len(active), **(self.pressure.metrics() if self.pressure else {})}
@@ -110,22 +112,22 @@ class Cohort:
         wanted = {}
         for run in runs:
             self.guarded(run, lambda run=run: wanted.update({run: run.rollout_requests()}))
-        taken = self.queue.take(wanted)
-        self.sync_seconds = taken.sync_seconds
+        groups, collected = self.queue.take(wanted)
+        self.sync_seconds = collected.sync_seconds
         graded = {}
-        for run, found in taken.groups.items():
-            for name, begin, end in taken.spans:
-                run.note_span(name, begin, end)
-            if error := next((group for group in found if isinstance(group, Exception)), None):
-                self.guarded(run, partial(raise_error, error))
-            graded[run] = [group for group in found if isinstance(group, Group)]
+        for run, own in groups.items():
+            for span in collected.spans:
+                run.note_span(*span)
+            if error := next((group for group in own if isinstance(group, Exception)), None):
+                self.fail(run, error)
+            graded[run] = [group for group in own if isinstance(group, Group)]
         return graded
 
     def _learn(
         self, runs: Sequence[Run], groups: dict[Run, list[Group]]
     ) -> dict[Run, tuple[dict[str, Any], dict[str, Any]]]:
-        """Credit and update of every run, side by side where that is faster (of a run that would be alone, its
-        micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
+        """Credit and update of every run, several at once where that is faster (a run left over has the workers for
+        its micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
         begin, numbers, ends = time.time(), {}, {}
 
         def learn(run: Run) -> None:
@@ -151,7 +153,7 @@ class Cohort:
         return {run: numbers[run] for run in runs if run in numbers}
 
     def _publish(self, run: Run) -> None:
-        """Make the run's weights as they are now those that it samples with."""
+        """Have the run sampled with its weights as they are now."""
         self.engine.publish(run.policy_ref, run.policy.snapshot())
 
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
@@ -178,7 +180,7 @@ class Cohort:
             self._publish(run)
             for row in run.first_evaluations():
                 self.observer.evaluated(run.spec, row["name"], row)
-            if run.finished:  # killed between its last checkpoint and the word that it was done
+            if run.finished:  # killed between its last checkpoint and being recorded as done
                 self._save_due([run])
             if run.step == 0 and run.config.evaluation.at_start:
                 waiting.append(run)
@@ -188,11 +190,6 @@ class Cohort:
             self._evaluate(held_out, [[run] for run in others])
             self._evaluate_base(held_out, [run for run in waiting if run.equals_base and run.error is None])
             yield
-
-    def _evaluate_due(self, runs: Sequence[Run]) -> None:
-        due = [run for run in runs if run.evaluation_due()]
-        for held_out in self.evaluator.sets:
-            self._evaluate(held_out, [[run] for run in due if run.error is None])
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
         """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
@@ -209,7 +206,7 @@ class Cohort:
         records = self._evaluate(held_out, list(alike.values()))
         for (setting, same), record in zip(alike.items(), records, strict=True):
             environment = same[0].environments[held_out.name]
-            self.saver.queue.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
+            self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
 
     def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
         """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
@@ -221,33 +218,37 @@ class Cohort:
             for same in alike:
                 for run in same:
                     spans.enter_context(run.span("eval"))
-            found = self.evaluator.evaluate(held_out, subjects)
-            for same, evaluated in zip(alike, found, strict=True):
+            records = self.evaluator.evaluate(held_out, subjects)
+            for same, record in zip(alike, records, strict=True):
                 for run in same:
-                    if evaluated.error is not None:
-                        self.guarded(run, partial(raise_error, evaluated.error))
-                self._record_evaluation([run for run in same if run.error is None], evaluated.record)
-        return [evaluated.record for evaluated in found]
+                    if record.error is not None:
+                        self.fail(run, record.error)
+                self._record_evaluation([run for run in same if run.error is None], record)
+        return records
 
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         """Record one evaluation for every run that it counts for."""
         for run in runs:
-            tell = partial(self.observer.evaluated, run.spec, record.name)
-            self.guarded(run, lambda run=run, tell=tell: tell(run.recorder.record_eval(record)))
+            report = partial(self.observer.evaluated, run.spec, record.name)
+            self.guarded(run, lambda run=run, report=report: report(run.recorder.record_eval(record)))
 
     # -- one run's fault ----------------------------------------------------------------------------------------
 
     def guarded(self, run: Run, work: Callable[[], object], quietly: bool = False) -> None:
-        """Do one run's part; what it raises ends that run only, with the traceback in its log. ``quietly``: whoever
-        calls tells the observer."""
-        before = run.error  # a run that failed earlier in the step is saved too, and its end was told then
+        """Do one run's part; what it raises ends that run only, as ``fail``."""
         try:
             work()
-        except Exception as error:  # one lane's fault must not take the others along
-            if gone := lost(error):
-                raise gone from error
-            if isinstance(error, RunFailed) and error.shared:  # the fault of no run
-                raise
-            run.fail(error)
+        except Exception as error:  # a failed run must not end the others
+            self.fail(run, error, quietly)
+
+    def fail(self, run: Run, error: Exception, quietly: bool = False) -> None:
+        """End a run, with the traceback in its log. ``quietly``: the caller reports it to the observer. Raises what is
+        no run's fault: a StorageError after which no run can write any more, DeviceLost."""
+        if gone := lost(error):
+            raise gone from error
+        if isinstance(error, RunFailed) and error.shared:
+            raise error
+        before = run.error  # a run that failed earlier in the step is saved too
+        run.fail(error)
         if run.error is not None and before is None and not quietly:
             self.observer.run_finished(run.spec, "failed", run.error)

@@ -1,4 +1,4 @@
-"""What flows through the house: Problem → Rollout (Turn, Turn, …) → Group → Sample → StepRecord.
+"""What flows through a run: Problem → Rollout (Turn, Turn, …) → Group → Sample → StepRecord.
 
 The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``advantages_BT`` is [rows of a batch,
 tokens]. Arrays are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and
@@ -24,11 +24,11 @@ DIMENSIONS = {
     "N": "rollouts of one group, or of a step; texts",
     "G": "groups of a step",
     "B": "rows of a padded batch, one rollout each",
-    "T": "tokens that the policy drew, of one action or of a rollout's actions one after the other",
+    "T": "sampled tokens, of one action or of a rollout's actions one after the other",
     "L": "all tokens of a sequence, what was read and what was sampled",
     "M": "sampled tokens of a micro-batch, one after the other",
     "R": "rows of a decode batch",
-    "K": "columns of its cache; tokens that a draw kept",
+    "K": "columns of its cache; tokens kept by truncated sampling",
     "V": "vocabulary",
     "H": "hidden size",
     "D": "width of a vector",
@@ -77,12 +77,12 @@ class Support:
 
 @dataclass
 class Action:
-    """What the policy drew in one turn.
+    """What the policy sampled in one turn.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
     of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
     ``entropy_T`` is None for engines that cannot give it. ``support`` is None when sampling was not truncated.
-    ``policy_version`` names the weights that drew it.
+    ``policy_version`` names the weights that sampled it.
     """
 
     token_ids: list[int]
@@ -100,7 +100,7 @@ class Action:
 @dataclass
 class Turn:
     """One exchange: ``observation_ids`` are the tokens that the policy read since its last action (in the first turn
-    the whole prompt), ``action`` what it drew then. ``messages`` are the observation in words."""
+    the whole prompt), ``action`` what it sampled then. ``messages`` are the observation as chat messages."""
 
     observation_ids: tuple[int, ...]
     action: Action
@@ -111,10 +111,10 @@ class Turn:
 class RewardResult:
     """What a reward says of one rollout.
 
-    ``total_reward`` is None when grading failed (the reason stands in ``error``). ``components`` holds each
-    weighted part by name before weighting, ``sample_metrics`` any further numbers a reward wants recorded,
-    None where this completion has none.
-    ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None means "no format is defined".
+    ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
+    by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
+    completion has none. ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None where no
+    format is defined.
     """
 
     total_reward: float | None
@@ -127,7 +127,7 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
-        """``correct`` where the reward said it, else a total above one half."""
+        """``correct`` where the reward sets it, else whether the total is above one half."""
         if self.correct is not None:
             return self.correct
         return self.total_reward is not None and self.total_reward > 0.5
@@ -137,8 +137,8 @@ class RewardResult:
 class Rollout:
     """One trajectory: its turns, what they were worth and, once credited, what each of its tokens trains with.
 
-    A completion of a one-turn problem is a rollout with one turn; there is no other kind. Arrays over ``_T`` run
-    over the tokens of all actions, one after the other.
+    A completion of a one-turn problem is a rollout with one turn. Arrays over ``_T`` run over the tokens of all
+    actions, one after the other.
     """
 
     prompt: Prompt
@@ -155,24 +155,24 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that the policy drew."""
+        """The sampled tokens."""
         return [token for turn in self.turns for token in turn.action.token_ids]
 
     @property
     def logprobs_T(self) -> np.ndarray:
         """The sampler's log-probability of each."""
-        return _joined([turn.action.logprobs_T for turn in self.turns])
+        return np.concatenate([turn.action.logprobs_T for turn in self.turns])
 
     @property
     def entropy_T(self) -> np.ndarray | None:
         """The entropy of the distribution that each was sampled from; None where the engine gives none."""
         parts = [turn.action.entropy_T for turn in self.turns]
         known = [part for part in parts if part is not None]
-        return _joined(known) if len(known) == len(parts) else None
+        return np.concatenate(known) if len(known) == len(parts) else None
 
     @property
     def text(self) -> str:
-        """What the policy said: its actions, one after the other."""
+        """The text of its actions, one after the other."""
         return "\n".join(turn.action.text for turn in self.turns)
 
     @property
@@ -186,12 +186,8 @@ class Rollout:
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:
-        """Tokens that the policy drew."""
+        """Sampled tokens."""
         return sum(len(turn.action) for turn in self.turns)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(eq=False)
@@ -221,8 +217,8 @@ class Group:
 class Sample:
     """A rollout laid flat for training, one entry per token of the sequence [L].
 
-    ``action_mask`` marks the tokens that the policy drew; what it read has mask 0 and, in the float arrays, 0.
-    ``loss_mask`` marks those of them that train. ``versions`` name the weights that drew a token (−1: none did).
+    ``action_mask`` marks the sampled tokens; what the policy read has mask 0 and, in the float arrays, 0.
+    ``loss_mask`` marks those of them that train. ``versions`` name the weights that sampled a token (−1: none did).
     ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
     """
 
@@ -252,7 +248,7 @@ class Sample:
         loss_mask_T: np.ndarray | None = None,
         support: Support | None = None,
     ) -> Sample:
-        """One action after one prompt, with what the sampler and credit say of each of its tokens."""
+        """One action after one prompt, with its log-probabilities and advantages token by token."""
         read, sampled = len(prompt_ids), len(token_ids)
         mask = np.ones(sampled, dtype=bool) if loss_mask_T is None else loss_mask_T
         return cls(
@@ -308,7 +304,7 @@ def _joined_support(parts: Sequence[Support | None]) -> Support | None:
 
 
 def without_advantages(sample: Sample) -> Sample:
-    """The sample with an advantage of 0 for every token that was sampled, all of which count."""
+    """The sample with an advantage of 0 for every sampled token; all of them train."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 
@@ -319,7 +315,7 @@ def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[Rew
 
 
 Completion = Action
-"""The name under which backends of users know an action."""
+"""An action, under the name that backends of users import."""
 
 
 @dataclass
@@ -327,7 +323,7 @@ class EvalRecord:
     """One held-out evaluation: every group with its rollouts, none of which has an advantage.
 
     ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
-    ``min_p`` are how it sampled.
+    ``min_p`` are how it sampled. With ``error``, what environment or grader raised, groups are missing.
     """
 
     name: str
@@ -340,11 +336,12 @@ class EvalRecord:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    error: Exception | None = None
 
 
 @dataclass
 class StepRecord:
-    """Everything known about one optimizer step of one run; the recorder makes all metrics from it.
+    """One optimizer step of one run; the recorder makes all metrics from it.
 
     ``groups`` are all sampled groups, before any filtering. ``update`` holds the policy's numbers of this step
     under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),

@@ -23,12 +23,12 @@ from random import Random
 from typing import Any
 
 import torch
+from demonstrations import PRACTICE, PUPIL, Pupil, demonstration
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from retrain.environments.arithmetic import LEVELS, problems
-from retrain.environments.demonstrations import PRACTICE, PUPIL, Pupil, demonstration
+from retrain.data.arithmetic import LEVELS, problems
 from retrain.rng import stream_key, torch_seed
 from retrain.types import Problem
 
@@ -282,7 +282,7 @@ library_name: transformers
 A causal language model of {parameters:,} parameters that works short arithmetic problems step by step and answers in
 `\\boxed{{}}`. It exists to be trained further by reinforcement learning, on a laptop and within minutes: it knows how
 to write out the columns of an addition, a subtraction and a product, but guesses, slips and forgets to check, as the
-demonstrations it learned from do (`retrain/environments/demonstrations.py`).
+demonstrations it learned from do (`scripts/demonstrations.py`).
 
 Made from scratch, without other data, by `python scripts/make_reasoner.py --steps {steps} --seed {seed}`.
 """

@@ -37,7 +37,7 @@ def group(base, rewards, texts=None):
 
 
 class Trained(NamedTuple):
-    """What a policy is given of one rollout, for the tokens that were drawn."""
+    """What a policy is given of one rollout, for its sampled tokens."""
 
     token_ids: list[int]
     logprobs_T: np.ndarray
@@ -45,13 +45,13 @@ class Trained(NamedTuple):
     loss_mask_T: np.ndarray
 
 
-def drawn(samples: Iterable[Sample]) -> list[Trained]:
-    """The drawn tokens of each sample; what was read has no advantage and does not train."""
-    found = []
+def sampled_tokens(samples: Iterable[Sample]) -> list[Trained]:
+    """The sampled tokens of each sample; what was read has no advantage and does not train."""
+    trained = []
     for sample in samples:
         own = sample.action_mask
         assert not sample.advantages[~own].any()
         assert not sample.loss_mask[~own].any()
         ids = sample.token_ids[own].tolist()
-        found.append(Trained(ids, sample.logprobs[own], sample.advantages[own], sample.loss_mask[own]))
-    return found
+        trained.append(Trained(ids, sample.logprobs[own], sample.advantages[own], sample.loss_mask[own]))
+    return trained

@@ -8,9 +8,9 @@ import time
 from random import Random
 
 import pytest
+from demonstrations import CAREFUL, PUPIL, demonstration, guess
 
-from retrain.environments.arithmetic import LEVELS, evaluate, parse, problems, split_of
-from retrain.environments.demonstrations import CAREFUL, PUPIL, demonstration, guess
+from retrain.data.arithmetic import LEVELS, evaluate, parse, problems, split_of
 from retrain.errors import DataError
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 
@@ -65,12 +65,12 @@ def test_the_most_problems_of_a_level_can_be_had_and_no_more():
 
 
 @pytest.mark.parametrize("levels", [["middling"], []])
-def test_unknown_levels_are_told(levels):
+def test_unknown_levels_are_errors(levels):
     with pytest.raises(DataError, match="easy"):
         problems("train", 3, levels)
 
 
-def test_unknown_split_and_malformed_expression_are_told():
+def test_an_unknown_split_and_a_malformed_expression_are_errors():
     with pytest.raises(DataError, match="use 'train' or 'heldout'"):
         problems("test", 3)  # pyright: ignore[reportArgumentType]
     for text in ("", "4x5", "-3+4", "12+", "1 + 2"):
@@ -117,8 +117,8 @@ def test_habits_leave_room_to_learn_and_checks_help():
 
     def rate(**changes: float) -> float:
         pupil = type(PUPIL)(**{**PUPIL.__dict__, "guess": 0.0, **changes})
-        draws = Random(9)
-        return sum(boxed(demonstration(p, draws, pupil)) == p.answer for p in chosen) / len(chosen)
+        rng = Random(9)
+        return sum(boxed(demonstration(p, rng, pupil)) == p.answer for p in chosen) / len(chosen)
 
     without, with_checks, with_plans = (
         rate(repair=0.0, plan=0.0),
@@ -132,10 +132,10 @@ def test_habits_leave_room_to_learn_and_checks_help():
 def test_all_planning_phrases_of_the_detector_come_from_the_pupil():
     rng = Random(1)
     text = "\n".join(demonstration(p, rng) for p in problems("train", 9000)).lower()
-    found = {text[start:end] for start, end in RegexDetector().char_spans(text)}
-    assert found >= set(STRATEGIC_GRAMS), set(STRATEGIC_GRAMS) - found
+    phrases = {text[start:end] for start, end in RegexDetector().char_spans(text)}
+    assert phrases >= set(STRATEGIC_GRAMS), set(STRATEGIC_GRAMS) - phrases
 
 
 def test_the_source_imports_no_torch():
-    code = "import sys, retrain.environments.arithmetic, retrain.models; sys.exit('torch' in sys.modules)"
+    code = "import sys, retrain.data.arithmetic, retrain.models; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

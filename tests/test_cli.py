@@ -309,7 +309,7 @@ def test_directories_that_are_no_runs_are_refused_in_one_line(tmp_path, command)
         ("raise SystemExit(3)", "importing it failed: SystemExit: 3 (own.py:1)"),
         ("def score(completion, answer) return 1", "importing it failed: SyntaxError: expected ':' (own.py:1)"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (own.py:1)"),
-        ("def scor(completion, answer): return 1", "there is no function 'score' in it; it defines scor"),
+        ("def scor(completion, answer): return 1", "it has no function 'score'; it defines scor"),
     ],
 )
 def test_a_reward_with_a_mistake_is_told_with_its_line(tmp_path, code, reason):

@@ -15,7 +15,7 @@ from retrain.campaign.planning.costs import (
 )
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
-from retrain.models import find_config
+from retrain.models import find_file
 
 SMALL = {
     "vocab_size": 300,
@@ -64,10 +64,10 @@ def test_adapter_counts_are_peft_s(tmp_path):
 
 
 def test_the_bundled_model_s_config_is_found_and_a_foreign_one_is_not_looked_for_on_the_hub():
-    path = find_config("tiny-reasoner")
+    path = find_file("tiny-reasoner", "config.json")
     assert path is not None
     assert path.name == "config.json"
-    assert find_config("nobody/no-such-model") is None
+    assert find_file("nobody/no-such-model", "config.json") is None
     assert Architecture.from_config({"model_type": "bert"}) is None
 
 

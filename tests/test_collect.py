@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from toymodels import word_tokenizer
 
+from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.tasks import Data
+from retrain.config.training import Sampling
+from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Observation, Step
 from retrain.environments.single_turn import SingleTurn
+from retrain.evaluation import Evaluator, Subject
 from retrain.rewards import Grader, RewardResult
-from retrain.rollouts.collect import RolloutRequest, Sampling, collect
+from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.rollouts.queue import RolloutQueue
 from retrain.types import Action, Group, Problem
 
@@ -66,9 +69,9 @@ def graded(grader: Grader) -> SingleTurn:
 
 
 class Scripted:
-    """Draws what the script says: texts by problem, in the order in which the engine is done with them.
+    """Answers as the script says: with texts by problem, in the order in which the engine is done with them.
 
-    ``between`` is called after each of them. Later turns draw "more".
+    ``between`` is called after each of them. Later turns are "more".
     """
 
     gives_entropy, exact = True, False
@@ -80,22 +83,22 @@ class Scripted:
         self.sync_seconds: float | None = 0.25
 
     def publish(self, ref, weights):
-        raise AssertionError("nothing is published while rollouts are drawn")
+        raise AssertionError("nothing is published while rollouts are sampled")
 
     def sample(self, requests, *, max_rows=None, finished=None):
         self.requests.append(list(requests))
         self.rows.append(max_rows)
         names = {request.stream[0]: place for place, request in enumerate(requests) if len(request.stream) == 1}
-        found = [actions(*["more"] * request.samples) for request in requests]
+        answers = [actions(*["more"] * request.samples) for request in requests]
         for name, texts in self.script.items():
             if name in names:
-                found[names[name]] = actions(*texts)
-                finished(names[name], found[names[name]])
+                answers[names[name]] = actions(*texts)
+                finished(names[name], answers[names[name]])
                 self.between()
         for place, request in enumerate(requests):
             if len(request.stream) > 1:
-                finished(place, found[place])
-        return found
+                finished(place, answers[place])
+        return answers
 
 
 def rewards(group: Group | Exception) -> list[float | None]:
@@ -128,7 +131,7 @@ def test_what_is_asked_of_the_engine():
     assert collect(engine, [request]).sync_seconds is None
 
 
-def test_grading_runs_while_others_are_still_drawn_and_takes_what_gathered_together():
+def test_grading_runs_while_others_are_still_sampled_and_takes_what_gathered_together():
     gate, grader = threading.Event(), None
     grader = Lengths(gate)
     environment = graded(grader)
@@ -152,7 +155,7 @@ def test_grading_runs_while_others_are_still_drawn_and_takes_what_gathered_toget
 
 
 @pytest.mark.parametrize(("does", "reason"), [("raise", "breaks its promise"), ("exit", r"called exit\(3\)")])
-def test_what_a_grader_raises_is_found_at_its_requests_only(does, reason):
+def test_what_a_grader_raises_belongs_to_its_requests_only(does, reason):
     good, bad = Lengths(), Lengths()
     engine = Scripted({"b": [does], "a": ["xy"]})
     groups = collect(engine, [asked(good, "a"), asked(bad, "b")]).groups
@@ -161,7 +164,7 @@ def test_what_a_grader_raises_is_found_at_its_requests_only(does, reason):
     assert re.search(reason, str(groups[1]))
 
 
-def test_what_a_grading_says_went_wrong_holds_no_key(monkeypatch):
+def test_a_grading_error_holds_no_key(monkeypatch):
     monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
 
     class Telling(Lengths):
@@ -278,7 +281,7 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
     assert times == sorted(times)
 
 
-def test_what_an_environment_raises_is_found_at_its_requests_only():
+def test_what_an_environment_raises_belongs_to_its_requests_only():
     environment, good = TwoTurns(), Lengths()
     engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"], "d": ["exit"]})
     named = [(environment, "a", 2), (environment, "unknown"), (environment, "b"), (good, "c"), (environment, "d")]
@@ -290,7 +293,40 @@ def test_what_an_environment_raises_is_found_at_its_requests_only():
     assert [request.stream for request in engine.requests[1]] == [("b", "turn", 1, 0)]  # the failed group is over
 
 
-def test_where_every_request_fails_or_none_is_there_nothing_is_drawn(base, lanes):
+def test_held_out_problems_are_rendered_once_and_asked_in_other_words_anew():
+    """By the evaluations, by the runs that they count for, and where a base evaluation is looked up."""
+
+    class Counting:
+        """The tokenizer, with the texts that it was given."""
+
+        chat_template = None
+
+        def __init__(self):
+            self.texts = []
+
+        def __call__(self, text, **options):
+            self.texts.append(text)
+            return RENDERER.tokenizer(text, **options)
+
+    held_out = HeldOut(HELDOUT, 2, 2, Sampling(4, 1.0), Data())
+    problems, tokenizer = [Problem(name, name, "1") for name in "ab"], Counting()
+    plain = SingleTurn({HELDOUT: problems}, Data(), Lengths())
+    other = SingleTurn({HELDOUT: problems}, Data(prompt_template="c {prompt}"), plain.grader)
+    evaluator = Evaluator(Scripted({}), Renderer(tokenizer, Data()), [held_out])
+
+    def asked_for(step, *environments):
+        subjects = [Subject(PolicyRef("r", 0), {HELDOUT: each}, ("r",), step) for each in environments]
+        records = evaluator.evaluate(held_out, subjects)
+        return [[group.prompt.text for group in record.groups] for record in records]
+
+    assert asked_for(0, plain, plain) == [["a", "b"]] * 2
+    assert asked_for(1, plain) == [["a", "b"]]
+    assert tokenizer.texts == ["a", "b"]
+    assert asked_for(2, other) == [["c a", "c b"]]
+    assert tokenizer.texts == ["a", "b", "c a", "c b"]
+
+
+def test_where_every_request_fails_or_there_is_none_nothing_is_sampled(base, lanes):
     engine = LocalEngine(base, lanes)
     assert collect(engine, []).groups == []
     (error,) = collect(engine, [asked(TwoTurns(), "unknown")]).groups
@@ -301,7 +337,7 @@ def test_where_every_request_fails_or_none_is_there_nothing_is_drawn(base, lanes
 
 
 class Watching:
-    """A pressure controller that notes what it is told."""
+    """A pressure controller that keeps its observations."""
 
     max_rows = 6
 
@@ -320,36 +356,31 @@ def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
         "idle": [],
         "first": [asked(Lengths(), "c", owner="first"), asked(environment, "d", owner="first")],
     }
-    taken = RolloutQueue(engine).take(wanted)
-    assert list(taken.groups) == ["second", "idle", "first"]
-    assert [rewards(group) for group in taken.groups["second"]] == [[2.0], [3.0]]
-    assert taken.groups["idle"] == []
-    assert isinstance(taken.groups["first"][0], RuntimeError)
-    assert rewards(taken.groups["first"][1]) == [1.0]
+    groups, collected = RolloutQueue(engine).take(wanted)
+    assert list(groups) == ["second", "idle", "first"]
+    assert [rewards(group) for group in groups["second"]] == [[2.0], [3.0]]
+    assert groups["idle"] == []
+    assert isinstance(groups["first"][0], RuntimeError)
+    assert rewards(groups["first"][1]) == [1.0]
     assert len(engine.requests) == 1  # one decode batch for all of them
     assert engine.rows == [None]
-    assert taken.sync_seconds == 0.25
-    assert [name for name, _, _ in taken.spans] == ["rollout", "score"]
+    assert collected.sync_seconds == 0.25
+    assert [name for name, _, _ in collected.spans] == ["rollout", "score"]
 
 
-def test_pressure_bounds_the_rows_and_hears_how_it_went():
-    """A group of two actions of one token behind three read, and one of two turns: 1 + 1 drawn behind what it read."""
+def test_pressure_bounds_the_rows_and_observes_every_batch():
+    """A group of two actions of one token after three read, and one of two turns: 1 + 1 sampled after what it read."""
     pressure, engine = Watching(), Scripted({"a": ["x", "y"], "b": ["go on"], "c": ["fail"]})
     environment = TwoTurns()
     requests = [asked(Lengths(), "a", 2), asked(environment, "b"), asked(environment, "c")]
-    taken = RolloutQueue(engine, pressure).take({"run": requests})
+    groups, collected = RolloutQueue(engine, pressure).take({"run": requests})
     assert engine.rows == [6, 6]
     ((tokens, seconds, context),) = pressure.observed
-    rollouts = [rollout for group in taken.groups["run"] if isinstance(group, Group) for rollout in group.rollouts]
+    rollouts = [rollout for group in groups["run"] if isinstance(group, Group) for rollout in group.rollouts]
     assert len(rollouts) == 3
     assert tokens == sum(len(rollout) for rollout in rollouts) == 4
     read = sum(len(turn.observation_ids) for rollout in rollouts for turn in rollout.turns)
     assert context == pytest.approx(read / 3 + 4 / 6)
-    assert seconds == pytest.approx(sum(end - begin for name, begin, end in taken.spans if name == "rollout"))
+    assert seconds == pytest.approx(sum(end - begin for name, begin, end in collected.spans if name == "rollout"))
     RolloutQueue(engine, pressure).take({"run": [asked(environment, "unknown")]})
-    assert len(pressure.observed) == 1  # nothing was drawn, nothing is learnt
-
-
-def test_drawing_ahead_is_refused():
-    with pytest.raises(ValueError, match="ahead"):
-        RolloutQueue(Scripted({}), max_staleness=1)
+    assert len(pressure.observed) == 1  # nothing was sampled, nothing is observed

@@ -614,7 +614,7 @@ def test_the_schema_accepts_and_refuses():
 
 def test_levels_are_those_of_the_generator():
     from retrain.config.tasks import Level
-    from retrain.environments.arithmetic import LEVELS
+    from retrain.data.arithmetic import LEVELS
 
     assert Level.__args__ == LEVELS
 

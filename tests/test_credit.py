@@ -7,12 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from credit_cases import completion, drawn, group, words_base
+from credit_cases import completion, group, sampled_tokens, words_base
 
-from retrain.algorithms.protocol import Need
 from retrain.algorithms.standard import Standard, assign_credit, fill_advantages, load_modes, mark_planning
-from retrain.config import parse_dict
+from retrain.config import modes, parse_dict
+from retrain.config.modes import Need
+from retrain.errors import RunFailed
 from retrain.files import dumps
+from retrain.maths import advantages
 from retrain.maths.planning import RegexDetector
 from retrain.policy.protocol import probe_of, samples_of
 from retrain.tokenizer import Tokenizer, byte_table
@@ -82,6 +84,18 @@ def test_rloo_of_the_only_graded_completion_is_no_comparison(base):
     assert pair.advantages_N[[0, 2]].tolist() == [1.0, -1.0]
 
 
+def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, monkeypatch):
+    """As the mode's row says, of our own modes and of one that is added."""
+    monkeypatch.setitem(modes.ADVANTAGES, "half", modes.Advantage(formula="r / 2", unit_rewards=True))
+    monkeypatch.setitem(advantages.ADVANTAGES, "half", lambda rewards_N: rewards_N / 2)
+    for mode in ("maxrl", "half"):
+        for reward in (-0.1, 1.5):
+            with pytest.raises(RunFailed, match=rf"advantage_mode = {mode} .*\[0, 1\], but length gave {reward:g}: "):
+                fill_advantages([group(base, [0.0, reward])], mode, "length")
+        fill_advantages([group(base, [0.0, 1.0])], mode, "length")
+    fill_advantages([group(base, [0.0, 1.5])], "grpo", "length")
+
+
 def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
     one = group(base, [1.0, 0.0, 0.0])
     one.rollouts[2].turns[0].action = Action([], "", np.zeros(0), np.zeros(0), "stop")
@@ -90,7 +104,7 @@ def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
     for mode in ("none", "gtpo_sepa", "gtpo_paper", "entropy_mask"):
         result = assign_credit([one], parse_dict({"algorithm": {"transform_mode": mode}}), 1.0, ("placebo",))
         assert result.denominators.sequences == 2
-        sequences = drawn(samples_of([one]))
+        sequences = sampled_tokens(samples_of([one]))
         assert [len(s.token_ids) for s in sequences] == [len(rollout) for rollout in one.rollouts]
         assert all(np.isfinite(s.advantages_T).all() for s in sequences)
 
@@ -122,7 +136,7 @@ def test_denominators_count_skipped_groups(base):
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
     fill_advantages(groups, "grpo")
     result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    sequences = drawn(samples_of(groups))
+    sequences = sampled_tokens(samples_of(groups))
     assert len(sequences) == 2
     rated = [rollout for g in groups[:2] for rollout in g.rollouts]
     assert result.denominators.tokens == sum(map(len, rated))
@@ -139,7 +153,7 @@ def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
     assert [g.discarded for g in groups] == [None, "zero_advantage", "zero_advantage", "no_reward"]
     result = assign_credit(groups, parse_dict({"algorithm": {term: 0.1}}), 0.0, ("placebo",))
     assert [g.discarded for g in groups] == [None, None, None, "no_reward"]
-    sequences = drawn(samples_of(groups))
+    sequences = sampled_tokens(samples_of(groups))
     assert len(sequences) == 5
     assert result.denominators.sequences == 5
     assert not any(s.advantages_T.any() for s in sequences[2:])
@@ -153,7 +167,7 @@ def test_groups_without_signal_train_when_they_are_not_discarded(base):
         fill_advantages(groups, "grpo")
         config = parse_dict({"algorithm": {"discard_group_zero_advantage": discard}})
         denominators[discard] = assign_credit(groups, config, 0.0, ("placebo",)).denominators
-        sequences[discard] = drawn(samples_of(groups))
+        sequences[discard] = sampled_tokens(samples_of(groups))
         assert [g.discarded for g in groups] == [None, "zero_advantage" if discard else None, "no_reward"]
     assert [len(sequences[discard]) for discard in (True, False)] == [2, 4]
     assert not any(s.advantages_T.any() for s in sequences[False][2:])
@@ -182,14 +196,14 @@ def test_the_probe_is_one_completion_of_every_group_first(base):
     assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
     assert samples_of(groups) == []
     a, b, c = (g.rollouts for g in groups)
-    probe = drawn(probe_of(groups))
+    probe = sampled_tokens(probe_of(groups))
     assert [s.token_ids for s in probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
     assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in probe)
     assert np.array_equal(probe[0].logprobs_T, a[0].logprobs_T)
     many = [group(base, [1.0, 0.0]) for _ in range(6)]
     fill_advantages(many, "grpo")
     assign_credit(many, parse_dict({}), 0.0, ("placebo",))
-    probe = drawn(probe_of(many))
+    probe = sampled_tokens(probe_of(many))
     assert [s.token_ids for s in probe] == [g.rollouts[0].token_ids for g in many[:4]]
     assert not any(s.advantages_T.any() for s in probe)
 
@@ -212,7 +226,7 @@ def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base):
     config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper"}})
     result = assign_credit([equal, right], config, 0.0, ("placebo",))
     assert (equal.discarded, right.discarded) == (None, "zero_advantage")
-    first, second = drawn(samples_of([equal, right]))
+    first, second = sampled_tokens(samples_of([equal, right]))
     assert (first.advantages_T > 0).all()
     assert (second.advantages_T < 0).all()
     assert result.denominators.sequences == 4
@@ -227,13 +241,13 @@ def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
     fill_advantages(groups, "grpo")
     mark_planning(groups, RegexDetector(), base.text)
     result = assign_credit(groups, config, 0.5, ("placebo",))
-    sequences = drawn(samples_of(groups))
+    sequences = sampled_tokens(samples_of(groups))
     assert len(sequences) == 3
     assert all(np.isfinite(s.advantages_T).all() for s in sequences)
     trained = sum(int(s.loss_mask_T.sum()) for s in sequences)
     total = sum(len(s.token_ids) for s in sequences)
     assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
-    assert result.stats["planning_fraction"] > 0
+    assert result.metrics["planning_fraction"] > 0
 
 
 def test_credit_and_planning_of_a_large_step_are_quick(fresh_base):
@@ -259,7 +273,7 @@ def test_credit_and_planning_of_a_large_step_are_quick(fresh_base):
         credit = assign_credit(groups, config, 0.0, ("placebo",))
         taken.append(time.process_time() - start)
     assert sum(one.token_advantages_T is not None for group in groups for one in group.rollouts) == 128
-    assert credit.stats["planning_fraction"] > 0.05
+    assert credit.metrics["planning_fraction"] > 0.05
     assert min(taken) < 0.5
 
 
@@ -293,7 +307,7 @@ def test_credit_of_several_turns_runs_over_the_tokens_of_all_actions(base):
     fill_advantages([whole, parted], "grpo")
     results = [assign_credit([one], parse_dict(modes), 0.5, ("placebo",)) for one in (whole, parted)]
     assert results[0] == results[1]
-    for mine, theirs in zip(drawn(samples_of([parted])), drawn(samples_of([whole])), strict=True):
+    for mine, theirs in zip(sampled_tokens(samples_of([parted])), sampled_tokens(samples_of([whole])), strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.advantages_T.tolist() == theirs.advantages_T.tolist()
         assert mine.loss_mask_T.tolist() == theirs.loss_mask_T.tolist()
@@ -327,25 +341,25 @@ def batches(base):
 
 def test_lambda_follows_what_was_seen_before_the_batch(base):
     algorithm = standard(base)
-    found = [algorithm.credit(groups, None, step).metrics for step, groups in batches(base)]
-    assert [one["sepa_gate_open"] for one in found] == [False, False, True, True, True]
-    assert found[0]["sepa_lambda"] == found[1]["sepa_lambda"] == found[2]["sepa_lambda"] == 0.0
-    assert 0 < found[3]["sepa_lambda"] < found[4]["sepa_lambda"] <= 1
+    metrics = [algorithm.credit(groups, None, step).metrics for step, groups in batches(base)]
+    assert [one["sepa_gate_open"] for one in metrics] == [False, False, True, True, True]
+    assert metrics[0]["sepa_lambda"] == metrics[1]["sepa_lambda"] == metrics[2]["sepa_lambda"] == 0.0
+    assert 0 < metrics[3]["sepa_lambda"] < metrics[4]["sepa_lambda"] <= 1
 
 
 def test_an_algorithm_goes_on_from_its_state(base):
     """The state after each step, through JSON as a checkpoint keeps it, in an algorithm that saw nothing else."""
     whole, steps = standard(base), list(batches(base))
-    states, found = [], []
+    states, metrics = [], []
     for step, groups in steps:
         states.append(json.loads(dumps(whole.state())))
-        found.append(dict(whole.credit(groups, None, step).metrics))
+        metrics.append(dict(whole.credit(groups, None, step).metrics))
     assert len({dumps(state) for state in states}) == len(states)
     for begin, state in enumerate(states):
         again = standard(base)
         again.restore(state)
         assert again.state() == state
-        assert [dict(again.credit(groups, None, step).metrics) for step, groups in steps[begin:]] == found[begin:]
+        assert [dict(again.credit(groups, None, step).metrics) for step, groups in steps[begin:]] == metrics[begin:]
 
 
 def test_a_state_does_not_change_with_the_algorithm(base):

@@ -12,8 +12,8 @@ import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 
 from retrain.config.tasks import Data
-from retrain.environments import Dataset, content_hash, load_data
-from retrain.environments.prompts import conversation, render
+from retrain.data import Dataset, content_hash, load_data
+from retrain.data.prompts import conversation, render
 from retrain.errors import DataError, MissingExtra, ModelError, PluginError
 from retrain.files import append_jsonl, read_json
 from retrain.policy.adapter_io import read_adapter
@@ -103,7 +103,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
         load(tmp_path / "sums.parquet")
 
 
-def test_a_tags_column_that_no_row_has_is_told(tmp_path: Path) -> None:
+def test_a_tags_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}?", "answer": "{i}", "level": 1}}\n' for i in range(9)))
     with pytest.raises(DataError, match=r'no column "subject": set \[data\] tags_column .*prompt, answer, level'):
@@ -156,7 +156,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes) -> None:
         load(path)
 
 
-def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_with_the_places_tried(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file") as caught:
         load(tmp_path / "absent.jsonl")
     assert str(tmp_path) in str(caught.value)
@@ -368,7 +368,7 @@ def test_gsm8k_through_datasets(hub: Path) -> None:
 
 
 def test_math_through_datasets(hub: Path) -> None:
-    from retrain.environments.sources import HUB
+    from retrain.data.sources import HUB
 
     files = {}
     for name in HUB["math"].configurations:
@@ -383,7 +383,7 @@ def test_math_through_datasets(hub: Path) -> None:
     assert len(data.heldout) == 3
 
 
-def test_without_a_hub_the_error_is_quick_and_says_how_to_use_a_file(
+def test_without_a_hub_the_error_is_quick_and_names_the_way_with_a_file(
     hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -458,7 +458,7 @@ def test_without_a_chat_template_the_text_is_plain_and_begins_as_the_tokenizer_w
     assert prompt.token_ids == (1, 6, 7, 5)
 
 
-def test_a_template_that_refuses_the_system_prompt_says_what_to_leave_out(tokenizer) -> None:
+def test_a_template_that_refuses_the_system_prompt_is_an_error_that_names_the_key(tokenizer) -> None:
     tokenizer.chat_template = "{% set strict = true %}" + TEMPLATE
     with pytest.raises(ModelError, match=r"no system role: leave \[data\] system_prompt out"):
         render(Problem("p", "1+1=?", "2"), tokenizer, section("x", system_prompt="Be brief."))
@@ -475,8 +475,8 @@ def test_reading_sources_imports_no_torch(tmp_path: Path) -> None:
 
     write(tmp_path / "sums.jsonl", rows(5))
     code = (
-        "import sys; from retrain.config.tasks import Data; from retrain.environments import load_data; "
-        "import retrain.environments.prompts, retrain.rewards; "
+        "import sys; from retrain.config.tasks import Data; from retrain.data import load_data; "
+        "import retrain.data.prompts, retrain.rewards; "
         "assert len(load_data(Data(source='sums.jsonl'), 0).train) == 5; "
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'httpx') if name in sys.modules])"
     )

@@ -54,7 +54,7 @@ def semantic():
     return load_detector(parse_dict({"planning": {"detector": "semantic"}, "backend": {"devices": "cpu"}}))
 
 
-def test_the_packaged_model_tells_planning_from_execution(semantic):
+def test_the_packaged_model_separates_planning_from_execution(semantic):
     """None of the planning sentences has a phrase of the regex detector, nor is one of the anchors."""
     assert not any(RegexDetector().char_spans(text) for text in PLANNING)
     assert (semantic.margins(PLANNING) > 0.1).all()
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_text_can_be_embedded(semantic):
     assert mask.tolist() == [True, True]
 
 
-def test_the_package_is_found_and_other_names_pass_through(semantic):
+def test_the_package_is_used_and_other_names_pass_through(semantic):
     assert embedding_source("all-MiniLM-L6-v2").endswith("model")
     assert embedding_source("some/other") == "some/other"
     with pytest.raises(ModelError, match=r"\[planning\] model = 'no/such-model' cannot be loaded") as caught:

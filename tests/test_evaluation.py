@@ -79,7 +79,7 @@ def test_every_key_is_in_the_catalogue_and_in_rows_without_an_evaluation():
     (1, [1], []), (2, [1, 2], []), (3, [1, 2, 3], [3]), (4, [1, 2, 4], [4]), (6, [1, 2, 4, 6], [4, 6]),
     (16, [1, 2, 4, 8, 16], [4, 8, 16]),
 ])  # fmt: skip
-def test_which_k_are_told(n, ks, majorities):
+def test_which_k_are_recorded(n, ks, majorities):
     assert sensible_ks(n) == ks
     assert majority_ks(n) == majorities
 

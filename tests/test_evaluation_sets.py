@@ -15,7 +15,7 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.commands.status import status_cells
 from retrain.config import load, parse_dict
-from retrain.environments.dataset import Wanted, load_data
+from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.board import Board
@@ -48,7 +48,7 @@ def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) ->
     return path
 
 
-class Told(NullObserver):
+class Watching(NullObserver):
     """Remembers messages and evaluations; ends the process at ``stop``, an evaluation (name, step)."""
 
     def __init__(self, stop: tuple[str, int] | None = None):
@@ -68,17 +68,17 @@ def timeless(path: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def trained(model, tmp_path_factory) -> tuple[Path, Told]:
-    """A campaign with two sets, decided by the second; its directory and what was told."""
-    folder, told = tmp_path_factory.mktemp("sets"), Told()
+def trained(model, tmp_path_factory) -> tuple[Path, Watching]:
+    """A campaign with two sets, decided by the second; its directory and observer."""
+    folder, observer = tmp_path_factory.mktemp("sets"), Watching()
     path = sets_file(folder, model, "sets")
     declared = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2"]
-    assert launch(load(path, declared), folder / "out", told).exit_status == 0
-    return folder / "out", told
+    assert launch(load(path, declared), folder / "out", observer).exit_status == 0
+    return folder / "out", observer
 
 
 def test_every_set_has_its_files_and_rows(trained):
-    out, told = trained
+    out, observer = trained
     run = out / "runs/grpo+none_s1"
     rows = read_jsonl(run / "evals.jsonl")
     assert [(row["name"], row["step"]) for row in rows] == [
@@ -99,13 +99,13 @@ def test_every_set_has_its_files_and_rows(trained):
     }
     assert [row["eval/own.file/step"] for row in steps] == [0, 2, None, 4]
     assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
-    assert ("grpo+none_s1", "own.file", 4) in told.evaluations
+    assert ("grpo+none_s1", "own.file", 4) in observer.evaluations
 
 
-def test_a_problem_of_a_set_is_not_trained_on_and_that_is_told(trained):
-    out, told = trained
+def test_a_problem_of_a_set_is_not_trained_on_and_noted(trained):
+    out, observer = trained
     assert any(
-        "1 of 20000 training problems left out: they are held out in the set own.file" in m for m in told.messages
+        "1 of 20000 training problems left out: they are held out in the set own.file" in m for m in observer.messages
     )
     facts = read_json(out / "runs/grpo+none_s1/config.json")
     assert set(facts["heldout_hashes"]) == {"heldout", "own.file"}
@@ -154,8 +154,8 @@ def test_what_was_declared_decides_and_all_sets_are_shown(trained):
     for view in board.runs.values():
         assert list(view.evaluations) == ["heldout", "own.file"]
         assert view.evaluations["own.file"].now is not None
-    told = CliRunner().invoke(app, ["status", "--plain", str(out)]).output
-    assert "own.file before" in told.splitlines()[0]
+    output = CliRunner().invoke(app, ["status", "--plain", str(out)]).output
+    assert "own.file before" in output.splitlines()[0]
 
 
 @pytest.mark.parametrize("stop", [("heldout", 0), ("heldout", 2), ("own.file", 2)])
@@ -163,14 +163,14 @@ def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, mode
     path = sets_file(tmp_path, model, "sets")
     declared = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2"]
     out = tmp_path / "out"
-    assert launch(load(path, declared), out, Told(stop)).exit_status == 130
+    assert launch(load(path, declared), out, Watching(stop)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     for run in sorted((trained[0] / "runs").iterdir()):
         whole, again = (timeless(home / "evals.jsonl") for home in (run, out / "runs" / run.name))
         assert whole == again
         for name in ("emergence/evaluations.jsonl", "emergence/generations.jsonl"):
-            told, now = ((home / name).read_text() for home in (run, out / "runs" / run.name))
-            assert told.replace(str(trained[0].parent), "") == now.replace(str(tmp_path), "")
+            whole, again = ((home / name).read_text() for home in (run, out / "runs" / run.name))
+            assert whole.replace(str(trained[0].parent), "") == again.replace(str(tmp_path), "")
 
 
 def test_other_problems_under_one_name_are_not_pooled(trained, model, tmp_path):
@@ -221,9 +221,9 @@ def test_mistakes_in_sets_name_their_line(tmp_path, toml, line, said):
     path.write_text(f"[evaluation]\n[[evaluation.sets]]\n{toml}\n")
     with pytest.raises(ConfigError) as caught:
         load(path)
-    (told,) = str(caught.value).splitlines()
-    assert told.startswith(f"f.toml:{line}  ")
-    assert all(each in told for each in said), told
+    (mistake,) = str(caught.value).splitlines()
+    assert mistake.startswith(f"f.toml:{line}  ")
+    assert all(each in mistake for each in said), mistake
 
 
 @pytest.mark.parametrize(("keys", "said"), [
@@ -256,12 +256,12 @@ def test_a_condition_cannot_have_sets_of_its_own(tmp_path):
         load(path)
 
 
-def test_a_missing_function_of_a_set_is_found_with_its_line(tmp_path):
+def test_a_missing_function_of_a_set_is_named_with_its_line(tmp_path):
     path = tmp_path / "f.toml"
     path.write_text('[[evaluation.sets]]\nname = "a"\nsource = "nosuchmodule:problems"\n')
-    told = CliRunner().invoke(app, ["check", str(path)])
-    assert told.exit_code == 2
-    assert "f.toml:3  evaluation.sets[1].source" in told.output + told.stderr
+    result = CliRunner().invoke(app, ["check", str(path)])
+    assert result.exit_code == 2
+    assert "f.toml:3  evaluation.sets[1].source" in result.output + result.stderr
 
 
 def test_explain_names_the_sets_and_counts_their_answers(tmp_path):
@@ -270,10 +270,10 @@ def test_explain_names_the_sets_and_counts_their_answers(tmp_path):
         '[training]\nmax_steps = 4\n[[evaluation.sets]]\nname = "a"\nproblems = 10\n[[evaluation.sets]]\nname = "b"\n'
         "problems = 5\nsamples = 4\ntemperature = 0.5\nmax_tokens = 512\n"
     )
-    told = CliRunner().invoke(app, ["explain", str(path)]).output
-    assert "a: 10 problems × 1 of arithmetic, at temperature 1, at most 256 tokens; the primary metric's" in told
-    assert "b: 5 problems × 4 of arithmetic, at temperature 0.5, at most 512 tokens\n" in told
-    assert "60 completions for held-out evaluation" in told  # before and after
+    output = CliRunner().invoke(app, ["explain", str(path)]).output
+    assert "a: 10 problems × 1 of arithmetic, at temperature 1, at most 256 tokens; the primary metric's" in output
+    assert "b: 5 problems × 4 of arithmetic, at temperature 0.5, at most 512 tokens\n" in output
+    assert "60 completions for held-out evaluation" in output  # before and after
 
 
 def test_a_set_that_got_worse_is_named():

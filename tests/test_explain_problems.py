@@ -15,8 +15,8 @@ from retrain.cli import app
 from retrain.commands.formulas import REWARDS, reward_words
 from retrain.config import load, parse_dict
 from retrain.config.tasks import RewardComponent
-from retrain.environments import load_data
-from retrain.environments.prompts import render
+from retrain.data import load_data
+from retrain.data.prompts import render
 from retrain.errors import ModelError
 from retrain.models import bundled_model_path
 from retrain.models.tokenizer import light_tokenizer
@@ -113,7 +113,7 @@ def test_the_light_tokenizer_is_the_real_one(tmp_path, template):
             assert texts[0] == texts[1]
 
 
-def test_what_is_not_here_is_told(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     """No tokenizer, a damaged one, no data, a source that raises: lines, and the rest stands."""
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
@@ -129,7 +129,7 @@ def test_what_is_not_here_is_told(tmp_path):
     assert "not read" in explained(QUICKSTART, "--set", 'data.source="nowhere.jsonl"')["data"]
 
 
-def test_rewards_that_differ_are_told_by_condition(tmp_path):
+def test_rewards_that_differ_are_named_by_condition(tmp_path):
     condition = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
     file = tmp_path / "camp.toml"
     file.write_text(f'[campaign]\nseeds = [1]\n{condition}{condition}"reward.type" = "format"\n')

@@ -29,7 +29,7 @@ from retrain.checkpoints import (
     write_checkpoint,
 )
 from retrain.config import parse_dict
-from retrain.environments import load_data
+from retrain.data import load_data
 from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
 from retrain.files import append_jsonl, aside_of, read_jsonl, sha256, truncate_jsonl, write_json, writing
 from retrain.ownership import claim, refuse_links
@@ -86,7 +86,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_file_system_that_is_full_or_read_only_is_told_by_its_name(small_disk):
+def test_a_file_system_that_is_full_or_read_only_is_named(small_disk):
     recorder = RunRecorder(small_disk / "run", context())
     recorder.record_step(step([group([1.0, 0.0], [3, 3])]))
     recorder.flush()
@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_written_stops_the_campaign_and_is_made_good_w
     path = tmp_path / MANIFEST
     path.mkdir()
     manifest = Manifest(tmp_path, {"runs": []})
-    with contextlib.suppress(StorageError):  # the thread may be faster than the event that it is told of
+    with contextlib.suppress(StorageError):  # the thread may be faster than the event that starts it
         manifest.note(lanes=1)
     with pytest.raises(StorageError, match=r"manifest\.json cannot be written"):
         manifest.files.flush()
@@ -198,9 +198,9 @@ def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
     verify_checkpoint(torn)
     assert cuts > 500
     (torn / "state.json").unlink()
-    told: list[str] = []
-    assert newest_whole(tmp_path, told) == checkpoint_directory(tmp_path, 2)
-    assert "skipped a damaged checkpoint" in told[0]
+    report: list[str] = []
+    assert newest_whole(tmp_path, report) == checkpoint_directory(tmp_path, 2)
+    assert "skipped a damaged checkpoint" in report[0]
 
 
 def test_a_power_cut_at_every_byte_of_the_last_rows(tmp_path):
@@ -219,7 +219,7 @@ def test_a_power_cut_at_every_byte_of_the_last_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "read"), [(MANIFEST, read_manifest), (PLAN, read_plan)])
-def test_a_torn_manifest_or_plan_is_told_in_one_line(tmp_path, name, read):
+def test_a_torn_manifest_or_plan_is_an_error_of_one_line(tmp_path, name, read):
     run = {"run_id": "a_s1", "label": "a", "seed": 1, "state": "done", "step": 1, "path": ".", "config": {},
            "overrides": {}, "condition_index": 0, "is_campaign": False}  # fmt: skip
     claim(tmp_path)
@@ -296,7 +296,7 @@ def test_hostile_data_sets_load_or_are_refused_in_one_line(tmp_path):
         load_data(data, 5, None, 0, tmp_path)
 
 
-def test_links_inside_a_run_directory_are_found_wherever_they_are(tmp_path):
+def test_links_inside_a_run_directory_are_refused_wherever_they_are(tmp_path):
     (tmp_path / "real/runs/a").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "real")
     refuse_links(tmp_path / "out")  # the directory itself may be a link
@@ -317,19 +317,19 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (tmp_path / "elsewhere/file").write_bytes(b"x")
     (directory / "linked").symlink_to(tmp_path / "elsewhere")
     names = ("../../secret", "../step_000002/state.json", "/etc/passwd", "linked/file")
-    for name, told in (*((name, "no file of this checkpoint") for name in names), ("sub/file", "is damaged")):
+    for name, reason in (*((name, "not a file of this checkpoint") for name in names), ("sub/file", "is damaged")):
         write_json(
             directory / "manifest.json",
             {**good, "sha256": {**good["sha256"], name: sha256(tmp_path / "elsewhere/file")}},
         )
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=reason):
             verify_checkpoint(directory)
     (directory / "linked").unlink()
     write_json(directory / "manifest.json", good)
     (tmp_path / "copy").write_bytes((directory / "state.json").read_bytes())
     (directory / "state.json").unlink()
     (directory / "state.json").symlink_to(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+    with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
         verify_checkpoint(directory)
 
 

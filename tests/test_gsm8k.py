@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retrain.config import tasks
-from retrain.environments import Dataset, load_data
+from retrain.data import Dataset, load_data
 from retrain.rewards import build_grader
 from retrain.rewards.workers import WorkerPool
 

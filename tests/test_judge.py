@@ -148,13 +148,13 @@ def test_scores_are_read_strictly(text: str, score: float | None) -> None:
         (chat("It is a fine answer."), "not a number between 0 and 1"),
         (chat(None), "not a number"),
         (chat(["1"]), "not a number"),
-        (b"<html>hello</html>", "no chat completion"),
-        (b"{}", "no chat completion"),
-        (b'{"choices": []}', "no chat completion"),
-        (b"[1]", "no chat completion"),
-        (b"[" * 100_000, "no chat completion"),
-        (b"\xff\xfe\x00", "no chat completion"),
-        (b"", "no chat completion"),
+        (b"<html>hello</html>", "not a chat completion"),
+        (b"{}", "not a chat completion"),
+        (b'{"choices": []}', "not a chat completion"),
+        (b"[1]", "not a chat completion"),
+        (b"[" * 100_000, "not a chat completion"),
+        (b"\xff\xfe\x00", "not a chat completion"),
+        (b"", "not a chat completion"),
         (b"x" * (2 << 20), "more than"),
     ],
 )
@@ -294,7 +294,7 @@ def test_without_a_key_none_is_sent(server: Server) -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_a_key_that_is_named_and_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_named_and_not_set_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
     with pytest.raises(UsageError, match=r"export JUDGE_KEY="):

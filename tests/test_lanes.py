@@ -17,10 +17,10 @@ from retrain.campaign.running import fitting
 from retrain.campaign.running.controller import launch
 from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load, parse_dict
+from retrain.data.prompts import render
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
-from retrain.environments.prompts import render
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes

@@ -21,8 +21,8 @@ from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.environments import Dataset, content_hash, load_data
-from retrain.environments.prompts import Room, fitting, render
+from retrain.data import Dataset, content_hash, load_data
+from retrain.data.prompts import Room, fitting, render
 from retrain.errors import DataError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
@@ -148,8 +148,8 @@ def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer) -> None:
     assert fitted.train == problems[:12]
     assert fitted.sets == {HELDOUT: problems[:12], "hard": problems[:5], "wordy": problems[:1]}
     assert fitted.skipped == 18 + 8 + 20 + 8
-    told = [note.removeprefix("left out for prompts of more than ") for note in fitted.notes]
-    assert sorted(told) == sorted(
+    notes = [note.removeprefix("left out for prompts of more than ") for note in fitted.notes]
+    assert sorted(notes) == sorted(
         [
             f"{markup + 12} tokens: 18 of 30 training problems, 8 of 20 held-out ones; the first is p.jsonl:13 "
             f"with {markup + 13} tokens",
@@ -205,13 +205,13 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
     said = result.stderr.splitlines()[-1]
     assert said.startswith("other.jsonl:2  the prompt in the set other has ")
     assert "more than 2040 (" in said
-    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    assert "at most 1148 tokens in the set long_answers (" in told
-    assert "training would end at once: other.jsonl:2  the prompt in the set other has " in told
+    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "at most 1148 tokens in the set long_answers (" in output
+    assert "training would end at once: other.jsonl:2  the prompt in the set other has " in output
     file.write_text(text + 'long_prompts = "skip"\n')
-    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    assert "1 of 2 in the set other; the first is other.jsonl:2 with " in told
-    assert "training would end" not in told
+    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "1 of 2 in the set other; the first is other.jsonl:2 with " in output
+    assert "training would end" not in output
 
 
 # -- training ---------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_train_finds_a_long_prompt_before_the_weights(world, tmp_path, extra, lo
 
 
 @pytest.mark.usefixtures("weightless")
-def test_a_template_that_raises_is_found_before_the_weights(world, tmp_path) -> None:
+def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(world, tmp_path) -> None:
     model = tmp_path / "model"
     shutil.copytree(world, model)
     template(model, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
@@ -292,12 +292,12 @@ def test_all_runs_of_a_plan_are_asked_the_same_whatever_their_max_tokens(world, 
     file.write_text(f'{head}"training.max_tokens" = 40\n[model]{rest}')
     specs = plan(load(file))
     assert len({spec.config.training.max_tokens for spec in specs}) == 2
-    found = []
+    longest = []
     ask = assembling.askable
-    monkeypatch.setattr(assembling, "askable", lambda *args: found.append(args[2]) or ask(*args))
+    monkeypatch.setattr(assembling, "askable", lambda *args: longest.append(args[2]) or ask(*args))
     launch(load(file, ["campaign.lanes=1"]), tmp_path / "out", NullObserver())
-    assert len(found) == 2  # cohorts that have one of them each
-    assert [(each.training, each.heldout) for each in found] == [(40, {HELDOUT: 8})] * 2
+    assert len(longest) == 2  # cohorts that have one of them each
+    assert [(each.training, each.heldout) for each in longest] == [(40, {HELDOUT: 8})] * 2
 
 
 def test_completions_of_every_set_and_run_count() -> None:
@@ -312,12 +312,13 @@ def test_completions_of_every_set_and_run_count() -> None:
 
 def test_explain_says_how_long_a_prompt_may_be(world, tmp_path) -> None:
     file = campaign(tmp_path, world, rows(12))
-    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    why = f"{world} has a context of 2048 tokens, max_tokens = 8 takes the rest"
-    assert f"at most 2040 tokens ({why}): longer ones are an " in told
+    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert (
+        f"at most 2040 tokens ({world} holds 2048 tokens, max_tokens = 8 takes the rest): longer ones are an " in output
+    )
     file.write_text(file.read_text() + 'max_prompt_tokens = 30\nlong_prompts = "skip"\n')
-    told = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    assert "at most 30 tokens ([data] max_prompt_tokens = 30): longer ones are left out" in told
+    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    assert "at most 30 tokens ([data] max_prompt_tokens = 30): longer ones are left out" in output
 
 
 def template(model: Path, addition: str) -> None:
@@ -339,8 +340,8 @@ def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(world, tmp_path) -> 
 
     def meets(seed: int) -> int:
         """The step at which this seed's order comes to the problem."""
-        found = load_data(Data(source=str(tmp_path / "problems.jsonl")), 0).train
-        cursor = DataCursor(found, (0, seed))
+        train = load_data(Data(source=str(tmp_path / "problems.jsonl")), 0).train
+        cursor = DataCursor(train, (0, seed))
         return next(i for i in range(40) if any(p.prompt == "odd" for p in cursor.take(2)))
 
     campaign(tmp_path, model, problems)

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded are found from names, sizes and headers, in one line and before anything is written."""
+"""Models that cannot be loaded are refused for names, sizes and headers, in one line, before anything is written."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         'its config.json has model_type "qwen33", of which this transformers has no language model; the nearest '
         'that it has is "qwen3"',
     ),
-    "no_kind": (lambda folder: set_config(folder, model_type=None), "its config.json names no model_type"),
+    "no_kind": (lambda folder: set_config(folder, model_type=None), "its config.json has no model_type"),
     "own_code": (
         lambda folder: set_config(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"}),
-        "it brings its own code: read it, then set trust_remote_code = true",
+        "it comes with its own code: read it, then set trust_remote_code = true",
     ),
     "no_weights": (lambda folder: (folder / WEIGHTS).unlink(), "it has no weights: neither model.safetensors nor"),
     "weights_cut_off": (
@@ -73,15 +73,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights_empty": (lambda folder: cut(folder / WEIGHTS, 0), "its model.safetensors is empty"),
     "no_safetensors": (
         lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 999),
-        "its model.safetensors is no safe",
+        "its model.safetensors is not a safe",
     ),
     "longer": (
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"?"),
-        "its model.safetensors has 2,569,057 bytes where the header tells of 2,569,056",
+        "its model.safetensors has 2,569,057 bytes, 2,569,056 by its header",
     ),
     "lfs": (
         lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        "it has only a pointer of Git LFS in place of model.safetensors; type: git lfs pull",
+        "it has only a Git LFS pointer in place of model.safetensors; type: git lfs pull",
     ),
     "shard_missing": (
         lambda folder: sharded(folder, ("a.safetensors", "b.safetensors"), ("a.safetensors",)),
@@ -104,7 +104,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_model_that_cannot_be_loaded_is_one_line_in_check_and_train_and_for_those_who_load_it(tmp_path, damage):
     model = shutil.copytree(str(BUNDLED), tmp_path / "model")
-    work, told = DAMAGE[damage]
+    work, fault = DAMAGE[damage]
     work(Path(model))
     file = tmp_path / "run.toml"
     file.write_text(TINY_RUN.format(model=model))
@@ -112,11 +112,11 @@ def test_a_model_that_cannot_be_loaded_is_one_line_in_check_and_train_and_for_th
         result = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
         assert (result.exit_code, result.stdout) == (2, "")
         (line,) = result.stderr.splitlines()
-        assert line.startswith(f'run.toml:2  model.model  is "{model}": {told}')
+        assert line.startswith(f'run.toml:2  model.model  is "{model}": {fault}')
     assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="cannot load model") as caught:  # resume and squeeze come this way
         load_base(str(model), devices="cpu")
-    assert told in str(caught.value)
+    assert fault in str(caught.value)
 
 
 def test_what_only_loading_finds_is_one_line_too(tmp_path):
@@ -133,7 +133,7 @@ def test_what_only_loading_finds_is_one_line_too(tmp_path):
         load_base(str(model), devices="cpu")
 
 
-def test_a_resume_that_finds_its_model_damaged_says_so(tmp_path):
+def test_resuming_with_a_damaged_model_is_an_error(tmp_path):
     model = Path(shutil.copytree(str(BUNDLED), tmp_path / "model"))
     file = tmp_path / "run.toml"
     file.write_text(TINY_RUN.format(model=model) + "[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
@@ -146,7 +146,7 @@ def test_a_resume_that_finds_its_model_damaged_says_so(tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_resuming_without_a_package_is_an_error_before_the_model_is_loaded(tmp_path, monkeypatch):
     from retrain.campaign.planning import references
 
     file = tmp_path / "run.toml"
@@ -161,7 +161,7 @@ def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("Qwen/Qwen3-8B", ""),
         ("gpt2", ""),
@@ -175,12 +175,12 @@ def test_a_resume_that_lacks_a_package_says_so_before_the_model_is_loaded(tmp_pa
         ("~nobody-of-this-name/model", "there is no such directory"),
     ],
 )
-def test_names(name, told):
+def test_names(name, expected):
     fault = model_fault(name)
-    assert (told in fault) if told else fault == ""
+    assert (expected in fault) if expected else fault == ""
 
 
-def test_a_model_in_the_home_directory_is_found_and_loaded(tmp_path, monkeypatch):
+def test_a_model_in_the_home_directory_is_loaded(tmp_path, monkeypatch):
     shutil.copytree(str(BUNDLED), tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert model_fault("~/model") == ""

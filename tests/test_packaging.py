@@ -39,8 +39,8 @@ def modules_after(code: str, cwd: Path | None = None) -> set[str]:
         "retrain.record.recorder",
         "retrain.record.console",
         "retrain.rewards",
-        "retrain.environments",
-        "retrain.environments.arithmetic",
+        "retrain.data",
+        "retrain.data.arithmetic",
     ],
 )
 def test_importing_is_light(module):

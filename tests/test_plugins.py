@@ -1,4 +1,4 @@
-"""Code of the user's own for advantage, transform and uncertainty: where it is found, what it gets, how it fails."""
+"""User code for advantage, transform and uncertainty: where it is looked up, what it gets, how it fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from credit_cases import drawn, group, words_base
+from credit_cases import group, sampled_tokens, words_base
 from toymodels import qwen3_directory, train_quietly
 
 from retrain.algorithms.detectors import load_detector
@@ -200,14 +200,14 @@ def test_the_users_formulas_give_what_ours_give(base, folder):
         fill_advantages(groups, modes.advantage)
         mark_planning(groups, RegexDetector(), base.text)
         results.append(assign_credit(groups, config, 0.0, ("placebo",), modes))
-        trained.append(drawn(samples_of(groups)))
+        trained.append(sampled_tokens(samples_of(groups)))
         assert [g.discarded for g in groups] == [None, "zero_advantage"]
     mine, ours = results
     assert len(trained[0]) == len(trained[1]) == 2
     for a, b in zip(*trained, strict=True):
         assert a.advantages_T == pytest.approx(b.advantages_T, rel=1e-5)
-    assert mine.stats == {key: ours.stats[key] for key in mine.stats}
-    assert all("weight" in key for key in set(ours.stats) - set(mine.stats))  # a plug-in tells of no weights
+    assert mine.metrics == {key: ours.metrics[key] for key in mine.metrics}
+    assert all("weight" in key for key in set(ours.metrics) - set(mine.metrics))  # a plug-in has no weights
     assert mine.denominators == ours.denominators
 
 
@@ -228,7 +228,7 @@ def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
     assert groups[0].discarded == "zero_advantage"
     assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
     assert groups[0].discarded is None
-    sequences = drawn(samples_of(groups))
+    sequences = sampled_tokens(samples_of(groups))
     assert all((s.advantages_T == 1).all() for s in sequences)
     assert len(sequences) == 2
 

@@ -36,7 +36,7 @@ def test_experts_are_not_guessed(base):
     assert decode_work(SimpleNamespace(model=None)) is None
 
 
-def test_a_real_run_tells_what_its_fit_predicts(tmp_path):
+def test_a_real_run_records_what_its_fit_predicts(tmp_path):
     """The bundled model: from the fourth measurement at the third load on, every row has all of it."""
     rows = train_quietly(
         tmp_path,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retrain.environments.arithmetic import LEVELS, problems
+from retrain.data.arithmetic import LEVELS, problems
 from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.models import bundled_model_path
 from retrain.plugins import load_file

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import retrain
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
-from retrain.checkpoints import FORMAT, SaveQueue, check_records, common_step, prune
+from retrain.checkpoints import FORMAT, check_records, common_step, prune
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
@@ -38,6 +38,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.update import train_step
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
+from retrain.saving import Saver
 from retrain.types import Sample
 
 SECRET = "very-secret-value-8c1f"
@@ -167,7 +168,7 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
     assert (export / "other.txt").read_text() == "of the user's"
 
 
-def test_a_place_for_the_adapter_that_cannot_be_is_told_before_training(copied, tmp_path):
+def test_a_place_for_the_adapter_that_cannot_be_is_an_error_before_training(copied, tmp_path):
     (tmp_path / "file").write_text("")
     sets = ["training.max_steps=4", f"backend.adapter_path={tmp_path / 'file'}"]
     with pytest.raises(UsageError, match=r"file is a file, no directory: set \[backend\] adapter_path to another"):
@@ -289,7 +290,7 @@ def test_the_code_of_retrain_is_known_by_its_sources(tmp_path, monkeypatch):
     assert len({first, second, digest()}) == 3
 
 
-def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path, monkeypatch):
+def test_code_of_the_model_is_off_unless_asked_for_and_then_logged(home, tmp_path, monkeypatch):
     """A model with code of its own: refused with the line to type, and run only with that line, which the log tells."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -309,7 +310,7 @@ def test_code_of_the_model_is_off_unless_asked_for_and_then_said(home, tmp_path,
     )
     path = single(home, "theirs", "max_steps = 1")
     path.write_text(path.read_text().replace(str(home / "model"), str(theirs)))
-    with pytest.raises(ConfigError, match="brings its own code: read it, then set trust_remote_code = true"):
+    with pytest.raises(ConfigError, match="comes with its own code: read it, then set trust_remote_code = true"):
         go(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))
@@ -435,14 +436,14 @@ def steps_of(run: Path, *steps: int) -> Path:
 
 def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
     a, b = steps_of(tmp_path / "a", 2, 4, 6), steps_of(tmp_path / "b", 2, 4)
-    told: list[list[str]] = [[], []]
-    assert common_step([(a, 10), (b, 10)], told) == 4
-    assert common_step([(a, 10), (b, 4)], told) == 6  # b ends at 4
-    assert told == [[], []]
+    reports: list[list[str]] = [[], []]
+    assert common_step([(a, 10), (b, 10)], reports) == 4
+    assert common_step([(a, 10), (b, 4)], reports) == 6  # b ends at 4
+    assert reports == [[], []]
     (b / "checkpoints/step_000004/state.json").write_text("torn")
-    assert common_step([(a, 10), (b, 10)], told) == 2
-    assert len(told[1]) == 1
-    assert "damaged" in told[1][0]
+    assert common_step([(a, 10), (b, 10)], reports) == 2
+    assert len(reports[1]) == 1
+    assert "damaged" in reports[1][0]
     assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]) == 0
 
 
@@ -451,9 +452,9 @@ def test_records_that_lack_rows_make_an_earlier_checkpoint_preferred_and_never_c
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
     with pytest.raises(CheckpointError, match="ends with step 2"):
         check_records(run, 4)
-    told: list[str] = []
-    assert common_step([(run, 10)], [told]) == 2
-    assert "lack rows" in told[0]
+    reports: list[str] = []
+    assert common_step([(run, 10)], [reports]) == 2
+    assert "lack rows" in reports[0]
     (run / "metrics.jsonl").write_text("")
     assert common_step([(run, 10)], [[]]) == 4
 
@@ -483,20 +484,29 @@ def test_retention(tmp_path):
     assert [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())] == [8, 16, 18, 20]
 
 
-def test_saves_are_done_in_order_and_errors_have_owners():
-    saves: SaveQueue[str] = SaveQueue()
+def test_saves_are_done_in_order_and_errors_end_their_run():
     order: list[int] = []
+    ended: list[tuple[str, str]] = []
+
+    def guard(run, work) -> None:
+        try:
+            work()
+        except CheckpointError as error:
+            ended.append((run, str(error)))
 
     def fail() -> None:
         raise CheckpointError("no")
 
-    saves.submit("a", lambda: order.append(1))
-    saves.submit("b", fail)
-    saves.submit("c", lambda: order.append(2))
-    assert [(owner, str(error)) for owner, error in saves.wait()] == [("b", "no")]
+    saver = Saver(guard, lambda: None)
+    saver.submit("a", lambda: order.append(1))
+    saver.submit("b", fail)
+    saver.submit("c", lambda: order.append(2))
+    saver.settle()
+    assert ended == [("b", "no")]
     assert order == [1, 2]
-    assert saves.wait() == []
-    saves.close()
+    saver.settle()
+    assert ended == [("b", "no")]
+    saver.close()
 
 
 @pytest.mark.timeout(300)

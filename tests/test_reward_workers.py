@@ -316,14 +316,16 @@ def test_a_prompt_of_messages_is_text_for_a_reward(module: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("absent", "no function 'absent' in it; it defines anything, by_completion"),
+        ("absent", "no function 'absent'; it defines anything, by_completion"),
         ("not_callable", "no function 'not_callable'"),
         ("unknown", None),
-        ("three", "parameter 'a' means nothing here; a reward takes any of: problem, prompt, completion"),
+        ("three", "parameter 'a' is unknown; a reward takes any of: problem, prompt, completion"),
         ("nothing", "takes no parameters"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_told_at_the_start(module: Path, function: str, reason: str | None) -> None:
+def test_a_function_that_cannot_be_called_is_an_error_at_the_start(
+    module: Path, function: str, reason: str | None
+) -> None:
     if reason is None:  # two parameters with other names are (completion, answer)
         with custom(module, function) as grader:
             assert grader.grade([(problem("1"), "1")])[0].total_reward == 1.0
@@ -343,7 +345,7 @@ def test_a_function_that_cannot_be_called_is_told_at_the_start(module: Path, fun
         ("import os; os._exit(5)", "cannot start: the reward's worker ended (exit status 5)"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path, source: str, reason: str) -> None:
+def test_a_module_that_cannot_be_imported_is_an_error_at_the_start(tmp_path: Path, source: str, reason: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(source, encoding="utf-8")
     with pytest.raises(PluginError) as caught:
@@ -352,7 +354,7 @@ def test_a_module_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path, s
     assert caught.value.exit_status == 2
 
 
-def test_a_module_is_found_by_name_beside_the_configuration(
+def test_a_module_is_looked_up_by_name_beside_the_configuration(
     module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {"type": "custom", "custom_module": "my_rewards", "workers": 1}
@@ -398,7 +400,7 @@ def test_a_worker_killed_between_two_steps_is_replaced(module: Path) -> None:
 
 
 def echo():
-    """Entry of a pool in this file: sleeps as long as it is told, then gives the job back."""
+    """Entry of a pool in this file: sleeps for the job's seconds, then returns the job."""
 
     def grade(job):
         time.sleep(job[1])
@@ -511,7 +513,7 @@ def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path: Path) -> None:
         tasks.Reward.model_validate({"type": "weighted", "components": [{"type": "match"}, part], "workers": 1})
     ) as grader:
         assert grader.ranges == {"mine": {"min": -1.0, "max": 2.0}, "steps": steps}
-    with pytest.raises(PluginError, match="'steps' a min that is not below its max"):
+    with pytest.raises(PluginError, match="have a min that is not below its max for 'steps'"):
         custom(path, "odd")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.config import tasks
-from retrain.environments.sources import Columns, problem_of_row
+from retrain.data.sources import Columns, problem_of_row
 from retrain.errors import MissingExtra, PluginError
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import printable
@@ -36,7 +36,7 @@ def match(completion: str, answer: str = "42", strict: bool = True) -> float | N
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "answer"),
     [
         (r"so \boxed{42}.", "42"),
         (r"\boxed{1} then \boxed{2}", "2"),
@@ -55,8 +55,8 @@ def match(completion: str, answer: str = "42", strict: bool = True) -> float | N
         ("", None),
     ],
 )
-def test_the_last_box_decides(text: str, found: str | None) -> None:
-    assert last_boxed(text) == found
+def test_the_last_box_decides(text: str, answer: str | None) -> None:
+    assert last_boxed(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_last_number(text: str, number: str | None) -> None:
         ("", ""),
     ],
 )
-def test_reference_answers_are_found_in_solutions(text: str, answer: str) -> None:
+def test_reference_answers_of_solutions(text: str, answer: str) -> None:
     assert reference_answer(text) == answer
 
 
@@ -197,7 +197,7 @@ def test_an_empty_answer_never_equals_an_empty_reference(completion: str, answer
     assert match(completion, answer) == 0.0
 
 
-def test_match_says_whether_correct_and_whether_formatted() -> None:
+def test_match_grades_correctness_and_format() -> None:
     grader = build_grader(tasks.Reward(type="match"))
     boxed, plain, wrong = grader.grade([(ADD, r"\boxed{42}"), (ADD, "42"), (ADD, r"\boxed{1}")])
     assert (boxed.correct, boxed.format_ok) == (True, True)
@@ -341,7 +341,7 @@ def test_results_of_a_user_keep_metrics_and_tags() -> None:
     assert result.is_correct
 
 
-def test_correct_is_what_the_reward_says_else_more_than_one_half() -> None:
+def test_correct_is_what_the_reward_sets_else_more_than_one_half() -> None:
     assert [RewardResult(total).is_correct for total in (None, 0.0, 0.5, 0.51, 1.0)] == [
         False,
         False,

@@ -1,4 +1,4 @@
-"""Random streams by name: order, type and boundaries of the parts count, and a longer draw extends a shorter one."""
+"""Random streams by name: order, type and boundaries of the parts count, and a larger count extends a smaller one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_different_names_are_different_streams():
         assert stream_key(*one) != stream_key(*other), (one, other)
 
 
-def test_a_longer_draw_extends_a_shorter():
+def test_a_larger_count_extends_a_smaller():
     long = uniforms(1000, 7, "sample", 3)
     assert uniforms(10, 7, "sample", 3).tolist() == long[:10].tolist()
     assert ((long >= 0) & (long < 1)).all()

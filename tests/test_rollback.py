@@ -43,14 +43,14 @@ def test_a_step_that_failed_is_taken_back(cohort):
     assert run.error is None
     point, before = run.rollback_point(), state(run)
     assert before["algorithm"]["sepa"]["observed"] == 1
-    groups = cohort.queue.take({run: run.rollout_requests()}).groups[run]
+    groups = cohort.queue.take({run: run.rollout_requests()})[0][run]
     first = run.credit(groups)
     run.ungraded_steps, run.skipped_updates = 2, 1
     moved = state(run)
     assert all(moved[key] != before[key] for key in ("cursor", "algorithm", "ungraded_steps", "skipped_updates"))
     assert run.roll_back(point)
     assert state(run) == before
-    again = cohort.queue.take({run: run.rollout_requests()}).groups[run]
+    again = cohort.queue.take({run: run.rollout_requests()})[0][run]
     assert [one.token_ids for group in again for one in group.rollouts] == [
         one.token_ids for group in groups for one in group.rollouts
     ]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from retrain.cli import app
 from retrain.config.tasks import Data
-from retrain.environments import Dataset, load_data
+from retrain.data import Dataset, load_data
 from retrain.errors import DataError
 
 GSM8K = [
@@ -139,7 +139,7 @@ def test_a_directory_that_datasets_has_saved_is_a_source(tmp_path: Path, dataset
             load("./saved", 4, tmp_path, eval_split="dev")
 
 
-def test_without_a_test_split_a_part_is_held_out_and_said(tmp_path: Path, datasets: Any) -> None:
+def test_without_a_test_split_a_part_is_held_out_and_noted(tmp_path: Path, datasets: Any) -> None:
     lines(tmp_path / "flat" / "train.jsonl", rows(20))
     data = load("./flat", 5, tmp_path)
     assert (len(data.train), len(data.heldout)) == (18, 2)
@@ -253,9 +253,11 @@ def test_check_and_train_find_what_is_wrong_with_a_file(name: str, tmp_path: Pat
         assert line.startswith("own.toml:3  data.source  ")
         assert words in line
     assert not (tmp_path / "out").exists()
-    told = CliRunner().invoke(app, ["explain", str(file)])
-    assert told.exit_code == 0
-    assert any(line.startswith("note: own.toml:3  data.source") and words in line for line in told.stderr.splitlines())
+    result = CliRunner().invoke(app, ["explain", str(file)])
+    assert result.exit_code == 0
+    assert any(
+        line.startswith("note: own.toml:3  data.source") and words in line for line in result.stderr.splitlines()
+    )
 
 
 def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_it_cannot_read(tmp_path: Path) -> None:
@@ -274,7 +276,7 @@ def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "someone/problems", "./folder"])
-def test_check_says_which_package_the_data_needs(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_the_package_the_data_needs(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     file = tmp_path / "own.toml"
     file.write_text(f'[data]\nsource = "{source}"\n')

@@ -443,7 +443,8 @@ def truncations(tmp_path, text: str) -> tuple[dict, ...]:
     """What engines are asked for while training, then on every held-out set."""
     (tmp_path / "f.toml").write_text(text)
     config = load(tmp_path / "f.toml").config
-    return config.training_truncation, *(each.truncation for each in config.held_out)
+    asked = [config.training.sampling, *(each.sampling for each in config.held_out)]
+    return tuple({key: getattr(each.requested, key) for key in ("top_p", "top_k", "min_p")} for each in asked)
 
 
 def test_what_engines_are_asked_for(tmp_path):

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: what the model reads after an action, and that it trains on the very tokens it drew."""
+"""Rollouts of several turns: what the model reads after an action, and that it trains on the very tokens it sampled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from toymodels import word_tokenizer
 
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
+from retrain.config.training import Sampling
+from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
-from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, TrainBatch, Want, samples_of
 from retrain.policy.threads import Workers
-from retrain.rollouts.collect import RolloutRequest, Sampling, collect
+from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.types import Action, Group, Problem, RewardResult, sample_of
 
 ASKED = [{"role": "user", "content": "12+34=?"}]
@@ -47,7 +48,7 @@ def tokenizer():
     return made
 
 
-def test_an_end_that_was_drawn_is_not_read_again(tokenizer):
+def test_a_sampled_end_token_is_not_read_again(tokenizer):
     renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
     rest = "<turn>user\nlet me check<turn>assistant\n"
     assert tokenizer.decode(renderer.answer(ASKED, action([9, end]), AGAIN)) == rest
@@ -60,16 +61,16 @@ def test_what_is_read_is_what_the_template_writes_of_the_whole_conversation(toke
     renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
     conversation, ids = [*ASKED], list(renderer.prompt(Problem("p", "12+34=?", "46"), ASKED).token_ids)
     for text, messages in (("46", AGAIN), ("let me check 46", [*AGAIN, {"role": "tool", "content": "46"}])):
-        drawn = action([*tokenizer(text)["input_ids"], end], text=text)
-        ids += [*drawn.token_ids, *renderer.answer(conversation, drawn, messages)]
+        one = action([*tokenizer(text)["input_ids"], end], text=text)
+        ids += [*one.token_ids, *renderer.answer(conversation, one, messages)]
         conversation += [{"role": "assistant", "content": text}, *messages]
     whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == whole
     assert ids == tokenizer(whole)["input_ids"]
 
 
-def test_what_an_action_says_changes_nothing_of_what_is_read(tokenizer):
-    """Not even where the template leaves the thinking out of turns that are over: it was read as it was drawn."""
+def test_the_text_of_an_action_changes_nothing_of_what_is_read(tokenizer):
+    """Not even where the template leaves the thinking out of turns that are over: it was read as it was sampled."""
     thinking = tokenizer.chat_template.replace("m['content'] }}{% if", "m['content'].split('</think>')[-1] }}{% if")
     renderer = Renderer(tokenizer, QUIET)
     plain = renderer.answer(ASKED, action([9]), AGAIN)
@@ -200,7 +201,7 @@ def test_a_rollout_is_what_the_model_read_and_drew(base, engine):
             assert first.messages == group.prompt.messages
             (asked_back,) = second.messages
             assert asked_back["content"] == f"check {len(first.action.text)}"
-            # The toy's template ends no turn, so what is read begins where the action stopped, drawn end or not.
+            # The toy's template ends no turn, so what is read begins where the action stopped, sampled end or not.
             assert base.tokenizer.decode(second.observation_ids) == f"<turn>{asked_back['content']}<turn>"
             assert {turn.action.policy_version for turn in rollout.turns} == {5}
             assert all(1 <= len(turn.action) <= 7 for turn in rollout.turns)
@@ -210,7 +211,7 @@ def test_a_rollout_is_what_the_model_read_and_drew(base, engine):
             assert rollout.reward.total_reward == sum(len(turn.action.text) for turn in rollout.turns)
 
 
-def test_every_token_trains_as_it_was_drawn(base, lanes, policy, engine):
+def test_every_token_trains_as_it_was_sampled(base, lanes, policy, engine):
     groups = two_turns(engine, base)
     for group in groups:
         for rollout in group.rollouts:
@@ -255,7 +256,7 @@ def test_an_update_takes_the_tokens_of_all_actions_and_no_others(base, policy, e
     assert numbers["loss"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_turns_are_drawn_by_streams_of_their_own(base, engine):
+def test_turns_are_sampled_from_streams_of_their_own(base, engine):
     """The same rollouts whatever else is asked for beside them, and whether or not others go on."""
     together = two_turns(engine, base)
     for index, request in enumerate(asking(Asking(), base)):

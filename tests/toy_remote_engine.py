@@ -38,8 +38,8 @@ class RemoteEngine:
     def sample(self, requests: list[SampleRequest], *, max_rows=None, finished=None) -> list[list[Action]]:
         groups = []
         for place, request in enumerate(requests):
-            found = [json.loads(self._answer(request, k)) for k in range(request.samples)]
-            groups.append([self._action(one, request.policy.version) for one in found])
+            answers = [json.loads(self._answer(request, k)) for k in range(request.samples)]
+            groups.append([self._action(one, request.policy.version) for one in answers])
             if finished is not None:
                 finished(place, groups[-1])
         return groups
@@ -61,5 +61,5 @@ class RemoteEngine:
             if ids[-1] == self.end:
                 break
         model.unload()
-        drawn = ids[len(request.prompt_ids) :]
-        return json.dumps({"ids": drawn, "logprobs": logprobs, "stop": "stop" if drawn[-1] == self.end else "length"})
+        own = ids[len(request.prompt_ids) :]
+        return json.dumps({"ids": own, "logprobs": logprobs, "stop": "stop" if own[-1] == self.end else "length"})

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrain.algorithms.protocol import Credit, Need
+from retrain.algorithms.protocol import Credit
+from retrain.config.modes import Need
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.protocol import Denominators, Want
 

@@ -1,4 +1,4 @@
-"""A toy environment of two turns: the policy guesses, is told how near it was, and guesses again."""
+"""A toy environment of two turns: the policy guesses, reads how near it was, and guesses again."""
 
 from __future__ import annotations
 

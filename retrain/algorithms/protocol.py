@@ -10,20 +10,17 @@ from retrain.config.modes import Need
 from retrain.policy.protocol import Denominators, Scores
 from retrain.types import Group
 
-__all__ = ["Algorithm", "Credit", "Need"]
-
 
 @dataclass(frozen=True)
 class Credit:
-    """What is said of a whole step beside its rollouts: what the loss is divided by, and numbers for the record."""
+    """Of a whole step: what the loss is divided by, and numbers for the record."""
 
     denominators: Denominators
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Algorithm(Protocol):
-    """From rewards to what each token is trained with. One object per run; what it remembers from step to step is its
-    ``state``, which every checkpoint keeps."""
+    """From rewards to what each token is trained with. One object per run; its ``state`` is in every checkpoint."""
 
     needs: frozenset[Need]
 
@@ -34,9 +31,9 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as strict JSON; changed by ``credit`` alone."""
+        """What it keeps from step to step, as strict JSON; only ``credit`` changes it."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state()``."""
+        """Continue from a ``state()``."""
         ...

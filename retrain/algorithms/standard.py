@@ -7,8 +7,8 @@ remembers from step to step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from retrain.algorithms.protocol import Credit
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
-from retrain.config.modes import MODES, advantage_of, credit_of
+from retrain.config.modes import MODES, Named, advantage_of, credit_of
+from retrain.errors import RunFailed
 from retrain.maths.advantages import group_advantages, whiten
 from retrain.maths.credit import ModeInputs, TokenCredit, placebo_mask, token_advantages
 from retrain.maths.planning import Detector
@@ -29,19 +30,16 @@ from retrain.rng import uniforms
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, Group, Problem, RewardResult, Rollout
 
-Mode = str | Callable[..., Any]
-"""The name of one of the formulas in ``retrain.maths``, or a function of the user's."""
-
 
 @dataclass(frozen=True)
 class Modes:
     """The formulas of a run: from rewards to advantages, from advantages to tokens, how uncertain a token is, and
     the loss of a token."""
 
-    advantage: Mode
-    transform: Mode
-    uncertainty: Mode
-    loss: Mode = "ppo"
+    advantage: Named
+    transform: Named
+    uncertainty: Named
+    loss: Named = "ppo"
 
 
 def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Modes:
@@ -50,7 +48,7 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
     Raises PluginError when one cannot be loaded.
     """
 
-    def one(key: str) -> Mode:
+    def one(key: str) -> Named:
         name = getattr(algorithm, key)
         return name if name in MODES[key] else load_function(name, base_dir, f"[algorithm] {key} =")
 
@@ -59,7 +57,7 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What an advantage plug-in may look at besides the rewards: the group's problem and graded completions."""
+    """What an advantage plug-in is given besides the rewards: the group's problem and its graded completions."""
 
     problem: Problem
     completions: Sequence[Action]
@@ -67,19 +65,16 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
-class CreditResult:
-    """The denominators of the whole step, the catalogue's credit statistics, and what the SEPA ``auto`` schedule
-    watches."""
+class WatchedCredit(Credit):
+    """With the variance that the SEPA ``auto`` schedule watches."""
 
-    denominators: Denominators
-    stats: dict[str, float | None]
-    exec_variance: float | None
+    exec_variance: float | None = None
 
 
 class Standard:
     """Advantages, planning tokens and token credit of one run's configuration.
 
-    ``stream`` names the run's random stream, of which the HICRA placebo draws.
+    ``stream`` names the run's random stream, which the HICRA placebo samples from.
     """
 
     def __init__(
@@ -87,36 +82,27 @@ class Standard:
     ):
         self.config, self.modes, self.detector, self.tokenizer, self.stream = config, modes, detector, tokenizer, stream
         sepa = config.sepa
-        self.schedule = SepaSchedule(
-            schedule=sepa.schedule,
-            steps=sepa.steps,
-            delay_steps=sepa.delay_steps,
-            correct_rate_gate=sepa.correct_rate_gate,
-            ema_decay=sepa.ema_decay,
-            var_threshold=sepa.threshold,
-            warmup_steps=sepa.warmup_steps,
-        )
+        self.schedule = SepaSchedule(var_threshold=sepa.threshold, **sepa.model_dump(exclude={"threshold"}))
         self.sepa = sepa_start(self.schedule)
         self.needs = config.algorithm.needs
 
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
-        """See ``Algorithm.credit``. λ is read before the batch is observed, which counts for the next step."""
+        """See ``Algorithm.credit``. λ is read first: what is observed of this batch counts from the next step on."""
         fill_advantages(groups, self.modes.advantage, self.config.reward.type)
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
-        found = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
-        metrics: dict[str, Any] = dict(found.stats)
-        if credit_of(self.modes.transform).pooled:
-            metrics |= {"sepa_lambda": lam, "sepa_gate_open": gate_open}
-            self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), found.exec_variance)
-        return Credit(found.denominators, metrics)
+        credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
+        if not credit_of(self.modes.transform).pooled:
+            return credit
+        self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), credit.exec_variance)
+        return replace(credit, metrics={**credit.metrics, "sepa_lambda": lam, "sepa_gate_open": gate_open})
 
     def state(self) -> dict[str, Any]:
-        """What SEPA has seen so far."""
+        """What SEPA has observed so far."""
         return {"sepa": self.sepa}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state()``."""
+        """Continue from a ``state()``."""
         self.sepa = state["sepa"]
 
 
@@ -126,12 +112,14 @@ def correct_rate(groups: Sequence[Group]) -> float:
     return sum(flags) / len(flags)
 
 
-def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "reward") -> None:
+def fill_advantages(groups: Sequence[Group], mode: Named, reward_name: str = "reward") -> None:
     """Set the advantages of all rollouts and ``discarded`` of every group from the rewards.
 
     Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
     itself. Some modes are whitened over the batch. A group whose advantages are all equal to 0 carries no
     signal and is marked ``zero_advantage``, one without any reward ``no_reward``.
+
+    Raises RunFailed, which names the reward, where the mode is not defined for it.
     """
     facts, rated = advantage_of(mode), list[Rollout]()
     for group in groups:
@@ -140,7 +128,15 @@ def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "rew
             rollout.advantage = math.nan
         if len(known) >= facts.smallest_group:
             rewards_N = torch.tensor([rollout.reward.total_reward for rollout in known], dtype=torch.float64)
-            values_N = group_advantages(mode, rewards_N, reward_name=reward_name, context=_context(group, known))
+            outside_N = rewards_N[(rewards_N < 0.0) | (rewards_N > 1.0)]
+            if facts.unit_rewards and len(outside_N):
+                raise RunFailed(
+                    f"advantage_mode = {mode} is defined for rewards in [0, 1], but {reward_name} gave "
+                    f"{outside_N[0].item():g}: rescale that reward or use advantage_mode = grpo"
+                )
+            actions = [rollout.turns[-1].action for rollout in known]
+            context = GroupContext(group.prompt.problem, actions, [rollout.reward for rollout in known])
+            values_N = group_advantages(mode, rewards_N, context)
             for rollout, value in zip(known, values_N.tolist(), strict=True):
                 rollout.advantage = value
             rated += known
@@ -157,20 +153,13 @@ def fill_advantages(groups: Sequence[Group], mode: Mode, reward_name: str = "rew
             group.discarded = None if known_N.any() else "zero_advantage"
 
 
-def _context(group: Group, known: Sequence[Rollout]) -> GroupContext:
-    """The part of the group that has rewards, in their order."""
-    actions = [rollout.turns[-1].action for rollout in known]
-    return GroupContext(group.prompt.problem, actions, [rollout.reward for rollout in known])
-
-
 def mark_planning(groups: Sequence[Group], detector: Detector, tokenizer: Tokenizer) -> None:
     """Set ``planning_T`` of every rollout. Turns are looked at one by one: no phrase spans two of them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     placed = [tokenizer.offsets(turn.action.token_ids) for rollout in rollouts for turn in rollout.turns]
     masks = iter(detector.token_masks([text for text, _ in placed], [offsets for _, offsets in placed]))
     for rollout in rollouts:
-        found = [np.asarray(next(masks), dtype=bool) for _ in rollout.turns]
-        rollout.planning_T = found[0] if len(found) == 1 else np.concatenate(found)
+        rollout.planning_T = np.concatenate([np.asarray(next(masks), dtype=bool) for _ in rollout.turns])
 
 
 def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tensor:
@@ -182,8 +171,8 @@ def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tens
 
 def _padded_if_all(arrays: Sequence[np.ndarray | None], width: int, dtype: type) -> torch.Tensor | None:
     """Padded, or None where one is missing."""
-    there = [array for array in arrays if array is not None]
-    return _padded(there, width, dtype) if len(there) == len(arrays) else None
+    known = [array for array in arrays if array is not None]
+    return _padded(known, width, dtype) if len(known) == len(arrays) else None
 
 
 def assign_credit(
@@ -192,10 +181,10 @@ def assign_credit(
     sepa_lambda: float,
     placebo_stream: tuple[int | str, ...],
     modes: Modes | None = None,
-) -> CreditResult:
+) -> WatchedCredit:
     """Set the token advantages and loss masks of every rollout that has a reward. Groups without signal stay marked
-    as discarded, unless the loss has a KL or entropy term or ``discard_group_zero_advantage`` is off: all of them
-    train then. The denominators count all of them either way.
+    as discarded, unless the loss has a KL or entropy term or ``discard_group_zero_advantage`` is off: then all groups
+    train. The denominators count all of them either way.
 
     ``placebo_stream`` names the random stream of the HICRA placebo; ``modes`` are loaded from ``config`` by default.
     Where the token credit makes its own advantages (``gtpo_paper``, one of the user's), what it returns decides which
@@ -209,7 +198,7 @@ def assign_credit(
             group.discarded = None
     rows = [(group, rollout) for group in groups for rollout in group.rollouts if math.isfinite(rollout.advantage)]
     if not rows:
-        return CreditResult(Denominators(0, 0), {}, None)
+        return WatchedCredit(Denominators(0, 0))
     credit = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
     advantages_BT, loss_mask_BT = credit.advantages_BT.numpy(), credit.loss_mask_BT.numpy()
     for (_, rollout), advantages_T, mask_T in zip(rows, advantages_BT, loss_mask_BT, strict=True):
@@ -224,7 +213,7 @@ def assign_credit(
         sequences=sum(len(rollout) > 0 for _, rollout in rows),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
     )
-    return CreditResult(denominators, credit.stats, credit.exec_variance)
+    return WatchedCredit(denominators, credit.stats, credit.exec_variance)
 
 
 def _token_credit(
@@ -242,9 +231,9 @@ def _token_credit(
     planning_BT = _padded_if_all([rollout.planning_T for rollout in rollouts], width, np.bool_)
     placebo_BT = None
     if modes.transform == "gtpo_hicra_placebo" and planning_BT is not None:
-        draws = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
-        placebo_BT = placebo_mask(draws, planning_BT, mask_BT)
-    number = {group: place for place, group in enumerate(dict.fromkeys(group for group, _ in rows))}
+        uniforms_BT = torch.from_numpy(np.stack([uniforms(width, *placebo_stream, row) for row in range(len(rows))]))
+        placebo_BT = placebo_mask(uniforms_BT, planning_BT, mask_BT)
+    number = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in rows))}
     return token_advantages(
         modes.transform,
         torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float64),

@@ -153,13 +153,14 @@ def print_sets(config: Config) -> None:
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
         decides = "; the primary metric's" if each == config.decisive else ""
-        cuts = (("top_p", each.top_p, 1), ("top_k", each.top_k, 0), ("min_p", each.min_p, 0))
-        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and each.temperature)
-        print(
-            f"{'' if i else 'held out':<14}{each.name}: {each.problems} problems × {each.samples} of {source},"
-            f" at temperature {each.temperature:g},"
-            f"{cut} at most {each.max_tokens} tokens{decides}"
+        asked = each.sampling
+        cuts = (("top_p", asked.top_p, 1), ("top_k", asked.top_k, 0), ("min_p", asked.min_p, 0))
+        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and asked.temperature)
+        line = (
+            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {asked.temperature:g},"
+            f"{cut} at most {asked.max_tokens} tokens{decides}"
         )
+        print(f"{'' if i else 'held out':<14}{line}")
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:

@@ -15,8 +15,8 @@ from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.config import Config
-    from retrain.environments import Dataset
-    from retrain.environments.prompts import Room
+    from retrain.data import Dataset
+    from retrain.data.prompts import Room
 
 MEASURED = 500
 """Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
@@ -84,9 +84,10 @@ def typical(lengths: Sequence[int] | None) -> int | None:
 def _context(config: Config) -> int:
     """The model's context length in tokens; 0 where it is not known."""
     from retrain.files import read_json
-    from retrain.models import find_config
+    from retrain.models import find_file
 
-    path = find_config(config.model.model, config.model.revision) if config.backend.backend == "local" else None
+    local, model = config.backend.backend == "local", config.model
+    path = find_file(model.model, "config.json", model.revision) if local else None
     facts = read_json(path) if path else {}
     return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
 
@@ -120,7 +121,7 @@ def _measure(tokenizer: Any, config: Config, data: Dataset) -> tuple[list[int], 
     Raises ModelError when the template refuses a problem.
     """
     from retrain.campaign.planning.asked import parts_of
-    from retrain.environments.prompts import longest_prompt, render
+    from retrain.data.prompts import longest_prompt, render
 
     parts, lengths = parts_of(data, config), []
     for problems, section in parts:

@@ -24,7 +24,7 @@ from retrain.config.base import (
 )
 from retrain.config.describe import toml
 from retrain.config.tasks import Data, Level, OptionalSource, Template
-from retrain.config.training import TopK, truncation
+from retrain.config.training import Sampling, TopK
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -147,22 +147,8 @@ class HeldOut:
     name: str
     problems: int
     samples: int
-    temperature: float
-    max_tokens: int
+    sampling: Sampling
     data: Data
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-    @property
-    def truncation(self) -> dict[str, Any]:
-        """``top_p``, ``top_k`` and ``min_p`` as engines are asked for them; none at temperature 0."""
-        return truncation(self.top_p, self.top_k, self.min_p) if self.temperature > 0 else truncation(1.0, 0, 0.0)
-
-    @property
-    def sampling(self) -> tuple[float, int, int]:
-        """Temperature, samples per problem, longest completion."""
-        return self.temperature, self.samples, self.max_tokens
 
 
 CUTS = ("top_p", "top_k", "min_p")
@@ -186,8 +172,6 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         name=each.name,
         problems=each.problems or evaluation.problems,
         samples=each.samples or evaluation.samples,
-        temperature=sampled("temperature"),
-        max_tokens=sampled("max_tokens"),
+        sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
         data=config.data.model_copy(update=own) if own else config.data,
-        **{key: sampled(key) for key in CUTS},
     )

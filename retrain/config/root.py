@@ -17,7 +17,7 @@ from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOu
 from retrain.config.models import Backend, Inference, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.tasks import Data, Environment, Reward
-from retrain.config.training import Optimizer, Training, truncation
+from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
 
@@ -62,11 +62,6 @@ class Config(Section):
         key = self.campaign.primary_metric.rpartition(":")[2] if self.is_campaign else ""
         named = key.split("/")[1] if key.startswith("eval/") else None
         return next((each for each in self.held_out if each.name == named), next(iter(self.held_out), None))
-
-    @property
-    def training_truncation(self) -> dict[str, Any]:
-        """``top_p``, ``top_k`` and ``min_p`` of sampling while training, as engines are asked for them."""
-        return truncation(self.training.top_p, self.training.top_k, self.training.min_p)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""

@@ -175,7 +175,7 @@ def set_rules(config: Config) -> Iterator[Finding]:
         yield from _data_findings(config, each, f"evaluation.sets.{index}")
     yield from _cut_findings(config)
     for index, held_out in enumerate(config.held_out):
-        if held_out.samples > 1 and held_out.temperature == 0:
+        if held_out.samples > 1 and held_out.sampling.temperature == 0:
             own = evaluation.sets[index] if evaluation.sets else None
             path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
             greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
@@ -189,12 +189,12 @@ def set_rules(config: Config) -> Iterator[Finding]:
 def _cut_findings(config: Config) -> Iterator[Finding]:
     evaluation, sets = config.evaluation, config.held_out
     tables: list[tuple[str, Section]] = []
-    if sets and all(each.temperature == 0 for each in sets):
+    if sets and all(each.sampling.temperature == 0 for each in sets):
         tables.append(("evaluation", evaluation))
     tables += [
         (f"evaluation.sets.{index}", own)
         for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
-        if held_out.temperature == 0
+        if held_out.sampling.temperature == 0
     ]
     for path, table in tables:
         for key in CUTS:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -30,9 +31,23 @@ MOST_KEPT = 1024
 TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], minus_one(0)]
 
 
-def truncation(top_p: float, top_k: int, min_p: float) -> dict[str, Any]:
-    """``top_p``, ``top_k`` and ``min_p`` as engines are asked for them, the bound on the kept set made explicit."""
-    return {"top_p": top_p, "top_k": top_k or (MOST_KEPT if top_p < 1 or min_p > 0 else 0), "min_p": min_p}
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled, as the keys of these names say."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def requested(self) -> Sampling:
+        """As engines are asked: nothing is cut at temperature 0, and the bound on the kept set is explicit."""
+        if self.temperature == 0:
+            return Sampling(self.max_tokens, self.temperature)
+        cut = self.top_p < 1 or self.min_p > 0
+        return replace(self, top_k=self.top_k or (MOST_KEPT if cut else 0))
 
 
 class Training(Section):
@@ -90,6 +105,11 @@ class Training(Section):
     fails, saved as it was before. 1 fails at the first."""
     deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
     """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How rollouts are sampled."""
+        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.min_p)
 
     @property
     def clip_range(self) -> tuple[float, float]:

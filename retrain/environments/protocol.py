@@ -1,7 +1,6 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
-An environment of one turn (a question, an answer, a grade) is ``environments.single_turn``; whatever answers more than
-once stands behind the same protocol.
+``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """What came of an action: the messages that answer it, whether the episode is over, and numbers of the turn."""
+    """The messages that answer an action, whether the episode is over, and numbers of the turn."""
 
     messages: tuple[Message, ...] = ()
     done: bool = True
@@ -36,7 +35,7 @@ class Episode(Protocol):
     """One rollout's side of the conversation."""
 
     def observe(self) -> Observation:
-        """The prompt. The episodes of a group begin alike: they were started with the same seed."""
+        """The prompt. All episodes of a group begin alike: they are started with the same seed."""
         ...
 
     def step(self, action: Action) -> Step:
@@ -44,7 +43,7 @@ class Episode(Protocol):
         ...
 
     def result(self) -> RewardResult:
-        """What the rollout was worth; once, after the last step."""
+        """The rollout's reward; once, after the last step."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from retrain.config.tasks import Data
-from retrain.environments.prompts import conversation
+from retrain.data.prompts import conversation
 from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.rewards import Grader
 from retrain.types import Action, Problem, RewardResult

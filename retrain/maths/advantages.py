@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from retrain.errors import PluginError, RunFailed
+from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B, of_shape
 
@@ -73,19 +73,15 @@ def rloo(rewards_N: Rewards_PN) -> Doubles_PN:
     return centred_N * (size / (size - 1)) if size else centred_N
 
 
-def maxrl(rewards_N: Rewards_PN, reward_name: str = "reward") -> Doubles_PN:
+def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
     """(r_i − r̄)/r̄, all 0 when every reward is 0 (arXiv 2602.02710).
 
-    Defined for rewards in [0, 1]; maximum likelihood only for 0/1. Raises RunFailed naming the reward otherwise.
+    Defined for rewards in [0, 1]; maximum likelihood only for 0/1. Raises ValueError otherwise.
     """
     rewards_N = _checked(rewards_N)
-    outside_N = (rewards_N < 0.0) | (rewards_N > 1.0)
-    if bool(outside_N.any()):
-        where = torch.nonzero(outside_N)[0].tolist()
-        raise RunFailed(
-            f"advantage_mode = maxrl is defined for rewards in [0, 1], but {reward_name} gave "
-            f"{rewards_N[tuple(where)].item():g}: rescale that reward or use advantage_mode = grpo"
-        )
+    outside_N = rewards_N[(rewards_N < 0.0) | (rewards_N > 1.0)]
+    if len(outside_N):
+        raise ValueError(f"maxrl is defined for rewards in [0, 1]: got {outside_N[0].item():g}")
     centred_N = _centred(rewards_N)
     if centred_N.shape[-1] == 0:
         return centred_N
@@ -140,18 +136,14 @@ def plugin_advantages(function: Callable[..., Any], rewards_N: Rewards_PN, conte
     return advantages_N
 
 
-def group_advantages(
-    mode: str | Callable[..., Any], rewards_N: Rewards_PN, *, reward_name: str = "reward", context: Any = None
-) -> Doubles_PN:
+def group_advantages(mode: str | Callable[..., Any], rewards_N: Rewards_PN, context: Any = None) -> Doubles_PN:
     """Advantages of one group (or of [P, N] groups) by mode name or plug-in function, float64, no gradient.
 
     ``reinforce_pp`` is only half done here: pass the batch through ``whiten``. Raises ValueError for an unknown mode
-    or non-finite rewards, RunFailed for MaxRL outside [0, 1], PluginError for a plug-in's bad result.
+    or rewards that it is not defined for, PluginError for a plug-in's bad result.
     """
     if callable(mode):
         return plugin_advantages(mode, rewards_N, context)
-    if mode == "maxrl":
-        return maxrl(rewards_N, reward_name)
     if mode not in ADVANTAGES:
         raise ValueError(f"unknown advantage mode {mode!r}: one of {', '.join(ADVANTAGES)}, or a function")
     return ADVANTAGES[mode](rewards_N)

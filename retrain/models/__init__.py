@@ -1,4 +1,4 @@
-"""Models on this machine: those that ship with the package, and configurations that lie here already.
+"""Models on this machine: those that ship with the package, and files of others.
 
 Importing this loads nothing heavy.
 """
@@ -21,13 +21,8 @@ def bundled_model_path(name: str) -> Path | None:
     return None if directory is None else Path(__file__).parent / directory
 
 
-def find_config(model: str, revision: str | None = None) -> Path | None:
-    """The model's config.json where it lies already: bundled, a local directory, or the hub's cache; else None."""
-    return find_file(model, "config.json", revision)
-
-
 def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
-    """As ``find_config``, for any file of the model."""
+    """A model's file on this machine (bundled, in a local directory, or in the hub's cache), or None."""
     path = (bundled_model_path(model) or Path(model).expanduser()) / name
     if path.is_file():
         return path
@@ -35,5 +30,5 @@ def find_file(model: str, name: str, revision: str | None = None) -> Path | None
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, name, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(model, name, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None

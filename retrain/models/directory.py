@@ -1,5 +1,5 @@
-"""Whether a directory holds a model that can be loaded, told from names, sizes and headers: no weight is read, and
-neither torch nor transformers is imported."""
+"""Whether a directory holds a model that can be loaded, from names, sizes and headers: no weight is read, and neither
+torch nor transformers is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files that a vocabulary stands in; one of them is enough."""
+"""Files with a vocabulary; one of them is enough."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 LONGEST_HEADER = 100_000_000
@@ -34,10 +34,8 @@ def local_directory(name: str) -> Path | None:
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
-    """Why nothing can be loaded by this name, in words; "" where nothing speaks against it.
-
-    Of a hub name only its form is looked at: what is not in the local cache may be downloaded.
-    """
+    """Why no model can be loaded by this name, or "". Of a hub name only the form is checked: what is not in the local
+    cache may be downloaded."""
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
@@ -53,26 +51,23 @@ def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
 
 
 def directory_fault(directory: Path, *, trust_remote_code: bool = False) -> str:
-    """The first thing that keeps the model in ``directory`` from being loaded, in words; "" if there is none."""
+    """The first fault that keeps the model in ``directory`` from being loaded, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
-        for fault in (
-            _config_fault(directory, trust_remote_code),
-            _weights_fault(directory),
-            _tokenizer_fault(directory, trust_remote_code),
-        ):
-            if fault:
-                return fault
+        return (
+            _config_fault(directory, trust_remote_code)
+            or _weights_fault(directory)
+            or _tokenizer_fault(directory, trust_remote_code)
+        )
     except OSError as error:
         return f"it cannot be read: {error.filename or directory}: {(error.strerror or str(error)).lower()}"
-    return ""
 
 
 def _expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # the home of nobody
+    except RuntimeError:  # no such user
         return Path(name)
 
 
@@ -87,9 +82,9 @@ def _config_fault(directory: Path, trust_remote_code: bool) -> str:
     if isinstance(kind, str) and (known is None or kind in known):
         return ""
     if own_code:
-        return "" if trust_remote_code else "it brings its own code: read it, then set trust_remote_code = true"
+        return "" if trust_remote_code else "it comes with its own code: read it, then set trust_remote_code = true"
     if not isinstance(kind, str):
-        return f"its {CONFIG} names no model_type"
+        return f"its {CONFIG} has no model_type"
     close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
     return f'its {CONFIG} has model_type "{kind}", of which this transformers has no language model{hint}'
@@ -97,21 +92,21 @@ def _config_fault(directory: Path, trust_remote_code: bool) -> str:
 
 @cache
 def causal_types() -> frozenset[str] | None:
-    """Every model_type that the installed transformers has a causal language model of, read from its source; None
-    where it is not found there."""
+    """Every model_type of which the installed transformers has a causal language model, by its source; None where the
+    table is not in it."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place) / "models" / "auto" / "modeling_auto.py"
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", text, re.MULTILINE | re.DOTALL)
-        if table and (found := re.findall(r'^\s+\("([\w.-]+)",', table.group(), re.MULTILINE)):
-            return frozenset(found)
+        if table and (types := re.findall(r'^\s+\("([\w.-]+)",', table.group(), re.MULTILINE)):
+            return frozenset(types)
     return None
 
 
 def _weights_fault(directory: Path) -> str:
     for index, whole in ((INDEX, WHOLE), (PICKLED_INDEX, PICKLED)):
-        if (directory / whole).is_file():  # as in transformers, one file goes before shards, and both before pickles
+        if (directory / whole).is_file():  # as in transformers: one file before shards, and both before pickles
             return _file_fault(directory / whole)
         if (directory / index).is_file():
             return _shards_fault(directory, index)
@@ -140,12 +135,12 @@ def _file_fault(path: Path) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
         if start == b"version ":
-            return f"it has only a pointer of Git LFS in place of {path.name}; type: git lfs pull"
+            return f"it has only a Git LFS pointer in place of {path.name}; type: git lfs pull"
         if path.suffix != ".safetensors":
             return ""
         length = int.from_bytes(start, "little")
         if len(start) < 8 or not 0 < length <= LONGEST_HEADER:
-            return f"its {path.name} is no safetensors file"
+            return f"its {path.name} is not a safetensors file"
         text = file.read(length)
     if len(text) < length:
         return f"its {path.name} is cut off: {size:,} bytes, and its header alone takes {8 + length:,}"
@@ -154,20 +149,18 @@ def _file_fault(path: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         whole = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return f"its {path.name} is no safetensors file"
+        return f"its {path.name} is not a safetensors file"
     if size < whole:
         return f"its {path.name} is cut off: {size:,} of {whole:,} bytes"
     if size > whole:
-        return f"its {path.name} has {size:,} bytes where the header tells of {whole:,}"
+        return f"its {path.name} has {size:,} bytes, {whole:,} by its header"
     return ""
 
 
 def _tokenizer_fault(directory: Path, trust_remote_code: bool) -> str:
-    found = [name for name in VOCABULARIES if (directory / name).is_file()]
-    if "tokenizer.json" in found:
-        return _json(directory / "tokenizer.json")[1]
-    if found:
-        return ""
+    vocabularies = [name for name in VOCABULARIES if (directory / name).is_file()]
+    if vocabularies:
+        return _json(directory / "tokenizer.json")[1] if "tokenizer.json" in vocabularies else ""
     settings: dict[str, Any] = {}
     if (directory / "tokenizer_config.json").is_file():
         settings, fault = _json(directory / "tokenizer_config.json")
@@ -184,4 +177,4 @@ def _json(path: Path) -> tuple[dict[str, Any], str]:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return {}, f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}"
-    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is no JSON object")
+    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is not a JSON object")

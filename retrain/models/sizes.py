@@ -1,4 +1,4 @@
-"""Sizes that both the estimate of a run and the run itself go by."""
+"""Sizes that both the estimate of a run and the run itself use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOGITS_COPIES = 5
 
 
 def cpu_token_budget(weight_bytes: int) -> int:
-    """Tokens of a micro-batch on a CPU: as few as are computed at full speed, for the sake of memory.
+    """Tokens of a micro-batch on a CPU: for the sake of memory, the fewest that are computed at full speed.
 
     Measured with ``benchmarks/update.py --micro``: at hidden 256 (a micro-batch on every core) 768 to 2,048 tokens take
     the same time and 512 16 % more; at hidden 512 (one micro-batch on all cores) 1,536 and 2,048 take the same and

@@ -1,4 +1,4 @@
-"""Which linear layers ``[lora] target_modules`` means, told from the names of a model's layers."""
+"""Which linear layers ``[lora] target_modules`` means, by the names of a model's layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def targeted(layer: str, targets: str | Sequence[str]) -> bool:
 
 def dense_layers(config: Mapping[str, Any]) -> list[str] | None:
     """Module paths of the linear layers, without the output layer, of the model with this config.json; None where
-    only the loaded model tells."""
+    only the loaded model shows them."""
     if config.get("model_type") not in DENSE_FAMILIES:
         return None
     return [f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in BLOCK_LAYERS]

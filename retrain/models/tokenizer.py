@@ -17,7 +17,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 
 
 class LightTokenizer:
-    """As much of a transformers tokenizer as ``environments.prompts.render`` asks for."""
+    """As much of a transformers tokenizer as ``data.prompts.render`` asks for."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None, special: dict[str, str]):
         self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
@@ -29,7 +29,7 @@ class LightTokenizer:
     def apply_chat_template(
         self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
-        """The conversation as text; ``tokenize`` is for the sake of the caller and must be false."""
+        """The conversation as text; ``tokenize`` must be false."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
@@ -47,7 +47,7 @@ class LightTokenizer:
 
 
 def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
-    """The tokenizer of a model whose files lie on this machine. Raises ModelError where they do not or are damaged."""
+    """The tokenizer of a model, from files on this machine. Raises ModelError where they are missing or damaged."""
     from tokenizers import Tokenizer
 
     path = find_file(model, "tokenizer.json", revision)
@@ -72,5 +72,5 @@ def _json(path: Path | None) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """A special token, which may be written with its flags."""
+    """A special token, which may be an object with flags."""
     return token["content"] if isinstance(token, dict) else str(token)

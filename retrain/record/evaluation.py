@@ -71,7 +71,7 @@ def empty_evaluation(context: RunContext) -> Row:
     """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
     row: Row = {}
     for each in context.config.held_out:
-        nothing = EvalRecord(each.name, 0, [], each.temperature, each.samples, seconds=0.0)
+        nothing = EvalRecord(each.name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
         row |= dict.fromkeys(eval_row(nothing, context.tags_of(each.name)))
     return row
 

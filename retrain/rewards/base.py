@@ -18,7 +18,7 @@ Item = tuple[Problem, str]
 """A problem and the text of one completion."""
 
 LARGEST_REWARD = 1e30
-"""A reward beyond this is a mistake; its square still has a float64, its advantage a float32."""
+"""A reward beyond this is a mistake; up to here its square fits in a float64, its advantage in a float32."""
 
 
 class Reward:
@@ -37,7 +37,7 @@ class Reward:
         return [guarded(self.grade, problem, completion) for problem, completion in items]
 
     def close(self) -> None:
-        """Give back processes and connections; grading again starts them anew."""
+        """Release processes and connections; grading again opens new ones."""
 
 
 class Grader:
@@ -104,8 +104,8 @@ def checked(value: Any) -> RewardResult:
     else:
         result, total = RewardResult(total_reward=None), _number(value)
     if total is None:
-        found = value.total_reward if isinstance(value, RewardResult) else value
-        return failed(f"the reward returned {type(found).__name__}, not a number or a RewardResult")
+        returned = value.total_reward if isinstance(value, RewardResult) else value
+        return failed(f"the reward returned {type(returned).__name__}, not a number or a RewardResult")
     if not abs(total) <= LARGEST_REWARD:
         result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
         return result

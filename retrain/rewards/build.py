@@ -15,10 +15,10 @@ from retrain.rewards.weighted import Component, WeightedReward
 
 
 def build_grader(section: tasks.Reward, base_dir: Path | None = None) -> Grader:
-    """The grader of a ``[reward]`` section, whose findings have been asked for.
+    """The grader of a valid ``[reward]`` section.
 
     ``base_dir`` is the folder of the TOML: relative paths and modules are looked up there, then in the current
-    directory. Raises MissingExtra, PluginError or UsageError for what the section names and is not there.
+    directory. Raises MissingExtra, PluginError or UsageError for what the section names and is missing.
     """
     limits = {"workers": section.workers, "timeout_s": section.timeout_s}
     if section.type == "weighted":
@@ -27,24 +27,20 @@ def build_grader(section: tasks.Reward, base_dir: Path | None = None) -> Grader:
 
 
 def _reward(section: tasks.Reward | tasks.RewardComponent, base_dir: Path | None, limits: dict[str, Any]) -> Reward:
-    """A reward that is no sum, by its section's name where that has one; a component inherits the ``limits`` of its
-    section."""
-    reward = _new_reward(section, base_dir, limits)
+    """A reward that is not ``weighted``. A component has its name, and the ``limits`` of [reward]."""
+    if section.type == "format":
+        reward = FormatReward()
+    elif section.type == "math":
+        reward = MathReward(**limits, strict=section.strict)
+    elif section.type == "judge" and section.judge_model:
+        reward = JudgeReward(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
+    elif section.type == "custom" and section.custom_module:
+        reward = CustomReward(section.custom_module, section.custom_function, base_dir=base_dir, **limits)
+    else:
+        assert section.type == "match", f"[reward] type = {section.type!r} lacks a key"
+        reward = MatchReward(section.strict)
     reward.name = section.name or reward.name
     return reward
-
-
-def _new_reward(section: tasks.Reward | tasks.RewardComponent, base_dir: Path | None, limits: dict[str, Any]) -> Reward:
-    if section.type == "format":
-        return FormatReward()
-    if section.type == "math":
-        return MathReward(**limits, strict=section.strict)
-    if section.type == "judge" and section.judge_model:
-        return JudgeReward(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
-    if section.type == "custom" and section.custom_module:
-        return CustomReward(section.custom_module, section.custom_function, base_dir=base_dir, **limits)
-    assert section.type == "match", f"[reward] type = {section.type!r} lacks what it needs"
-    return MatchReward(section.strict)
 
 
 def _weighted(sections: list[tasks.RewardComponent], base_dir: Path | None, limits: dict[str, Any]) -> WeightedReward:
@@ -54,6 +50,6 @@ def _weighted(sections: list[tasks.RewardComponent], base_dir: Path | None, limi
             reward = _reward(section, base_dir, limits)
             components.append(Component(reward.name, reward, section.weight, section.offset))
     except BaseException:
-        WeightedReward(components).close()  # workers that an earlier component has started
+        WeightedReward(components).close()  # an earlier component may have started workers
         raise
     return WeightedReward(components)

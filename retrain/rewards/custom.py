@@ -7,9 +7,9 @@ The function's parameters say what it gets, by name:
     def score(problem, completion):                       # problem: retrain.types.Problem
 
 It returns a number or a ``RewardResult(total_reward, sample_metrics, tags)``; a coroutine is awaited. Two
-parameters with other names get (completion, answer), as functions written for retrain's earlier releases expect.
+parameters with other names get (completion, answer).
 
-For charts, the function or its module may say in which ranges its numbers lie (``reward_min``, ``reward_max``,
+For charts, the function or its module may declare the ranges of its numbers (``reward_min``, ``reward_max``,
 ``metrics_ranges = {"steps": {"min": 0, "max": 20, "invert": True}}``); nothing else depends on it.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import PluginError, PluginMissing
-from retrain.plugins import declared_ranges, load_file, load_module, search_folders
+from retrain.plugins import declared_ranges, existing_file, load_file, load_module, search_folders
 from retrain.rewards.base import Item, Reward, checked, failed, guarded
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem, RewardResult
@@ -44,16 +44,15 @@ class CustomReward(Reward):
     """Calls ``function`` of ``module``: a path to a ``.py`` file, or a module's name as ``import`` takes it.
 
     Both are looked up in ``base_dir`` (the TOML's folder), then in the current directory. The module is imported in
-    the workers only. Raises PluginMissing, before anything is sampled, when the file, module or function is missing,
-    importing it fails, or a parameter has a name that nothing is known for. Its ``name`` is the function's.
+    the workers only. Raises PluginMissing when the file, module or function is missing, importing it fails, or a
+    parameter is none of ``ARGUMENTS``. Its ``name`` is the function's.
     """
 
     def __init__(
         self, module: str, function: str, workers: int = 2, timeout_s: float = 10.0, base_dir: Path | None = None
     ):
         self.name = function
-        if is_path(module):
-            module = str(found_file(module, base_dir))
+        module = located(module, base_dir)
         self.pool = WorkerPool(
             "retrain.rewards.custom:scorer",
             {"module": module, "function": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
@@ -71,7 +70,7 @@ class CustomReward(Reward):
             raise PluginMissing(f"{what}: {error}") from None
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order; what the function raises, or a wrong return value, stands in ``error``."""
+        """Results in order; ``error`` holds what the function raises, or what is wrong with its return value."""
         jobs = [(_plain(problem), completion) for problem, completion in items]
         return [
             failed(reply.error) if reply.error is not None else guarded(_result, reply.value)
@@ -88,13 +87,11 @@ def is_path(module: str) -> bool:
     return module.endswith(".py") or "/" in module
 
 
-def found_file(path: str, base_dir: Path | None) -> Path:
-    """The absolute path of a file named relative to ``base_dir`` or the current directory; PluginMissing if neither."""
-    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate.resolve()
-    raise PluginMissing(f"[reward] custom_module = {path!r}: no such file (looked for {' and '.join(map(str, tried))})")
+def located(module: str, base_dir: Path | None) -> str:
+    """``custom_module``, a file by its absolute path. Raises PluginMissing when there is no such file."""
+    if not is_path(module):
+        return module
+    return str(existing_file(module, base_dir, "[reward] custom_module =", PluginMissing).resolve())
 
 
 def prompt_text(problem: Problem) -> str:
@@ -115,7 +112,7 @@ def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[
         defined = sorted(
             n for n, v in vars(loaded).items() if inspect.isfunction(v) and v.__module__ == loaded.__name__
         )
-        raise PluginError(f"there is no function {function!r} in it; it defines {', '.join(defined) or 'none'}")
+        raise PluginError(f"it has no function {function!r}; it defines {', '.join(defined) or 'none'}")
     call = caller(score)
 
     def grade(job: tuple[Problem, str]) -> dict[str, Any]:
@@ -140,7 +137,7 @@ def scorer(module: str, function: str, folders: Sequence[str] = ()) -> Callable[
 def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
     """``function`` as one of (problem, completion), its parameters filled by name or, failing that, by position.
 
-    Raises PluginError for required parameters whose names mean nothing here.
+    Raises PluginError for required parameters that are none of ``ARGUMENTS``.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -153,8 +150,8 @@ def caller(function: Callable[..., Any]) -> Callable[[Problem, str], Any]:
         return lambda problem, completion: function(**{name: ARGUMENTS[name](problem, completion) for name in wanted})
     if len(required) == 2 and all(p.kind in positional for p in required):
         return lambda problem, completion: function(completion, problem.answer)
-    found = f"parameter {unknown[0]!r} means nothing here" if unknown else "it takes no parameters"
-    raise PluginError(f"{found}; a reward takes any of: {', '.join(ARGUMENTS)}")
+    fault = f"parameter {unknown[0]!r} is unknown" if unknown else "it takes no parameters"
+    raise PluginError(f"{fault}; a reward takes any of: {', '.join(ARGUMENTS)}")
 
 
 def _result(value: dict[str, Any]) -> RewardResult:
@@ -163,11 +160,8 @@ def _result(value: dict[str, Any]) -> RewardResult:
 
 def _plain(problem: Problem) -> Problem:
     """``problem`` as something every worker can unpickle: metadata of other types than JSON's become text."""
-    return Problem(problem.id, _messages(problem), problem.answer, problem.tags, _json(problem.metadata))
-
-
-def _messages(problem: Problem) -> Any:
-    return problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
+    prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
+    return Problem(problem.id, prompt, problem.answer, problem.tags, _json(problem.metadata))
 
 
 def _json(value: Any) -> Any:

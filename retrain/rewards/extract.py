@@ -1,4 +1,4 @@
-r"""Finding the answer in a text and bringing it to one spelling; every function is linear in the text's length.
+r"""Finding the answer in a text, and one spelling for it; every function is linear in the text's length.
 
 A completion comes from a model under optimisation: 1 MB of braces or of ``\boxed`` must cost milliseconds, so
 nothing here backtracks, recurses or turns digits into numbers.
@@ -19,7 +19,7 @@ _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 
 
 def has_box(text: str) -> bool:
-    r"""Whether ``\boxed`` stands anywhere in ``text``, closed or not."""
+    r"""Whether ``\boxed`` occurs anywhere in ``text``, closed or not."""
     return _BOX.search(text) is not None
 
 
@@ -82,23 +82,23 @@ def reference_answer(text: str) -> str:
 
 def plain_number(text: str) -> str | None:
     """Canonical spelling of a plain decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
-    found = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
-    if found is None:
+    number = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
+    if number is None:
         return None
-    sign, whole, fraction = found.group(1), found.group(2), found.group(3) or ""
+    sign, whole, fraction = number[1], number[2], number[3] or ""
     if not whole and not fraction:
         return None
     whole = whole.replace(",", "").lstrip("0") or "0"
     fraction = fraction.rstrip("0")
-    number = f"{whole}.{fraction}" if fraction else whole
-    return f"-{number}" if sign == "-" and number != "0" else number
+    digits = f"{whole}.{fraction}" if fraction else whole
+    return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 
 def normalise(answer: str) -> str:
-    r"""One spelling for answers that differ only in writing.
+    r"""One spelling for answers that differ only in notation.
 
-    Goes: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``, ``\dfrac`` → ``\frac``;
-    a number becomes ``plain_number``. Letter case, units and commas between elements stay.
+    Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``; ``\dfrac`` becomes
+    ``\frac``, a number its ``plain_number``. Letter case, units and commas between elements stay.
     """
     text = answer.translate(_MINUS_SIGNS)
     text = _SPACING.sub("", text.replace("\\$", "").replace("$", "").replace("{,}", ","))

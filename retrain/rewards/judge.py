@@ -1,8 +1,9 @@
 """``judge``: a language model behind an OpenAI-compatible endpoint scores completions between 0 and 1.
 
-Requests go out a few at a time over asyncio, each with a limit on its whole duration (a server that sends one
-byte a second does not hold it), retried with growing pauses when the server is busy, broken or away, and given up
-with null and the reason. When several completions in a row find nobody there, the rest of the batch is not tried.
+Requests are sent a few at a time over asyncio, each with a limit on its whole duration (against a server that sends
+one byte a second), and retried with growing pauses when the server is busy, broken or unreachable. After the last
+attempt the completion gets null and the reason. After several such failures in a row the rest of the batch is not
+tried.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import json
 import os
 import re
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "https://api.openai.com/v1"
-MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer stands
+MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is
 MAX_BODY = 1 << 20
 MAX_TOKENS = 2048
 REQUESTS_PER_WORKER = 8  # requests wait on a network, not on a core
@@ -59,9 +60,9 @@ class _Batch:
 class JudgeReward(Reward):
     """Asks ``model`` at ``url`` (the part before ``/chat/completions``) for a score.
 
-    The key is read from the environment variable ``api_key_env``, once, and never written anywhere; UsageError
-    when the variable is named but not set. ``timeout_s`` bounds one request, of which there are at most
-    ``attempts``, ``pause_s`` seconds apart, then twice that, …
+    The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
+    bounds one request, of which there are at most ``attempts``, ``pause_s`` seconds apart, then twice that, …
+    Raises UsageError when the variable is not set.
     """
 
     name = "judge"
@@ -87,21 +88,8 @@ class JudgeReward(Reward):
         """Results in order, each a score in [0, 1] or null with the reason."""
         if not items:
             return []
-        results: list[RewardResult] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.extend(asyncio.run(self._grade(items)))
-            except BaseException as error:  # handed to the caller's thread below
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="judge")  # the caller may live in an event loop (a notebook)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
+            return pool.submit(asyncio.run, self._grade(items)).result()
 
     async def _grade(self, items: Sequence[Item]) -> list[RewardResult]:
         import httpx
@@ -122,7 +110,7 @@ class JudgeReward(Reward):
                 batch.away_in_a_row += 1
                 batch.last_reason = str(error)
                 return failed(batch.last_reason)
-            except Exception as error:  # this completion's own trouble: 400, a body that is no chat completion
+            except Exception as error:  # of this completion alone: HTTP 400, a reply that is not a chat completion
                 return failed(self._without_key(described(error)))
             batch.away_in_a_row = 0
             score = parse_score(text)
@@ -131,7 +119,7 @@ class JudgeReward(Reward):
             return RewardResult(score)
 
     async def _reply(self, client: httpx.AsyncClient, messages: list[dict[str, str]]) -> str:
-        """The judge's words. Raises Away after the last attempt, ValueError when trying again is no use."""
+        """The text of the judge's reply. Raises Away after the last attempt, ValueError when retrying is no use."""
         import httpx
 
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
@@ -181,9 +169,9 @@ def question(problem: Problem, completion: str) -> list[dict[str, str]]:
 
 
 def parse_score(text: str) -> float | None:
-    """The reply as a number in [0, 1]; None for anything else. A leading ``<think>…</think>`` is not looked at."""
-    found = _SCORE.fullmatch(_THINKING.sub("", text, count=1).strip())
-    return float(found.group()) if found else None
+    """The reply as a number in [0, 1]; None for anything else. A leading ``<think>…</think>`` is ignored."""
+    number = _SCORE.fullmatch(_THINKING.sub("", text, count=1).strip())
+    return float(number.group()) if number else None
 
 
 def _content(body: str) -> str:
@@ -191,7 +179,7 @@ def _content(body: str) -> str:
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"the judge's reply is no chat completion: {body[:80]!r}") from None
+        raise ValueError(f"the judge's reply is not a chat completion: {body[:80]!r}") from None
     return content if isinstance(content, str) else ""
 
 

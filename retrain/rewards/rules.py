@@ -1,6 +1,6 @@
 r"""``match`` and ``format``: rewards by text alone, in the trainer's own process.
 
-They look at the answer that a completion marks as such: its last ``\boxed{…}``, and where the data set's own solutions
+They grade the answer that a completion marks as such: its last ``\boxed{…}``, and where the data set's own solutions
 end in a line ``#### …`` (as GSM8K's do) also such a line. The functions of ``extract`` are linear in the text, so that
 neither a worker nor a time limit is needed.
 """
@@ -29,7 +29,8 @@ def answer_text(completion: str, problem: Problem, strict: bool = True) -> str |
     """
     if has_box(completion):
         return last_boxed(completion)
-    marked = final_line(completion) if uses_final_line(problem) else None
+    by_final_line = final_line(str(problem.metadata.get("solution", ""))) is not None
+    marked = final_line(completion) if by_final_line else None
     if strict or marked is not None:
         return marked
     if plain_number(normalise(problem.answer)) is not None:
@@ -37,14 +38,9 @@ def answer_text(completion: str, problem: Problem, strict: bool = True) -> str |
     return last_line(completion)
 
 
-def uses_final_line(problem: Problem) -> bool:
-    """Whether the problem's own solution marks its answer by a line ``#### …``."""
-    return final_line(str(problem.metadata.get("solution", ""))) is not None
-
-
 def same_text(answer: str | None, reference: str) -> bool:
     """Equality after ``normalise``; nothing equals an empty reference, and an empty answer equals nothing."""
-    if answer is None or len(answer) > 4 * len(reference) + 1000:  # what goes in normalising is never that long
+    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
         return False
     given = normalise(answer)
     return bool(given) and given == normalise(reference)
@@ -76,7 +72,7 @@ class FormatReward(Reward):
     r"""1 when the completion marks its answer by a closed ``\boxed{…}`` (or the data set's ``####``) with something in
     it, else 0.
 
-    It says nothing of correctness (``correct`` stays None) and is meant as one of several components.
+    It does not grade correctness (``correct`` stays None) and is meant as one of several components.
     """
 
     name = "format"

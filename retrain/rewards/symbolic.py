@@ -1,9 +1,9 @@
 r"""``math``: equality of mathematical expressions by math-verify, in worker processes.
 
 The answer that the completion marks (``rules.answer_text``) and the reference are both parsed (LaTeX grammar → sympy
-tree; no text is ever evaluated as code) and compared symbolically and numerically. sympy can be made to compute for
-ever, or to allocate without end, by a short expression such as ``9^{9^{9}}``; hence the workers with limits. Answers
-that are equal or different as plain text already (the same spelling, two different integers) never reach a worker.
+tree; no text is ever evaluated as code) and compared symbolically and numerically. A short expression such as
+``9^{9^{9}}`` can make sympy compute or allocate without end; hence the workers with limits. Answers whose texts alone
+decide (the same spelling, two different integers) never reach a worker.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MathReward(Reward):
 
 
 def decided(reference: str, answer: str) -> bool | None:
-    """What text alone decides: True or False, None when it takes mathematics."""
+    """The verdict where text alone decides it, else None."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):
@@ -93,7 +93,7 @@ def verifier() -> Callable[[Sequence[str]], bool]:
     def parsed(text: str) -> list[Any]:
         return parse(f"\\boxed{{{text}}}", grammar, fallback_mode="no_fallback", parsing_timeout=None)  # type: ignore[arg-type]
 
-    reference_parsed = lru_cache(maxsize=1024)(parsed)  # each reference meets the whole group's answers
+    reference_parsed = lru_cache(maxsize=1024)(parsed)  # each reference is compared with a whole group's answers
 
     def equal(pair: Sequence[str]) -> bool:
         gold, given = reference_parsed(pair[0]), parsed(pair[1])
@@ -103,7 +103,7 @@ def verifier() -> Callable[[Sequence[str]], bool]:
             return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
         except MemoryError:  # no verdict: the completion gets null
             raise
-        except Exception:  # sympy cannot compare the two: a wrong answer, as math-verify itself has it
+        except Exception:  # sympy cannot compare the two: a wrong answer, as for math-verify itself
             return False
 
     return equal

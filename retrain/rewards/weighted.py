@@ -58,7 +58,7 @@ class WeightedReward(Reward):
             total = sum(c.weight * (part.total_reward + c.offset) for c, part in pairs if part.total_reward is not None)
             result = checked(RewardResult(total))
         result.components = {component.name: part.total_reward for component, part in pairs}
-        # The first component that knows says what is correct, and the first that defines a format whether it is met.
+        # The first component that grades correctness decides it, and the first that grades the format decides that.
         result.correct = next((part.correct for part in parts if part.correct is not None), None)
         result.format_ok = next((part.format_ok for part in parts if part.format_ok is not None), None)
         for component, part in pairs:

@@ -2,7 +2,7 @@
 
 The process is started by ``workers.WorkerPool`` with stdin, stdout and stderr on the null device, so that nothing
 a reward prints reaches the terminal or the protocol. Frames are a 4-byte big-endian length and a payload: jobs
-are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted to be well).
+are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 from retrain.errors import RetrainError
 from retrain.plugins import described
@@ -32,7 +32,8 @@ def main(descriptor: int) -> None:
     ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
     """
     connection = socket.socket(fileno=descriptor)
-    first = _receive(connection)
+    frames = connection.makefile("rb")
+    first = _receive(frames)
     if not first:  # the trainer ended meanwhile
         return
     setup = pickle.loads(first)
@@ -40,13 +41,13 @@ def main(descriptor: int) -> None:
     try:
         module, _, function = setup["entry"].partition(":")
         grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
-    except BaseException as error:  # SystemExit of a user's module too: the trainer must hear of it
+    except BaseException as error:  # SystemExit of a user's module too: the trainer reports it
         _send(connection, {"fatal": printable(str(error) if isinstance(error, RetrainError) else described(error))})
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
-    # If the trainer is killed while a job hangs, nobody is left to kill this process: the alarm's default action does.
+    # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    while frame := _receive(connection):
+    while frame := _receive(frames):
         signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_s"] + 5)
         reply, retire = _reply(grade, frame)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -63,7 +64,7 @@ def _reply(grade: Any, frame: bytes) -> tuple[dict[str, Any], bool]:
         return {"value": value}, False
     except MemoryError:
         return {"error": "MemoryError: the reward needed more memory than its limit", "retire": True}, True
-    except BaseException as error:  # whatever a reward raises costs this one completion
+    except BaseException as error:  # whatever a reward raises costs one completion, never the run
         return {"error": printable(described(error))}, False
 
 
@@ -76,20 +77,12 @@ def _limit(memory_bytes: int, memory_kind: str) -> None:
             resource.setrlimit(getattr(resource, kind), (allowed, hard))
 
 
-def _receive(connection: socket.socket) -> bytes:
-    """The next frame; b"" when the trainer closed the socket."""
-    header = _exactly(connection, HEADER.size)
-    return _exactly(connection, HEADER.unpack(header)[0]) if header else b""
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)
+def _receive(frames: BinaryIO) -> bytes:
+    """The payload of the next frame; b"" when the trainer closed the socket."""
+    header = frames.read(HEADER.size)
+    size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
+    payload = frames.read(size)
+    return payload if len(payload) == size else b""
 
 
 def _send(connection: socket.socket, reply: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from retrain.rewards.worker import HEADER
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
 MAX_FAILED_STARTS = 3
-MAX_TIMEOUTS_IN_A_ROW = 16  # then whatever is waited for is not there, and a batch must not take hours to say so
+MAX_TIMEOUTS_IN_A_ROW = 16  # whatever the reward waits for is missing: a batch must not take hours to fail
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from retrain.rewards.worker import main; main(int(sys.argv[1]))"
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(eq=False)
 class _Worker:
-    """One process: ``job`` is the index it works on, ``deadline`` (monotonic seconds) when it is given up."""
+    """One process: ``job`` is the index that it works on, ``deadline`` (monotonic seconds) when it is killed."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -57,7 +57,7 @@ class _Worker:
     received: bytearray = field(default_factory=bytearray)
 
     def frame(self) -> dict[str, Any] | None:
-        """The complete reply that has arrived, None while one is on its way. Raises ValueError on garbage."""
+        """The reply, None while it is incomplete. Raises ValueError for anything else."""
         if len(self.received) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self.received)
@@ -103,7 +103,7 @@ class WorkerPool:
             }
         )
         self.facts: dict[str, Any] = {}
-        """What the entry's function says of itself in its attribute ``facts``; known after ``start``."""
+        """The attribute ``facts`` of the entry's function; known after ``start``."""
         self._alive: list[_Worker] = []
         self._failed_starts = self._timeouts = 0
         self._fatal: str | None = None  # why no further job of this batch is given out
@@ -144,14 +144,14 @@ class WorkerPool:
                             self._assign(worker, waiting, jobs)
                     self._wait(replies)
             except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
-                self._discard_all()
+                _kill_all(self._alive)
                 raise
             return replies
 
     def close(self) -> None:
         """Kill the workers; a later ``map`` starts new ones."""
         with self._lock:
-            self._discard_all()
+            _kill_all(self._alive)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -172,7 +172,7 @@ class WorkerPool:
             self._failed_start(worker, "it ended at once")
 
     def _assign(self, worker: _Worker, waiting: deque[int], jobs: Sequence[Any]) -> None:
-        """Give the next job to an idle worker; one that died meanwhile is replaced and the job waits on."""
+        """Give the next job to an idle worker; one that died meanwhile is replaced, and the job stays in line."""
         if not self._post(worker, pickle.dumps(jobs[waiting[0]])):
             self._discard(worker)
             return
@@ -191,7 +191,7 @@ class WorkerPool:
         return True
 
     def _wait(self, replies: list[Reply]) -> None:
-        """Wait for the next reply or deadline, and deal with whatever has come."""
+        """Wait for the next reply or deadline, and handle both."""
         pending = [worker for worker in self._alive if worker.job is not None or not worker.ready]
         if not pending:
             return
@@ -218,7 +218,7 @@ class WorkerPool:
             worker.received += part
             reply = worker.frame() if part else None
         except (OSError, ValueError, RecursionError) as error:
-            self._give_up(worker, replies, f"the reward's worker sent what is no reply ({error})")
+            self._give_up(worker, replies, f"the reward's worker sent an invalid reply ({error})")
             return
         if not part:
             self._give_up(worker, replies, "the reward's worker ended")
@@ -239,7 +239,7 @@ class WorkerPool:
                 self._discard(worker)
 
     def _give_up(self, worker: _Worker, replies: list[Reply], reason: str) -> None:
-        """Kill a worker; its job, if it had one, gets the reason and the way the process ended."""
+        """Kill a worker; its job, if it has one, gets the reason and how the process ended."""
         if not worker.ready:
             self._failed_start(worker, reason)
             return
@@ -254,7 +254,7 @@ class WorkerPool:
             self._fatal = f"the reward's worker process cannot start: {reason}{ending}"
 
     def _discard(self, worker: _Worker) -> str:
-        """Kill a worker and its children; says how it had ended by itself, "" if it had not."""
+        """Kill a worker and its children; returns how it had ended by itself, "" if it had not."""
         self._alive.remove(worker)
         if worker.deadline > time.monotonic():  # its socket closed: let it finish dying, to learn how
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,9 +264,6 @@ class WorkerPool:
         if status is None:
             return ""
         return f" (exit status {status})" if status >= 0 else f" (signal {-status})"
-
-    def _discard_all(self) -> None:
-        _kill_all(self._alive)
 
 
 def _kill(worker: _Worker) -> None:

@@ -15,23 +15,13 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
+from retrain.config.training import Sampling
+from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
-from retrain.environments.prompts import Renderer
 from retrain.environments.protocol import Environment, Episode
 from retrain.record.environment import without_keys
 from retrain.rng import torch_seed
 from retrain.types import Action, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How actions are sampled."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,18 +40,18 @@ class RolloutRequest:
 
 @dataclass
 class _Trajectory:
-    """One rollout under way: its episode, its turns, and what the policy reads next."""
+    """A rollout in progress: its episode, its turns, and what the policy reads next, as tokens and as messages."""
 
     episode: Episode
     conversation: list[Message]
-    reads: tuple[int, ...]
-    said: tuple[Message, ...]
+    next_ids: tuple[int, ...]
+    next_messages: tuple[Message, ...]
     turns: list[Turn] = field(default_factory=list)
     done: bool = False
 
 
 class _Open:
-    """A group under way."""
+    """A group in progress."""
 
     def __init__(self, request: RolloutRequest):
         environment, problem, stream = request.environment, request.problem, request.stream
@@ -79,12 +69,12 @@ class _Open:
     def step(self, sample: int, action: Action) -> None:
         """The policy's action, the episode's answer."""
         one, renderer = self.trajectories[sample], self.request.renderer
-        one.turns.append(Turn(one.reads, action, one.said))
+        one.turns.append(Turn(one.next_ids, action, one.next_messages))
         step = one.episode.step(action)
         one.done = step.done
         if not step.done:
-            one.reads = renderer.answer(one.conversation, action, step.messages)
-            one.said = step.messages
+            one.next_ids = renderer.answer(one.conversation, action, step.messages)
+            one.next_messages = step.messages
             one.conversation += [{"role": "assistant", "content": action.text}, *step.messages]
 
     @property
@@ -101,9 +91,9 @@ class _Open:
 
 @dataclass
 class Collected:
-    """Every request's graded group, or what its environment, its template or its grader raised; when what was done:
-    ("rollout" | "score", start, end) in seconds since the epoch; and in how many seconds of it the engine made the
-    weights its own, None where it cannot tell."""
+    """Every request's graded group, or what its environment, chat template or grader raised; ``spans`` of time,
+    ("rollout" | "score", start, end) in seconds since the epoch; and the seconds that the engine took to load the
+    weights, None where it does not say."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]
@@ -111,7 +101,7 @@ class Collected:
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> Collected:
-    """Draw, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
+    """Sample, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
     begun: list[_Open | Exception] = [_begin(request) for request in requests]
@@ -150,17 +140,19 @@ def _sample_request(group: _Open, turn: int, sample: int | None) -> SampleReques
     else:
         one = group.trajectories[sample]
         before = [token for past in one.turns for token in (*past.observation_ids, *past.action.token_ids)]
-        prompt_ids, count, stream = (*before, *one.reads), 1, (*request.stream, "turn", turn, sample)
+        prompt_ids, count, stream = (*before, *one.next_ids), 1, (*request.stream, "turn", turn, sample)
     return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, **vars(request.sampling))
 
 
+_Actions = tuple[_Open, Sequence[int], list[Action]]
+"""A group, which of its rollouts act, and their actions."""
+
+
 class _Stepping:
-    """Steps episodes and grades groups in a thread of its own. What has gathered while one grading was under way is
-    graded together."""
+    """Steps episodes and grades groups in a thread of its own. What arrives while it grades is graded together."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[_Open, Sequence[int], list[Action]] | threading.Event | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Actions | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -173,11 +165,11 @@ class _Stepping:
             self._thread.join()
 
     def add(self, group: _Open, sample: int | None, actions: list[Action]) -> None:
-        """Step one episode of a group, or (None) all of them; may be called from any thread."""
+        """Step one episode of a group, or (None) all of them; callable from any thread."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
     def living(self, groups: Sequence[_Open]) -> list[tuple[_Open, int | None]]:
-        """The episodes that go on, once all actions so far were taken."""
+        """The episodes that go on, once all actions so far are taken."""
         taken = threading.Event()
         self._queue.put(taken)
         taken.wait()
@@ -191,18 +183,17 @@ class _Stepping:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            batch: list[tuple[_Open, Sequence[int], list[Action]] | threading.Event | None] = [item]
+            batch: list[_Actions | threading.Event | None] = [item]
             while not self._queue.empty():
                 batch.append(self._queue.get())
-            steps = [each for each in batch if isinstance(each, tuple)]
-            self._take(steps)
+            self._take([each for each in batch if isinstance(each, tuple)])
             for each in batch:
                 if isinstance(each, threading.Event):
                     each.set()
             if None in batch:
                 return
 
-    def _take(self, steps: Sequence[tuple[_Open, Sequence[int], list[Action]]]) -> None:
+    def _take(self, steps: Sequence[_Actions]) -> None:
         """Step the episodes, then grade the groups that are over, in one call per environment."""
         over: dict[Environment, list[_Open]] = {}
         for group, samples, actions in steps:
@@ -225,10 +216,10 @@ class _Stepping:
 
 
 def _exception(error: Exception | SystemExit) -> Exception:
-    """What an environment's or grader's code raised; that it wants to exit ends its run, not the thread."""
+    """What the code of an environment or grader raised; a call of exit ends its run, not the thread."""
     return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 
 def _without_secrets(reward: RewardResult) -> RewardResult:
-    """The reward as it may be recorded: what it says went wrong holds no key or token of the process's environment."""
+    """The reward with no key or token of the process's environment in its error."""
     return replace(reward, error=without_keys(reward.error)) if reward.error else reward

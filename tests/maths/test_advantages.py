@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.errors import PluginError, RunFailed
+from retrain.errors import PluginError
 from retrain.maths.advantages import ADVANTAGES, group_advantages, maxrl, whiten
 
 REWARDS = st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=12)
@@ -104,9 +104,9 @@ def test_non_finite_rewards_are_named(mode, bad):
 
 
 @pytest.mark.parametrize("reward", [-0.1, 1.5])
-def test_maxrl_outside_unit_interval_names_the_reward(reward):
-    with pytest.raises(RunFailed, match=f"format_bonus gave {reward:g}"):
-        group_advantages("maxrl", torch.tensor([0.0, reward]), reward_name="format_bonus")
+def test_maxrl_is_defined_for_rewards_in_the_unit_interval(reward):
+    with pytest.raises(ValueError, match=rf"in \[0, 1\]: got {reward:g}"):
+        group_advantages("maxrl", torch.tensor([0.0, reward]))
 
 
 def test_unknown_mode():

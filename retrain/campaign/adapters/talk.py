@@ -10,9 +10,9 @@ from typing import Any
 from retrain.campaign.adapters.export import uniform
 from retrain.campaign.adapters.provenance import Provenance
 from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
+from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.prompts import render
 from retrain.errors import ModelError
 from retrain.policy.adapter_stream import AdapterFile
 from retrain.policy.base import BaseModel
@@ -40,10 +40,9 @@ def answers(
     or adapter cannot be loaded, or a prompt is too long for it.
     """
     config = source.config
-    asked = resolved(config, EvaluationSet(name=HELDOUT))
-    temperature = asked.temperature if temperature is None else temperature
-    max_tokens = max_tokens or asked.max_tokens
-    cut = replace(asked, temperature=temperature).truncation
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    asked = resolved(config, EvaluationSet(name=HELDOUT)).sampling
+    asked = replace(asked, **{key: value for key, value in given.items() if value is not None}).requested
     with ExitStack() as stack:
         base = source.load(config.backend.devices, config.inference.dtype)
         if changed := source.other_weights(base):
@@ -62,7 +61,7 @@ def answers(
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [
-            SampleRequest(ref, prompt.token_ids, samples, max_tokens, temperature, (seed, "talk", i), **cut)
+            SampleRequest(ref, prompt.token_ids, samples, stream=(seed, "talk", i), **vars(asked))
             for ref in refs
             for i, prompt in enumerate(rendered)
         ]
@@ -71,8 +70,8 @@ def answers(
     return {
         "adapter": str(source.adapter),
         "base": source.base,
-        "temperature": temperature,
-        "max_tokens": max_tokens,
+        "temperature": asked.temperature,
+        "max_tokens": asked.max_tokens,
         "seed": seed,
         "prompts": [
             {

@@ -21,7 +21,7 @@ from retrain.campaign.planning.asked import Longest, askable, data_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
-from retrain.environments.dataset import content_hash
+from retrain.data.dataset import content_hash
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, sha256, write_json
 from retrain.maths.intervals import same_problems_interval
@@ -145,8 +145,8 @@ def _evaluate(
 
     One adapter after the other: memory does not grow with their number.
     """
+    from retrain.data.prompts import Renderer
     from retrain.engines.protocol import PolicyRef
-    from retrain.environments.prompts import Renderer
     from retrain.environments.single_turn import SingleTurn
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
@@ -178,12 +178,12 @@ def _evaluate(
             engine.publish(ref := PolicyRef(str(path), 0), LocalSnapshot(adapter.frozen(), {}))
             # The streams of the run's final evaluation: common random numbers with it.
             subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
-            (evaluated,) = evaluator.evaluate(held_out, [subject])
+            (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()
-            if evaluated.error is not None:
-                raise evaluated.error
-            groups = evaluated.record.groups
-            correct.append(np.array([[float(one.reward.is_correct) for one in group.rollouts] for group in groups]))
+            if record.error is not None:
+                raise record.error
+            marks = [[float(one.reward.is_correct) for one in group.rollouts] for group in record.groups]
+            correct.append(np.array(marks))
     return np.stack(correct), ranks, full is None
 
 
@@ -195,8 +195,7 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
         return None
     rows = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
-    sampling = dict(zip(("temperature", "samples", "max_tokens"), held_out.sampling, strict=True))
-    sampling |= held_out.truncation
+    sampling = {"samples": held_out.samples, **vars(held_out.sampling.requested)}
     if not rows or rows[-1]["step"] != steps or any(rows[-1].get(key) != value for key, value in sampling.items()):
         return None
     rows = read_jsonl(run / "emergence/evaluations.jsonl")

@@ -10,9 +10,9 @@ from typing import Any
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.environments import Dataset, load_data
-from retrain.environments.dataset import Wanted
-from retrain.environments.prompts import Room, fitting
+from retrain.data import Dataset, load_data
+from retrain.data.dataset import Wanted
+from retrain.data.prompts import Room, fitting
 from retrain.errors import ModelError
 from retrain.types import Problem
 
@@ -42,7 +42,7 @@ def longest_completions(configs: Iterable[Config]) -> Longest:
     for config in configs:
         training = max(training, config.training.max_tokens)
         for each in config.held_out:
-            heldout[each.name] = max(heldout.get(each.name, 0), each.max_tokens)
+            heldout[each.name] = max(heldout.get(each.name, 0), each.sampling.max_tokens)
     return Longest(training, heldout)
 
 

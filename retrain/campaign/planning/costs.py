@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.files import read_json
 from retrain.gpus import usable_gpu
-from retrain.models import find_config
+from retrain.models import find_file
 from retrain.models.sizes import LOGITS_COPIES, adapter_bytes, cpu_token_budget, kept_bytes
 from retrain.models.targets import targeted
 
@@ -221,7 +221,7 @@ explained on a machine that has never met a hub."""
 
 def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
     """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
-    path = find_config(model, revision)
+    path = find_file(model, "config.json", revision)
     if path is not None:
         return Architecture.from_config(read_json(path))
     sizes = QWEN3.get(model.removeprefix("Qwen/Qwen3-").removesuffix("-Base")) if model.startswith("Qwen/") else None

@@ -21,13 +21,13 @@ from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
 from retrain.config.tasks import Data, Reward
 from retrain.config.upkeep import trackers
-from retrain.environments import load_data
-from retrain.environments.sources import directory_of, on_hub
+from retrain.data import load_data
+from retrain.data.sources import directory_of, on_hub
 from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.gpus import build_fault
-from retrain.models import find_config
+from retrain.models import find_file
 from retrain.models.directory import model_fault
 from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.models.targets import dense_layers, target_mistakes
@@ -130,7 +130,7 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if not fits_a_cpu(config) and (fault := build_fault(config.backend.devices)):
         yield _problem_at(loaded, "backend.devices", config.backend.devices, f'is "{config.backend.devices}": {fault}')
     key, targets = "lora.target_modules", config.lora.target_modules
-    path = find_config(model.model, model.revision)
+    path = find_file(model.model, "config.json", model.revision)
     layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them
     for message, fix in target_mistakes(targets, layers, "lm_head") if layers is not None else ():
         yield _problem_at(loaded, key, targets, message, fix)
@@ -233,17 +233,15 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
 
 def _reward_problems(loaded: Loaded, reward: Reward, folder: Path) -> Iterator[Problem]:
     """Modules and functions of rewards of type ``custom``."""
-    from retrain.rewards.custom import found_file, is_path, scorer
+    from retrain.rewards.custom import located, scorer
 
     parts = [("reward", reward), *((f"reward.components.{i}", part) for i, part in enumerate(reward.components))]
     for table, part in parts:
         if part.type != "custom" or part.custom_module is None:
             continue
-        module = part.custom_module
         try:
-            if is_path(module):
-                module = str(found_file(module, folder))
-            scorer(module, part.custom_function, [str(each) for each in search_folders(folder)])
+            folders = [str(each) for each in search_folders(folder)]
+            scorer(located(part.custom_module, folder), part.custom_function, folders)
         except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
             if isinstance(error, PluginError):
                 reason = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retrain.algorithms.detectors import load_detector
-from retrain.algorithms.protocol import Algorithm, Need
+from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.planning.asked import Longest, askable, data_of, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
@@ -25,8 +25,9 @@ from retrain.campaign.running.models import Bases, CohortModel, local_model, plu
 from retrain.campaign.running.protocol import CohortJob
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
-from retrain.environments import Dataset, content_hash
-from retrain.environments.prompts import Renderer, longest_prompt
+from retrain.config.modes import Need
+from retrain.data import Dataset, content_hash
+from retrain.data.prompts import Renderer, longest_prompt
 from retrain.environments.protocol import Environment
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import CheckpointError, UsageError
@@ -266,8 +267,8 @@ def _build_run(
         cursor=DataCursor(data.train, stream, config.data.shuffle),
         any_base=begin.any_base,
     )
-    if run.export is not None:
-        prepare_directory(run.export)  # now, and not after hours of training
+    if spec.export is not None:
+        prepare_directory(spec.export)  # now, and not after hours of training
     for note in data.notes:
         recorder.log(note)
     for line in _restored(run, model, begin):

@@ -42,7 +42,7 @@ def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt
     for spec in specs:
         training = spec.config.training
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        sampled = max([training.max_tokens, *(each.max_tokens for each in spec.config.held_out)])
+        sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in spec.config.held_out)])
         own += lane_bytes(base, lanes, [spec])
         caches += rows * (prompt_tokens + sampled) * cache_bytes(base)
         fitting += own + max(caches, update) <= usable

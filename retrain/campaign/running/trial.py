@@ -22,8 +22,8 @@ from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.fitting import DoesNotFit
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
+from retrain.data.prompts import conversation
 from retrain.engines.protocol import SampleRequest
-from retrain.environments.prompts import conversation
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -135,8 +135,7 @@ def others(plan: Plan, condition: str | None) -> list[str]:
     tried = chosen(plan, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:
-        config, training = spec.config, spec.config.training
-        return config.reward.grading, training.temperature, training.max_tokens, config.training_truncation
+        return spec.config.reward.grading, spec.config.training.sampling.requested
 
     return list(
         dict.fromkeys(spec.label for spec in plan.specs if spec.seed == tried.seed and seen(spec) != seen(tried))

@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.environments.dataset import Dataset, content_hash
+from retrain.data.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
 from retrain.types import Action, Message, Problem, Prompt
 
 LONGEST_BY_CHARACTERS = 8
-"""Prompts among which the one of most tokens is looked for: a token has more characters in some texts than in others,
-and rendering all of a large data set takes minutes."""
+"""Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
+minutes."""
 
 SPARE_TOKENS = 16
-"""Beginning tokens and whatever else a tokenizer adds to a text."""
+"""Room for beginning tokens and whatever else a tokenizer adds to a text."""
+
+MARK = "⟪what the model said⟫"
+"""Stands for an action, to find what the template writes after it."""
 
 
 class Renderer:
@@ -37,11 +40,10 @@ class Renderer:
         if getattr(self.tokenizer, "chat_template", None):
             try:
                 text = self._templated(messages)
-            except Exception as error:  # a template is a program of its author's: any jinja error, told with its text
+            except Exception as error:  # whatever the template's own code raises
                 hint = ": leave [data] system_prompt out" if self.data.system_prompt else ""
-                raise ModelError(
-                    f"the tokenizer's chat template refuses problem {problem.id}: {error}{hint}"
-                ) from error
+                message = f"the tokenizer's chat template refuses problem {problem.id}: {error}{hint}"
+                raise ModelError(message) from error
             token_ids = self._ids(text)
         else:
             text = "\n\n".join(message["content"] for message in messages)
@@ -51,19 +53,19 @@ class Renderer:
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
     def answer(self, before: Sequence[Message], action: Action, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What the model reads after ``action``: what the template writes behind the text of an assistant's turn for
-        these messages, up to where the next one begins. An end token that the action drew itself is not repeated.
-        Nothing of it depends on what the action says, which the model keeps reading as it was sampled.
+        """What the model reads after ``action``: what the template writes for these messages, from the end of the
+        assistant's text up to where its next turn begins. An end token that the action ends with is not repeated.
+        Nothing of it depends on the action's text, which stays in the context as it was sampled.
 
-        Raises ModelError when the template rewrites what stood there before.
+        Raises ModelError when the template rewrites earlier turns.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             return self._ids("\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n")
         conversation = [*before, {"role": "assistant", "content": MARK}, *messages]
-        head, found, text = self._templated(conversation).rpartition(MARK)
-        if not found or MARK in head or not head.startswith(self._templated(before, begin_answer=False)):
+        head, mark, text = self._templated(conversation).rpartition(MARK)
+        if not mark or MARK in head or not head.startswith(self._templated(before, begin_answer=False)):
             raise ModelError(
-                "the tokenizer's chat template rewrites earlier turns: the model would go on from another conversation "
+                "the tokenizer's chat template rewrites earlier turns: the model would continue another conversation "
                 "than the one that it has read"
             )
         token_ids = self._ids(text)
@@ -79,10 +81,6 @@ class Renderer:
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-MARK = "⟪what the model said⟫"
-"""Stands for an action while what the template writes behind it is looked for."""
 
 
 def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
@@ -103,30 +101,24 @@ class Room(NamedTuple):
 
 
 def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
-    """``data`` with prompts that can be asked, in training and in each held-out set as its room says: one problem of
-    every form is rendered, and none is longer than its limit.
+    """``data`` with prompts that can be asked: one problem of every form is rendered, and no prompt is longer than the
+    limit of its room, in training and in each held-out set.
 
-    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted. Raises DataError naming the first
-    longer one otherwise, and when nothing is left of a part; else as ``render``.
+    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
+    first. Raises DataError too when all of a part are left out; else as ``render``.
     """
-    parts = [
-        _Part("training problems", "", data.train, training),
-        *(
-            _Part("held-out ones", "", problems, heldout[name])
-            if name == HELDOUT
-            else _Part(f"in the set {name}", f" in the set {name}", problems, heldout[name])
-            for name, problems in data.sets.items()
-        ),
-    ]
-    lengths = [_too_long(part.problems, tokenizer, part.room) for part in parts]
-    if not any(lengths):
+    too_long = _too_long(data.train, tokenizer, training)
+    parts = [_Part("training problems", "", data.train, training, too_long)]
+    for name, problems in data.sets.items():
+        words = ("held-out ones", "") if name == HELDOUT else (f"in the set {name}", f" in the set {name}")
+        parts.append(_Part(*words, problems, heldout[name], _too_long(problems, tokenizer, heldout[name])))
+    if not any(part.longer for part in parts):
         return data
     if training.section.long_prompts != "skip":
-        raise DataError(_first_too_long(parts, lengths))
-    kept = []
-    for part, longer in zip(parts, lengths, strict=True):
-        kept.append([problem for problem in part.problems if id(problem) not in longer])
-        if part.problems and not kept[-1]:
+        raise DataError(_first_too_long(parts))
+    kept = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
+    for part, left in zip(parts, kept, strict=True):
+        if part.problems and not left:
             use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
             raise DataError(
                 f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
@@ -138,19 +130,25 @@ def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str,
         train=kept[0],
         sets=sets,
         content_hash=content_hash(kept[0], *(sets.values() or [[]])),
-        notes=(*data.notes, *_left_out(parts, lengths)),
-        skipped=sum(map(len, lengths)),
+        notes=(*data.notes, *_left_out(parts)),
+        skipped=sum(len(part.longer) for part in parts),
     )
 
 
 class _Part(NamedTuple):
-    """Problems that are asked in one way: what they are called where they are counted, and what is added where one of
-    them is named."""
+    """Problems that are asked in one way: their name in counts, what follows the name of one of them, and the lengths
+    of prompts over the limit by the problem's ``id()``."""
 
     name: str
     place: str
     problems: Sequence[Problem]
     room: Room
+    longer: Mapping[int, int]
+
+    @property
+    def first(self) -> Problem:
+        """The first problem whose prompt is too long."""
+        return next(problem for problem in self.problems if id(problem) in self.longer)
 
 
 def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[int, int]:
@@ -170,29 +168,28 @@ def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[i
     }
 
 
-def _first_too_long(parts: Sequence[_Part], lengths: Sequence[Mapping[int, int]]) -> str:
+def _first_too_long(parts: Sequence[_Part]) -> str:
     """The first prompt that is too long, and what to type."""
-    part, longer = next((part, longer) for part, longer in zip(parts, lengths, strict=True) if longer)
-    first = next(problem for problem in part.problems if id(problem) in longer)
-    more = sum(map(len, lengths)) - 1
+    part = next(part for part in parts if part.longer)
+    more = sum(len(part.longer) for part in parts) - 1
     others = f"; {more} more are too long" if more else ""
     return (
-        f"{first.id}  the prompt{part.place} has {longer[id(first)]} tokens, more than {part.room.limit} "
-        f'({part.room.why}){others}: shorten it, or leave such problems out with [data] long_prompts = "skip"'
+        f"{part.first.id}  the prompt{part.place} has {part.longer[id(part.first)]} tokens, more than "
+        f"{part.room.limit} ({part.room.why}){others}: shorten it, or leave such problems out with "
+        '[data] long_prompts = "skip"'
     )
 
 
-def _left_out(parts: Sequence[_Part], lengths: Sequence[Mapping[int, int]]) -> Iterator[str]:
+def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
     """How many problems of each part are left out: a sentence for every limit."""
-    pairs = list(zip(parts, lengths, strict=True))
-    for limit in dict.fromkeys(part.room.limit for part, longer in pairs if longer):
-        here = [(part, longer) for part, longer in pairs if part.room.limit == limit]
-        counts = ", ".join(f"{len(longer)} of {len(part.problems)} {part.name}" for part, longer in here)
-        part, longer = next((part, longer) for part, longer in here if longer)
-        first = next(problem for problem in part.problems if id(problem) in longer)
+    long = [part for part in parts if part.longer]
+    for limit in dict.fromkeys(part.room.limit for part in long):
+        here = [part for part in long if part.room.limit == limit]
+        counts = ", ".join(f"{len(part.longer)} of {len(part.problems)} {part.name}" for part in here)
+        first = here[0].first
         yield (
             f"left out for prompts of more than {limit} tokens: {counts}; the first is {first.id} "
-            f"with {longer[id(first)]} tokens"
+            f"with {here[0].longer[id(first)]} tokens"
         )
 
 
@@ -202,10 +199,8 @@ def _bytes(problem: Problem, section: Data) -> int:
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Data) -> int:
-    """Tokens of the longest prompt, as far as characters tell it: only those with the most of them are rendered.
-
-    0 when there are no problems. Raises as ``render``.
-    """
+    """Tokens of the longest prompt among the ``LONGEST_BY_CHARACTERS``; 0 when there are no problems. Raises as
+    ``render``."""
 
     def characters(problem: Problem) -> int:
         return sum(len(message["content"]) for message in conversation(problem, data))

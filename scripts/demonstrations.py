@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from retrain.environments.arithmetic import apply, parse
+from retrain.data.arithmetic import apply, parse
 from retrain.types import Problem
 
 GUESSES = ("clearly", "clearly", "clearly", "clearly", "let me think, clearly", "or we could guess:", "what if we say")

@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from retrain.config.base import is_plugin
+from retrain.config.tasks import FILE_ENDINGS, Data
 from retrain.errors import DataError, PluginError
 from retrain.extras import missing
-from retrain.plugins import load_function, search_folders
+from retrain.plugins import existing_file, load_function, search_folders
 from retrain.rewards.extract import reference_answer
 from retrain.types import Problem
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where a row stands (``file:line``), for errors and as the problem's id, and its columns."""
+"""Where a row is (``file:line``), for errors and as the problem's id, and its columns."""
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution")
@@ -54,28 +56,44 @@ class HubSource:
     columns: Columns
 
 
+SUBJECTS = (
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+    "precalculus",
+)  # fmt: skip
 HUB: dict[str, HubSource] = {
     "gsm8k": HubSource("openai/gsm8k", ("main",), Columns("question", "answer")),
-    "math": HubSource(
-        "EleutherAI/hendrycks_math",
-        (
-            "algebra",
-            "counting_and_probability",
-            "geometry",
-            "intermediate_algebra",
-            "number_theory",
-            "prealgebra",
-            "precalculus",
-        ),
-        Columns("problem", "solution", ("type", "level")),
-    ),
+    "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, Columns("problem", "solution", ("type", "level"))),
 }
-FILE_ENDINGS = (".jsonl", ".parquet")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 class NoSplit(DataError):
-    """A data set that is there has no split of this name."""
+    """A data set has no split of this name."""
+
+
+def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
+    """All problems of one split of a source, with the columns that ``data`` names. Raises DataError, MissingExtra or
+    PluginError, and NoSplit where the source has other splits."""
+    columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
+    if source.endswith(FILE_ENDINGS):
+        return file_problems(source, columns, base_dir)
+    if is_plugin(source):
+        return function_problems(source, split, columns, base_dir)
+    directory = directory_of(source, base_dir)
+    known = next((name for name, hub in HUB.items() if hub.repository == source), None)
+    if source in HUB or (known is not None and directory is None and data.subset is None):
+        return hub_problems(known or source, split)
+    if directory is not None or HUB_NAME.fullmatch(source):
+        return table_problems(source, split, columns, data.subset, directory=directory)
+    raise DataError(
+        f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl or .parquet "
+        "file, a hub name such as owner/name, nor a module:function"
+    )
+
+
+def has_splits(source: str, base_dir: Path | None) -> bool:
+    """Whether training and test problems are separate splits of the source."""
+    return not source.endswith(FILE_ENDINGS) and (not is_plugin(source) or takes_split(source, base_dir))
 
 
 def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
@@ -83,23 +101,14 @@ def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -
 
     Raises DataError naming ``file:line`` for the first malformed row, MissingExtra for Parquet without pyarrow.
     """
-    path = found(source, base_dir)
+    path = existing_file(source, base_dir, "data source", DataError)
     rows = parquet_rows(path, source) if path.suffix == ".parquet" else jsonl_rows(path, source)
     problems = problems_of_rows(rows, columns, f"the file {path}")
-    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same wherever the file lies
-
-
-def found(source: str, base_dir: Path | None) -> Path:
-    """The file that ``source`` names, as an absolute path. Raises DataError when there is none."""
-    tried = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
-    for path in tried:
-        if path.is_file():
-            return path
-    raise DataError(f"data source {source!r}: no such file (looked for {' and '.join(map(str, dict.fromkeys(tried)))})")
+    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
-    """Rows of a JSON Lines file; blank lines are left out. Raises DataError at a line that is no JSON object.
+    """Rows of a JSON Lines file without its blank lines. Raises DataError at a line that is not a JSON object.
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
     """
@@ -159,7 +168,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
 
 
 def on_hub(source: str, base_dir: Path | None) -> bool:
-    """Whether the problems are the hub's: a name of ``HUB``, or ``owner/name`` where no such directory is."""
+    """Whether this is a data set of the hub: a name of ``HUB``, or ``owner/name`` where no such directory is."""
     if source in HUB:
         return True
     local = source.endswith(FILE_ENDINGS) or directory_of(source, base_dir) is not None
@@ -167,7 +176,7 @@ def on_hub(source: str, base_dir: Path | None) -> bool:
 
 
 def directory_of(source: str, base_dir: Path | None) -> Path | None:
-    """The directory that ``source`` names, looked up as files are; None when it names none."""
+    """The directory that ``source`` names, in one of the ``search_folders``, or None."""
     if ":" in source or "\0" in source:
         return None
     folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
@@ -195,7 +204,7 @@ def table_problems(
         table = _table(datasets, str(directory or source), subset, split)
     except NoSplit:
         raise
-    except Exception as error:  # the many ways to fail of the library and of the hub's client; the reason is told
+    except Exception as error:  # the library and the hub's client fail in many ways
         raise DataError(_no_table(source, split, columns, error, directory)) from error
     finally:
         if not bars:
@@ -229,7 +238,7 @@ def _no_split(place: str, split: str, splits: list[str]) -> str:
 
 
 def _no_table(source: str, split: str, columns: Columns, error: Exception, directory: Path | None) -> str:
-    """Why a data set cannot be had, in one line, and what to type."""
+    """Why a data set cannot be loaded, in one line, and what to type."""
     text = str(error.__cause__ or error)
     several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
     if several:
@@ -240,20 +249,20 @@ def _no_table(source: str, split: str, columns: Columns, error: Exception, direc
     named = ((columns.prompt, "prompt_column"), (columns.answer, "answer_column"))
     keys = "".join(f'  {key} = "{column}"' for column, key in named if column)
     return (
-        f"data source {source!r} (split {split!r}) is not to be had: {reason}. Without a hub, use a copy as a file:  "
+        f"data source {source!r} (split {split!r}) cannot be loaded: {reason}. Without a hub, use a copy as a file:  "
         f'[data] source = "path/{split}.jsonl"{keys}'
     )
 
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
-    """Whether a ``module:function`` source can be asked for a split. Raises PluginError when there is no such one."""
+    """Whether a ``module:function`` source has a parameter, the split. Raises PluginError when it cannot be loaded."""
     return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
 def function_problems(source: str, split: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
     """Problems of ``module:function``, called with the split if it takes a parameter.
 
-    It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be found or
+    It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
     returns something else; what it raises itself passes through.
     """
     function = load_function(source, base_dir, "data source")
@@ -277,8 +286,8 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
 
 
 def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[Problem]:
-    """Rows as problems. Raises DataError if there is none, some have an answer and others not, or none has a tag's
-    column."""
+    """Rows as problems. Raises DataError where there is none, where only some have an answer, and where no row has a
+    column of tags."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
         columns = columns.of(row)  # the first row decides what is not named
@@ -356,7 +365,7 @@ def _tags(where: str, column: str, value: Any) -> list[str]:
 def _encodable(where: str, column: str, text: str) -> str:
     """``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f'{where}  column "{column}" holds half of a surrogate pair, which is no text')
+        raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text
 
 

@@ -16,19 +16,8 @@ from typing import Any, NamedTuple
 
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.environments.sources import (
-    FILE_ENDINGS,
-    HUB,
-    HUB_NAME,
-    Columns,
-    NoSplit,
-    directory_of,
-    file_problems,
-    function_problems,
-    hub_problems,
-    table_problems,
-    takes_split,
-)
+from retrain.data import arithmetic
+from retrain.data.sources import NoSplit, has_splits, read_problems
 from retrain.errors import DataError
 from retrain.types import Problem
 
@@ -36,8 +25,8 @@ DEFAULT_EVAL_SPLIT = "test"
 
 
 class Wanted(NamedTuple):
-    """A held-out set to be loaded: its name, the most problems that it may have, and the [data] in whose
-    ``eval_source`` and ``eval_split`` it lies."""
+    """A held-out set to load: its name, the number of problems wanted, and the [data] whose ``eval_source`` and
+    ``eval_split`` it is from."""
 
     name: str
     problems: int
@@ -48,9 +37,9 @@ class Wanted(NamedTuple):
 class Dataset:
     """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
-    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are things a person should
-    hear of, such as training problems that were removed because they are held out. ``skipped`` counts problems that
-    were left out because their prompts are too long.
+    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as how
+    many training problems are left out because they are held out. ``skipped`` counts problems that are left out because
+    their prompts are too long.
     """
 
     name: str
@@ -75,10 +64,10 @@ def load_data(
 ) -> Dataset:
     """The data set of a ``[data]`` section.
 
-    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none are set aside),
-    ``max_examples`` the most to train on, ``seed`` decides which problems a generated source generates and which of
-    them ``max_examples`` keeps. ``base_dir`` (the TOML's folder) is where relative paths are looked up first, then the
-    current directory. Raises DataError, MissingExtra or PluginError.
+    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none). At most
+    ``max_examples`` problems are trained on. ``seed`` decides which problems are generated, and which ``max_examples``
+    keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
+    DataError, MissingExtra or PluginError.
     """
     wanted = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else list(heldout)
     wanted = [each for each in wanted if each.problems > 0]
@@ -107,8 +96,8 @@ def load_data(
                 f"[evaluation] problems = {each.problems} asks for more"
             )
     kept = _at_most(train, max_examples, seed, data.shuffle)
-    told = tuple(dict.fromkeys(notes))  # sets that share a source share what is said of it
-    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), told)
+    once = tuple(dict.fromkeys(notes))  # sets that share a source share its notes
+    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), once)
 
 
 def content_hash(*parts: Sequence[Problem]) -> str:
@@ -123,61 +112,31 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
     if data.source == "arithmetic":
-        from retrain.environments import arithmetic
-
         size = data.size if max_examples is None else min(data.size, max_examples)
         return arithmetic.problems("train", size, data.levels, seed)
-    return _problems(data.source, data.split, data, base_dir)
+    return read_problems(data.source, data.split, data, base_dir)
 
 
 def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
-    """What a held-out set is chosen from: all problems of a source or split of its own; None where it is a part of the
-    training source, for want of either."""
+    """What a held-out set is chosen from: all problems of its own source or split; None where it has neither and is a
+    part of the training source."""
     data = wanted.data
     eval_source = data.eval_source
     source = eval_source or data.source
     if source == "arithmetic":
-        from retrain.environments import arithmetic
-
         return arithmetic.problems("heldout", wanted.problems, data.levels, seed)
     if eval_source is not None:
-        return _problems(eval_source, data.eval_split, data, base_dir)
-    if data.split == data.eval_split or not _has_splits(source, base_dir):
+        return read_problems(eval_source, data.eval_split, data, base_dir)
+    if data.split == data.eval_split or not has_splits(source, base_dir):
         return None
     try:
-        return _problems(source, data.eval_split, data, base_dir)
+        return read_problems(source, data.eval_split, data, base_dir)
     except NoSplit:
-        if data.eval_split != DEFAULT_EVAL_SPLIT:  # somebody asked for it
+        if data.eval_split != DEFAULT_EVAL_SPLIT:  # the file asks for it
             raise
         share = f"{data.eval_fraction:.0%} of {data.split!r}"
         notes.append(f"{source} has no split {data.eval_split!r}: {share} is held out (eval_fraction)")
         return None
-
-
-def _has_splits(source: str, base_dir: Path | None) -> bool:
-    """Whether the source tells training and test problems apart by itself."""
-    if source.endswith(FILE_ENDINGS):
-        return False
-    return ":" not in source or takes_split(source, base_dir)
-
-
-def _problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
-    columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
-    subset = data.subset
-    if source.endswith(FILE_ENDINGS):
-        return file_problems(source, columns, base_dir)
-    if source in HUB:
-        return hub_problems(source, split)
-    if ":" in source:
-        return function_problems(source, split, columns, base_dir)
-    directory = directory_of(source, base_dir)
-    known = next((name for name, hub in HUB.items() if hub.repository == source), None)
-    if directory is None and known is not None and subset is None:
-        return hub_problems(known, split)
-    if directory is not None or HUB_NAME.fullmatch(source):
-        return table_problems(source, split, columns, subset, directory=directory)
-    raise DataError(f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl or "
-                    ".parquet file, a hub name such as owner/name, nor a module:function")  # fmt: skip
 
 
 def _fraction(problems: list[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
@@ -213,12 +172,12 @@ def _plain(problem: Problem) -> Any:
 
 
 def _key(problem: Problem) -> str:
-    """What makes two problems the same: the words of the prompt, whatever the white space."""
+    """What makes two problems the same: the prompt up to white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 
 
 def _position(key: str) -> float:
-    """A number in [0, 1) that only the key decides, as if drawn uniformly."""
+    """The key's hash as a number in [0, 1)."""
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
     return int.from_bytes(digest, "little") / 2**64

@@ -105,31 +105,31 @@ def problems(split: Split, count: int, levels: Sequence[str] | None = None, seed
 
 def _stream(split: Split, level: str, seed: int) -> Iterator[Problem]:
     """Different problems of one level and side in an order that only the seed decides, until none is left."""
-    draws = generator("arithmetic", split, level, seed)
+    numbers = generator("arithmetic", split, level, seed)
     seen: set[str] = set()
     while True:
-        for expression in _expressions(level, draws):
+        for expression in _expressions(level, numbers):
             if expression not in seen:
                 seen.add(expression)
                 if split_of(expression) == split:
                     yield problem_of(expression, level)
 
 
-def _expressions(level: str, draws: np.random.Generator) -> list[str]:
+def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
     """One block of random expressions of a level; those with a negative intermediate result are left out."""
-    signs = draws.integers(0, 2, _BLOCK).tolist()
+    signs = numbers.integers(0, 2, _BLOCK).tolist()
     if level == "easy":
-        columns = (draws.integers(10, 200, _BLOCK), draws.integers(10, 100, _BLOCK))
+        columns = (numbers.integers(10, 200, _BLOCK), numbers.integers(10, 100, _BLOCK))
         rows = zip(signs, *(column.tolist() for column in columns), strict=True)
         return [f"{a}-{b}" if sign else f"{a}+{b}" for sign, a, b in rows if not sign or a >= b]
-    low, high = (10, 100) if level == "medium" else (12, 100)
-    columns = (draws.integers(low, high, _BLOCK), draws.integers(10, 100, _BLOCK), draws.integers(10, 100, _BLOCK))
-    factors = draws.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
-    found = []
+    low = 10 if level == "medium" else 12
+    columns = [numbers.integers(least, 100, _BLOCK) for least in (low, 10, 10)]
+    factors = numbers.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
+    expressions = []
     for sign, d, a, b, c in zip(signs, factors, *(column.tolist() for column in columns), strict=True):
         start, value = (str(a), a) if d == 1 else (f"{d}*{a}", d * a)
         if sign and value >= b:
-            found.append(f"{start}-{b}+{c}")
+            expressions.append(f"{start}-{b}+{c}")
         elif not sign and value + b >= c:
-            found.append(f"{start}+{b}-{c}")
-    return found
+            expressions.append(f"{start}+{b}-{c}")
+    return expressions
