@@ -152,7 +152,7 @@ def test_explain_predicts_what_the_run_will_plan():
 # -- how much a cohort does at a time -------------------------------------------------------------------------------
 
 
-def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch):
+def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, trainable):
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
     monkeypatch.setattr(memory, "total_memory", lambda device: 80 << 30)
     base = on_meta(QWEN, torch.bfloat16, 36, 151_936)
