@@ -51,6 +51,7 @@ def test_in_bf16_sampler_and_trainer_agree_end_to_end(tmp_path):
     assert launch(load(tmp_path / "bf16.toml"), tmp_path / "out", NullObserver()).exit_status == 0
     runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
     assert len(runs) == 2
+    gaps = []
     for run in runs:
         rows = read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")
         assert len(rows) == 3
@@ -59,6 +60,8 @@ def test_in_bf16_sampler_and_trainer_agree_end_to_end(tmp_path):
             assert 0 < row["kl_sample_train_v2"] < 5e-5  # 0 would be fp32's
             assert row["kl_divergence_inference"] < 5e-5
             assert row["val/ratio"] == pytest.approx(1, abs=1e-3)
+            gaps.append(row["kl_sample_train_v2"])
+    assert np.mean(gaps) < 8e-6  # 3e-6; where each side rounds in its own way 1.7e-5
 
 
 SIZES = {
@@ -107,12 +110,9 @@ def tiny(family: str, dtype: torch.dtype, size: float = TRAINED) -> BaseModel:
 # -- the same numbers on both sides --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
-@pytest.mark.parametrize("family", ENGINE_MODEL)
+@pytest.mark.parametrize(("family", "dense_path"), [(f, True) for f in DENSE] + [(f, False) for f in ENGINE_MODEL])
 def test_in_bf16_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path):
     """Also where the model's own forward pass samples, and with a LoRA scale that is no power of two."""
-    if dense_path and family in OTHERS:
-        pytest.skip("not a dense family")
     base = tiny(family, BF16)
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=3, size=0.05) for seed in (1, 2)]
@@ -336,11 +336,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    ("family", "fault"), [(f, fault) for f in DENSE for fault in FAULTS if "head norm" not in fault or f == "qwen3"]
+)
 def test_a_decoder_with_a_fault_is_refused(family, fault, dtype, monkeypatch):
-    if "head norm" in fault and family != "qwen3":
-        pytest.skip("has no head norms")
     if fault.startswith("eps 1e-6 for"):
         monkeypatch.setitem(SIZES, "rms_norm_eps", 1e-5)
     base = tiny(family, dtype)

@@ -48,7 +48,7 @@ from retrain.rng import generator
 
 MERGE_SHARE = 0.25
 """Weights are merged only where the copy takes less than this share of the memory that is available."""
-PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
+PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 44, 3
 """Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Root mean square of the differences of log-probabilities, by the spread of the logits, up to which a decoder is
