@@ -46,6 +46,11 @@ def draw(
     return token_R1.squeeze(1), logprob_R, entropy_R, kept_RK
 
 
+def adds_in_any_order(device: torch.device) -> bool:
+    """Whether ``cumulated`` must not depend on the order of a sum: on a GPU that was asked to be deterministic."""
+    return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+
+
 def truncated(
     mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, in_any_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from retrain.engines.cache import DecodeCache
-from retrain.engines.draw import draw
+from retrain.engines.draw import adds_in_any_order, draw
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.truncation import Keeper, cuts_of, remember
+from retrain.policy.arithmetic import FULL
+from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
 from retrain.rng import uniforms
@@ -37,6 +39,7 @@ class Grid:
         used = [requests[row.request] for row in self.rows]
         self.max_tokens = max(request.max_tokens for request in used)
         self.width = max(len(request.prompt_ids) for request in used)
+        self.backbone = None if base.dtype in FULL else backbone_of(base)
         self.cache = DecodeCache(base.model.config.get_text_config(), self.width + self.max_tokens)
 
         draws = np.zeros((len(self.rows), self.max_tokens))
@@ -86,20 +89,13 @@ class Grid:
         mask = torch.tensor(
             [[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device
         )
-        out = self.base.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids(mask),
-            past_key_values=self.cache.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        logits = self._logits(ids, mask, position_ids(mask))
         index = torch.tensor(source, device=device)
         self.cache.select_rows(index)
         self.mask_BK = torch.ones(len(self.rows), self.width + self.max_tokens, dtype=torch.bool, device=device)
         self.mask_BK[:, : self.width] = mask.bool()[index]
         self.start_B = self.mask_BK[:, : self.width].sum(1)
-        return out.logits[:, -1][index]
+        return logits[index]
 
     def draw(self, logits_BV: torch.Tensor, step: int) -> None:
         """Sample one token per row; record log-probability and entropy."""
@@ -111,6 +107,7 @@ class Grid:
             self.uniforms_BT[rows, step],
             self.temperature_B1,
             greedy,
+            adds_in_any_order(self.base.device),
             cut_R3=self.cut_B3,
             rank_K=keeper and keeper.kept.rank_K,
         )
@@ -148,15 +145,19 @@ class Grid:
     def forward(self, step: int) -> torch.Tensor:
         """One decode step: logits [B, V] after the tokens just sampled."""
         mask = self.mask_BK[:, : self.width + step + 1]
-        out = self.base.model(
-            input_ids=self.token_B.unsqueeze(1),
-            attention_mask=mask[:, None, None, :] if self.cache.plain else mask,
-            position_ids=(self.start_B + step).unsqueeze(1),
-            past_key_values=self.cache.cache,
-            use_cache=True,
-            logits_to_keep=1,
+        return self._logits(
+            self.token_B.unsqueeze(1),
+            mask[:, None, None, :] if self.cache.plain else mask,
+            (self.start_B + step).unsqueeze(1),
         )
-        return out.logits[:, -1]
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, V] of the last column; in half precision from the output layer as the update takes it."""
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        given |= {"past_key_values": self.cache.cache, "use_cache": True}
+        if self.backbone is None or self.backbone.head is None:
+            return self.base.model(**given, logits_to_keep=1).logits[:, -1]
+        return self.backbone.head.logits(self.backbone.decoder(**given).last_hidden_state[:, -1])
 
     def actions(self) -> list[tuple[Row, Action]]:
         """Everything that was sampled, on the host."""

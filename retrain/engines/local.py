@@ -22,6 +22,8 @@ from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.engines.step import Block
 from retrain.errors import ModelError, RunFailed
 from retrain.models.sizes import LOGITS_COPIES
+from retrain.policy.arithmetic import FULL
+from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.local import LocalSnapshot
@@ -62,6 +64,8 @@ class LocalEngine:
         self._syncs: list[float] = []
         self.graphs = StepGraphs.of(base.device, tell)
         self.decoder = dense_decoder(base) if dense else None
+        if self.decoder is None and base.dtype not in FULL:
+            backbone_of(base)  # the grid takes its output layer; examined while no lane is active
         self._published: dict[str, tuple[int, LoraWeights]] = {}
 
     @property

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from retrain.engines.draw import draw
 from retrain.engines.truncation import Kept, remember
+from retrain.policy.arithmetic import fp32_product, rms, rotation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
@@ -109,11 +110,6 @@ def product(x: torch.Tensor, given: Product) -> torch.Tensor:
     return out
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of the last axis."""
-    return torch.rms_norm(x, [x.shape[-1]], weight, eps)
-
-
 def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
     """One of ``ACTIVATIONS``."""
     if kind == "gelu":
@@ -131,8 +127,7 @@ def rotated(
     """Queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
     if head_norms is not None:
         qk = torch.rms_norm(qk, [frame.head_dim], None, frame.eps) * head_norms
-    # rotate_half(x)·sin = roll(x, half)·(−sin, sin): the sign is in the table.
-    return (qk * cos).addcmul_(qk.roll(frame.head_dim // 2, -1), sin)
+    return rotation(qk, cos, sin)
 
 
 def block_end(frame: Frame, block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -140,6 +135,11 @@ def block_end(frame: Frame, block: Block, x: torch.Tensor, attended: torch.Tenso
     x = x + product(attended, block.out)
     gate, up = product(rms(x, block.norm_mlp, frame.eps), block.gate_up).chunk(2, -1)
     return x + product(activated(gate, frame.activation) * up, block.down)
+
+
+def logits(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, V] of what the last block gives [rows, H], in fp32 at least."""
+    return fp32_product(rms(x, frame.norm, frame.eps), frame.head.weight, frame.head.bias)
 
 
 def forward(
@@ -182,7 +182,7 @@ def forward(
             scale=frame.scaling,
         )
         x = block_end(frame, block, x, attended.reshape(rows, -1))
-    return product(rms(x, frame.norm, frame.eps), frame.head)
+    return logits(frame, x)
 
 
 def note(rows: Rows, sampled: Sampled, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:

@@ -30,9 +30,8 @@ def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_nor
     """Bytes that one layer keeps of one token for the backward pass of the update.
 
     ``queries`` and ``keys``: numbers in all query heads and in all key heads; ``intermediate``: width of the MLP, of
-    all experts that a token meets; ``head_norms``: queries and keys are normalised. Norms keep their inputs, in fp32
-    whatever the base's precision; linear layers and attention keep theirs, attention also its output, the MLP its gate
-    and its other half.
+    all experts that a token meets; ``head_norms``: queries and keys are normalised. Norms, linear layers and attention
+    keep their inputs, attention also its output, the MLP its gate and its other half.
     """
     norms = 2 * hidden + head_norms * (queries + keys)
     linear = 2 * hidden + queries + intermediate

@@ -16,6 +16,7 @@ from retrain.config import Config
 from retrain.errors import ModelError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
+from retrain.policy.arithmetic import FULL
 from retrain.policy.device import resolve_device, resolve_dtype, set_up
 from retrain.tokenizer import Tokenizer
 
@@ -61,6 +62,13 @@ class BaseModel:
     def context_length(self) -> int:
         """Longest prompt + completion that the model's positions allow."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+
+    @cached_property
+    def head_weight(self) -> torch.Tensor:
+        """The output layer's weight as ``fp32_product`` takes it: on a CPU, which multiplies half precision into half
+        precision alone, a copy in fp32."""
+        weight = self.model.get_output_embeddings().weight.detach()
+        return weight.float() if self.device.type == "cpu" and weight.dtype not in FULL else weight
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -148,6 +156,7 @@ def load_weights(files: ModelFiles, devices: str, dtype: str) -> BaseModel:
     except Exception as error:  # as in _look
         raise _cannot_load(name, error) from error
     model.to(device).eval().requires_grad_(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products in fp32
     eos_ids = _end_ids(model, tokenizer)
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")

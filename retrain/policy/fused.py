@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from retrain.policy.arithmetic import FULL, rms
+
 
 def adapted_linear(
     base: nn.Module, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float = 0.0
@@ -23,8 +25,11 @@ def adapted_linear(
     """
     if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
         return _Adapted.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
-    given = F.dropout(x, dropout) if dropout > 0 else x
-    return base(x) + F.linear(F.linear(given, a.to(x.dtype)), b.to(x.dtype)) * scale
+    low = F.linear(F.dropout(x, dropout) if dropout > 0 else x, a.to(x.dtype))
+    if x.dtype in FULL:
+        return base(x) + F.linear(low, b.to(x.dtype)) * scale
+    out = base(x)
+    return torch.addmm(_rows(out), _rows(low), _scaled(b, scale, x.dtype).t()).view(out.shape)
 
 
 class _Adapted(torch.autograd.Function):
@@ -42,7 +47,7 @@ class _Adapted(torch.autograd.Function):
             return F.linear(x, _merged(weight, a, b, scale), bias)
         out = F.linear(x, weight, bias)
         low = F.linear(_rows(x), a.to(x.dtype))
-        return _rows(out).addmm_(low, b.to(x.dtype).t(), alpha=scale).view(out.shape)
+        return _rows(out).addmm_(low, _scaled(b, scale, x.dtype).t()).view(out.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -67,28 +72,36 @@ def _merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
+def _scaled(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """B as the sampler has it (``Lanes.stack``): scaled first, then rounded."""
+    return (b * scale).to(dtype)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight · x / sqrt(mean(x²) + eps)`` over the last axis; gradient for x alone."""
+    """``weight · x / sqrt(mean(x²) + eps)`` over the last axis; gradient for x alone. In half precision the sampler's
+    ``rms``, with all of the gradient in fp32 but its result."""
     return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        inverse = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        half = x.dtype not in FULL
+        wide = x.float() if half else x
+        inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, inverse)
-        return torch.mul(x, inverse).mul_(weight)
+        return rms(x, weight, eps) if half else torch.mul(x, inverse).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
-        scaled = grad * weight
-        share = torch.linalg.vecdot(scaled, x).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
-        return scaled.addcmul_(x, share).mul_(inverse), None, None
+        wide, scaled = x.to(inverse.dtype), grad.to(inverse.dtype) * weight
+        share = torch.linalg.vecdot(scaled, wide).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
+        return scaled.addcmul_(wide, share).mul_(inverse).to(x.dtype), None, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

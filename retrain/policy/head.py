@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrain.policy.arithmetic import fp32_product
+
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
 
@@ -50,12 +52,31 @@ class Supports:
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one."""
+    """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one.
+
+    Logits are fp32 (fp64 for fp64 weights), not rounded to half precision on the way. ``product_VH``: the weight as
+    ``fp32_product`` takes it, where that is another one (``BaseModel.head_weight``).
+    """
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None = None
     softcap: float | None = None
     multiplier: float = 1.0
+    product_VH: torch.Tensor | None = None
+
+    def products(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """multiplier · (W h + bias) [R, V]."""
+        z_RV = fp32_product(hidden_RH, self.weight_VH if self.product_VH is None else self.product_VH)
+        if self.bias_V is not None:
+            z_RV += self.bias_V
+        if self.multiplier != 1.0:
+            z_RV *= self.multiplier
+        return z_RV
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of hidden states [R, H]."""
+        z_RV = self.products(hidden_RH)
+        return z_RV if self.softcap is None else torch.tanh(z_RV / self.softcap) * self.softcap
 
     def logprobs(
         self,
@@ -70,8 +91,8 @@ class Head:
         """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature), over
         ``supports`` where given.
 
-        In fp32 (fp64 for fp64 weights). Gradients reach ``hidden_NH`` alone. ``lap`` hears of "forward" before and of
-        "compute_entropy" after the entropy of each chunk.
+        Gradients reach ``hidden_NH`` alone. ``lap`` hears of "forward" before and of "compute_entropy" after the
+        entropy of each chunk.
         """
         chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
         return chosen_N, entropy_N if entropy else None
@@ -105,12 +126,7 @@ class _Logprobs(torch.autograd.Function):
         for start in range(0, len(hidden_NH), size):
             part = slice(start, start + size)
             target_R1 = targets_N[part].unsqueeze(1)
-            z_RV = hidden_NH[part] @ weight_VH.t()
-            if head.bias_V is not None:
-                z_RV += head.bias_V
-            z_RV = z_RV.to(real)
-            if head.multiplier != 1.0:
-                z_RV *= head.multiplier
+            z_RV = head.products(hidden_NH[part])
             tanh_RV = None
             if head.softcap is not None:
                 tanh_RV = torch.tanh(z_RV / head.softcap)
@@ -138,7 +154,7 @@ class _Logprobs(torch.autograd.Function):
                 lap("compute_entropy")
             if wanted:
                 slope_RV = probs_RV.neg_()
-                slope_RV.scatter_add_(1, target_R1, torch.ones_like(target_R1, dtype=real))
+                slope_RV.scatter_(1, target_R1, slope_RV.gather(1, target_R1).add_(1.0))
                 slopes[0][part] = slope_RV.mul_(scale).to(weight_VH.dtype) @ weight_VH
         ctx.save_for_backward(*slopes)
         return chosen_N, entropy_N

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,9 @@ class Layout:
     """Token ids [rows, columns] with their positions, and where everything is found in them, flattened.
 
     ``rows_M``: for each action token, sequence after sequence, the place whose hidden state predicts it. Packed
-    layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place), and
-    ``home_N``, for every place one slot of ``spread_SL`` that reads it.
+    layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place),
+    ``home_N``, for every place one slot of ``spread_SL`` that reads it, and ``first_S``, where in ``rows_M`` each
+    sequence begins.
     """
 
     ids_BL: torch.Tensor
@@ -49,6 +51,7 @@ class Layout:
     rows_M: torch.Tensor
     spread_SL: torch.Tensor | None = None
     home_N: torch.Tensor | None = None
+    first_S: torch.Tensor | None = None
     groups: tuple[SharedPrefix, ...] = ()
 
     def to(self, device: torch.device) -> Layout:
@@ -60,6 +63,11 @@ class Layout:
 def prefix_key(sample: Sample) -> bytes:
     """Equal for samples whose tokens before the first action are."""
     return sample.token_ids[: sample.prefix].tobytes()
+
+
+def predicting(states: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Of states [rows, columns, H] those that predict an action token, [M, H]."""
+    return _Predicting.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
 
 
 def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> Layout:
@@ -94,6 +102,7 @@ def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool =
         rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
         spread_SL=torch.from_numpy(spread).to(device),
         home_N=torch.from_numpy(np.concatenate(home)).to(device),
+        first_S=torch.tensor([0, *np.cumsum([len(own) for own in rows])[:-1]], device=device),
         groups=tuple(groups),
     )
 
@@ -187,6 +196,28 @@ class _Spread(torch.autograd.Function):
                 copies = grad_SLHD[group.first : group.last, : group.width]
                 torch.sum(copies, 0, out=grad_NHD[group.start : group.start + group.width])
         return grad_NHD, None
+
+
+class _Predicting(torch.autograd.Function):
+    """[N, H] → [M, H] at ``rows_M``. All samples of a group read the end of their prompt: that sum, too, is taken in
+    one order."""
+
+    @staticmethod
+    def forward(ctx: Any, states_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout, ctx.places = layout, len(states_NH)
+        return states_NH.index_select(0, layout.rows_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        layout = ctx.layout
+        grad_NH = grad_MH.new_zeros(ctx.places, grad_MH.shape[1])
+        grad_NH.index_copy_(0, layout.rows_M, grad_MH)
+        for group in layout.groups:
+            if group.last - group.first > 1:
+                copies = grad_MH.index_select(0, layout.first_S[group.first : group.last])
+                wide = copies.to(torch.promote_types(copies.dtype, torch.float32))
+                grad_NH[group.start + group.width - 1] = reduce(torch.add, wide.unbind(0))
+        return grad_NH, None
 
 
 class _Gather(torch.autograd.Function):

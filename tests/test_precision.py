@@ -1,0 +1,486 @@
+"""Half precision: sampler and trainer round alike, logits keep the digits of their sums, a decoder that computes
+something else is refused, and no kernel that a GPU runs in any order decides a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import ref, sample, trained, update
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from toymodels import toy_base
+
+from retrain.engines import dense, grid
+from retrain.engines.dense import DenseDecoder, dense_decoder
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import SampleRequest
+from retrain.engines.step import Product, product
+from retrain.policy import arithmetic
+from retrain.policy.arithmetic import fp32_product, rms, rotation
+from retrain.policy.backbone import backbone_of
+from retrain.policy.base import BaseModel, load_base
+from retrain.policy.fused import adapted_linear, rms_norm
+from retrain.policy.head import Head
+from retrain.policy.logprobs import collate, token_logprobs
+from retrain.policy.lora import Lanes
+from retrain.policy.packing import packed_layout, padded_layout, predicting
+from retrain.types import Sample
+
+BF16 = torch.bfloat16
+
+
+def test_in_bf16_sampler_and_trainer_agree_end_to_end(tmp_path):
+    """Two lanes of the bundled model, trained from the second step on."""
+    from retrain.campaign.running.controller import launch
+    from retrain.config import load
+    from retrain.files import read_json, read_jsonl
+    from retrain.record.observer import NullObserver
+
+    (tmp_path / "bf16.toml").write_text(
+        '[campaign]\nseeds = [1, 2]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+        '[model]\nmodel = "tiny-reasoner"\nlora_rank = 16\n[data]\nsource = "arithmetic"\n'
+        '[reward]\ntype = "match"\n[inference]\ndtype = "bfloat16"\n[training]\nmax_steps = 3\nbatch_size = 4\n'
+        "group_size = 8\nmax_tokens = 60\nlr = 0.004\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n"
+    )
+    assert launch(load(tmp_path / "bf16.toml"), tmp_path / "out", NullObserver()).exit_status == 0
+    runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
+    assert len(runs) == 2
+    gaps = []
+    for run in runs:
+        rows = read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")
+        assert len(rows) == 3
+        for row in rows:
+            assert row["optim/grad_norm"] > 0
+            assert 0 < row["kl_sample_train_v2"] < 5e-5  # 0 would be fp32's
+            assert row["kl_divergence_inference"] < 5e-5
+            assert row["val/ratio"] == pytest.approx(1, abs=1e-3)
+            gaps.append(row["kl_sample_train_v2"])
+    assert np.mean(gaps) < 8e-6  # 3e-6; where each side rounds in its own way 1.7e-5
+
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+DENSE = {
+    "llama": {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+OTHERS = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 20.0, "sliding_window": 64},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+ENGINE_MODEL = {**DENSE, **OTHERS}
+FRESH, TRAINED = 0.0, 1.0
+"""Weights as transformers initialises them, and of the size that trained ones have."""
+
+
+def tiny(family: str, dtype: torch.dtype, size: float = TRAINED) -> BaseModel:
+    """A model with random weights; trained ones have small embeddings, and layers that change what they read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    class Words:
+        def decode(self, ids, skip_special_tokens=True):
+            return " ".join(map(str, ids))
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, **ENGINE_MODEL[family])
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval().requires_grad_(False)
+    for name, weight in model.named_parameters() if size else ():
+        noise = torch.randn(weight.shape)
+        if weight.dim() == 1:
+            weight.copy_(0.3 * noise + ("norm" in name and family != "gemma2"))
+        elif "embed" in name:
+            weight.copy_(0.01 * noise)
+        else:
+            weight.copy_(size * noise / math.sqrt(weight.shape[-1]))
+    return BaseModel("toy", model.to(dtype), Words(), torch.device("cpu"), dtype, (1,), 0, "")
+
+
+# -- the same numbers on both sides --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "dense_path"), [(f, True) for f in DENSE] + [(f, False) for f in ENGINE_MODEL])
+def test_in_bf16_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path):
+    """Also where the model's own forward pass samples, and with a LoRA scale that is no power of two."""
+    base = tiny(family, BF16)
+    lanes = Lanes(base)
+    adapters = [trained(lanes, seed, rank=3, size=0.05) for seed in (1, 2)]
+    engine, differences = LocalEngine(base, lanes, dense=dense_path), []
+    assert engine.fast == dense_path
+    asked = [
+        SampleRequest(ref(lane), tuple(range(3, 3 + n)), 6, 24, 1.0, ("half", n)) for lane in (0, 1) for n in (4, 9)
+    ]
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
+        own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
+        batch = collate(own, base)
+        with torch.no_grad(), lanes.single(adapters[int(request.policy.run_id)]):
+            logprobs_BT, _ = token_logprobs(base, batch, 1.0)
+        differences.append((logprobs_BT - batch.sampler_logprobs_BT)[batch.action_BT])
+    squares = torch.cat(differences).square()
+    if "moe" in family:  # a last bit that decides between two experts moves some tokens by more
+        squares = squares[squares < squares.quantile(0.9)]
+    assert float(squares.mean()) / 2 < 5e-5
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_norm_and_rotation_round_as_transformers_does(family):
+    from importlib import import_module
+
+    code = import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 32, dtype=BF16), 1 + 0.3 * torch.randn(32, dtype=BF16)
+    norm = next(getattr(code, name) for name in dir(code) if name.endswith("RMSNorm"))(32, 1e-5).to(BF16)
+    norm.weight.data.copy_(weight)
+    assert torch.equal(rms(x, weight, 1e-5), norm(x).detach())
+    assert torch.equal(rms_norm(x, weight, 1e-5), norm(x).detach())
+    angles = torch.arange(5)[:, None] / 10 ** (torch.arange(8) / 8).repeat(2)
+    cos, sin, x = angles.cos().to(BF16), angles.sin().to(BF16), x.view(1, 3, 5, 2, 16).select(0, 0).transpose(1, 2)
+    turned, _ = code.apply_rotary_pos_emb(x, x, cos[None], sin[None])
+    signed = torch.cat([-sin[:, :8], sin[:, 8:]], -1)
+    assert torch.equal(rotation(x, cos, signed), turned)
+
+
+@pytest.mark.parametrize("family", [*DENSE, "gemma2", "phi"])
+def test_the_update_takes_the_shared_norm_where_the_model_has_it(family):
+    base = tiny(family, BF16)
+    backbone_of(base)
+    norms = [module for name, module in base.model.named_modules() if name.endswith(("norm", "layernorm"))]
+    assert len(norms) > 2
+    assert {"forward" in module.__dict__ for module in norms} == {family in DENSE}  # Gemma multiplies before it rounds
+    base.release()
+    assert not any("forward" in module.__dict__ for module in norms)
+
+
+def test_the_gradient_of_the_norm_is_computed_in_fp32():
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(40, 64), 1 + 0.3 * torch.randn(64), torch.randn(40, 64)
+    half = x.to(BF16).requires_grad_()
+    rms_norm(half, weight.to(BF16), 1e-6).backward(grad.to(BF16))
+    exact = half.detach().double().requires_grad_()
+    F.rms_norm(exact, (64,), weight.to(BF16).double(), 1e-6).backward(grad.to(BF16).double())
+    assert half.grad is not None
+    assert half.grad.dtype == BF16
+    torch.testing.assert_close(half.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)  # one rounding, at the end
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-12])
+def test_in_bf16_an_adapter_adds_the_same_in_sampler_and_trainer(dropout):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 40, bias=False, dtype=BF16).requires_grad_(False)
+    x, a, b, scale = torch.randn(7, 24, dtype=BF16), torch.randn(3, 24), torch.randn(40, 3), 8 / 3
+    stacked = ((b.t() * scale).to(BF16))[None]
+    expected = product(x, Product(linear.weight, None, [40], a.t().to(BF16)[None].contiguous(), [stacked]))
+    assert torch.equal(adapted_linear(linear, x, a, b, scale, dropout), expected)
+
+
+# -- logits with all of their digits -------------------------------------------------------------------------------
+
+
+def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tmp_path):
+    base = toy_base(tmp_path / "toy", "bfloat16")
+    hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
+    exact = hidden.double() @ base.model.lm_head.weight.double().t()
+    head = backbone_of(base).head
+    assert head is not None
+    for logits in (head.logits(hidden), fp32_product(hidden, base.head_weight)):
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    engine = LocalEngine(base, Lanes(base))
+    assert engine.decoder is not None
+    assert engine.decoder.frame.head.weight is base.head_weight is head.product_VH  # one copy for all
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_full_precision_the_output_layer_is_not_copied(dtype):
+    base = tiny("llama", dtype)
+    assert base.head_weight.data_ptr() == base.model.lm_head.weight.data_ptr()
+
+
+@pytest.fixture
+def no_memory_of_devices():
+    arithmetic.multiplies_into_fp32.cache_clear()
+    yield
+    arithmetic.multiplies_into_fp32.cache_clear()
+
+
+class Ops(TorchDispatchMode):
+    """What is run, by name, with dtype and shape of its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.found.append((str(func), made.dtype, tuple(made.shape)))
+        return made
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_gpu_multiplies_bf16_into_fp32(device, no_memory_of_devices):
+    """On a CUDA device that holds no numbers, and, with the backward pass, on torch's device that never does."""
+    with FakeTensorMode() if device == "cuda" else nullcontext(), Ops() as ops:
+        weight, bias = (torch.empty(*shape, dtype=BF16, device=device) for shape in ((50, 8), (50,)))
+        base = BaseModel("fake", WithHead(weight), None, torch.device(device), BF16, (1,), 0, "")
+        assert base.head_weight.dtype == BF16
+        head = Head(weight, bias_V=bias, product_VH=base.head_weight)
+        logits = head.logits(torch.empty(4, 8, dtype=BF16, device=device))
+        assert (logits.dtype, logits.device.type) == (torch.float32, device)
+        if device == "meta":
+            hidden = torch.empty(4, 8, dtype=BF16, device=device, requires_grad=True)
+            chosen_N, _ = head.logprobs(hidden, torch.zeros(4, dtype=torch.long, device=device), entropy=True)
+            chosen_N.sum().backward()
+            assert hidden.grad is not None
+            assert hidden.grad.dtype == BF16
+    rounded = [name for name, dtype, shape in ops.found if dtype == BF16 and shape == (4, 50)]
+    assert set(rounded) <= {"aten._to_copy.default"}  # the slope, after the log-probabilities are there
+    assert ("aten.mm.dtype", torch.float32, (4, 50)) in ops.found
+
+
+class WithHead:
+    """As much of a model as has an output layer."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def get_output_embeddings(self):
+        return self
+
+
+def test_a_device_that_cannot_rounds_alike_on_both_sides(no_memory_of_devices):
+    assert not arithmetic.multiplies_into_fp32("cpu")
+    x, weight = torch.randn(5, 8, dtype=BF16), torch.randn(11, 8, dtype=BF16)
+    rounded = fp32_product(x, weight)
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, F.linear(x, weight).float())
+    assert torch.equal(Head(weight).logits(x), rounded)
+
+
+# -- the probe -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [FRESH, 0.5, TRAINED, 2.0])
+@pytest.mark.parametrize("family", DENSE)
+def test_every_sound_decoder_is_admitted(family, size, dtype):
+    assert dense_decoder(tiny(family, dtype, size)) is not None
+
+
+def with_frame(**numbers: float) -> Callable[[DenseDecoder], None]:
+    def change(decoder: DenseDecoder) -> None:
+        given = {name: getattr(decoder.frame, name) * factor for name, factor in numbers.items()}
+        decoder.frame = decoder.frame._replace(**given)
+
+    return change
+
+
+def other_rotation(power: float) -> Callable[[DenseDecoder], None]:
+    """Another rotation base: θ^power for θ."""
+
+    def change(decoder: DenseDecoder) -> None:
+        right = decoder.rotary.inv_freq.clone()
+        decoder.rotary.inv_freq.pow_(power)
+        decoder.frame = decoder.frame._replace(cos=decoder.frame.cos[:0])
+        decoder.turned(256)
+        decoder.rotary.inv_freq.copy_(right)
+
+    return change
+
+
+def swapped_gate_and_up(decoder: DenseDecoder) -> None:
+    for layer in decoder.layers:
+        layer.gate_up.weight = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+
+
+def one_swapped(decoder: DenseDecoder) -> None:
+    layer = decoder.layers[-1]
+    layer.gate_up.weight = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+
+
+def no_head_norms(decoder: DenseDecoder) -> None:
+    for layer in decoder.layers:
+        layer.head_norms = None
+
+
+def head_norms_without_weights(decoder: DenseDecoder) -> None:
+    for layer in decoder.layers:
+        assert layer.head_norms is not None
+        layer.head_norms = torch.ones_like(layer.head_norms)
+
+
+FAULTS = {
+    "rotation base 1e5 for 1e4": other_rotation(1.25),
+    "rotation base 4e3 for 1e4": other_rotation(0.9),
+    "attention scaled by 1.1": with_frame(scaling=1.1),
+    "attention scaled by 1/sqrt(2)": with_frame(scaling=0.7071),
+    "eps 1e-5 for 1e-6": with_frame(eps=10.0),
+    "eps 1e-6 for 1e-5": with_frame(eps=0.1),
+    "gate and up swapped": swapped_gate_and_up,
+    "swapped in one layer": one_swapped,
+    "no head norms": no_head_norms,
+    "head norms without weights": head_norms_without_weights,
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("family", "fault"), [(f, fault) for f in DENSE for fault in FAULTS if "head norm" not in fault or f == "qwen3"]
+)
+def test_a_decoder_with_a_fault_is_refused(family, fault, dtype, monkeypatch):
+    if fault.startswith("eps 1e-6 for"):
+        monkeypatch.setitem(SIZES, "rms_norm_eps", 1e-5)
+    base = tiny(family, dtype)
+    decoder = DenseDecoder(base)
+    assert dense._reproduces(decoder, base)
+    FAULTS[fault](decoder)
+    assert not dense._reproduces(decoder, base)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fault", [name for name in FAULTS if not name.startswith("eps")])
+def test_faults_of_the_bundled_models_decoder_are_refused(fault, dtype):
+    base = load_base("tiny-reasoner", devices="cpu", dtype=dtype)
+    decoder = DenseDecoder(base)
+    assert dense._reproduces(decoder, base)
+    FAULTS[fault](decoder)
+    assert not dense._reproduces(decoder, base)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_steps_and_the_output_layer_are_probed_too(dtype, monkeypatch):
+    """What the prefill alone would not show."""
+    base = tiny("llama", dtype)
+    decoder, forward = DenseDecoder(base), dense.forward
+    monkeypatch.setattr(dense, "forward", lambda *given: forward(*given[:-1], False))  # reads what is to come
+    assert not dense._reproduces(decoder, base)
+    monkeypatch.setattr(dense, "forward", forward)
+    assert dense._reproduces(decoder, base)
+    base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
+    assert not dense._reproduces(decoder, base)
+
+
+# -- no sum in any order -------------------------------------------------------------------------------------------
+
+
+class Deterministic(TorchDispatchMode):
+    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms`` of the kind that we could use, and sums
+    into repeated places, whose order a GPU chooses where it is not asked for another."""
+
+    REFUSED = ("aten.cumsum.default", "aten.histc.default", "aten.bincount.default", "aten.median.dim",
+               "aten.put_.default", "aten.kthvalue.default")  # fmt: skip
+    ADDING = ("aten.index_add.default", "aten.index_add_.default", "aten.scatter_add.default",
+              "aten.scatter_add_.default", "aten.embedding_dense_backward.default",
+              "aten._unsafe_index_put.default", "aten.index_put_.default", "aten.index_put.default")  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        name = str(func)
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if name in self.REFUSED and tensors[0].is_floating_point():
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
+        if name in self.ADDING and tensors[0].is_floating_point() and self._repeats(name, args):
+            raise RuntimeError(f"{name} adds into one place in any order")
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _repeats(name: str, args) -> bool:
+        if "index_put" in name:
+            if len(args) < 4 or not args[3]:
+                return False
+            index = torch.stack([part.flatten() for part in args[1] if part is not None], 1)
+            return len(index.unique(dim=0)) < len(index)
+        if "scatter" in name:
+            dim, index = args[1], args[2]
+            return any(len(row.unique()) < len(row) for row in index.movedim(dim, -1).flatten(0, -2))
+        index = args[2] if "index_add" in name else args[1]
+        return len(index.unique()) < index.numel()
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Sums of masses as on a GPU that is to be deterministic; steps as Python."""
+    for module in (dense, grid):
+        monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
+    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: dense.decode_steps)
+
+
+def test_the_watch_sees_what_a_gpu_would_refuse():
+    with Deterministic():
+        torch.ones(3, dtype=torch.long).cumsum(0)
+        torch.zeros(3).index_add_(0, torch.tensor([0, 2]), torch.ones(2))
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.ones(3).cumsum(0)
+        with pytest.raises(RuntimeError, match="any order"):
+            torch.zeros(3).index_add_(0, torch.tensor([0, 0]), torch.ones(2))
+        x = torch.ones(3, 2, requires_grad=True)
+        with pytest.raises(RuntimeError, match="any order"):
+            x.index_select(0, torch.tensor([1, 1])).sum().backward()
+        with pytest.raises(RuntimeError, match="any order"):
+            x[torch.tensor([1, 1])].sum().backward()
+
+
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "truncated"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "phi"])
+def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(family, truncated, like_a_gpu):
+    base = tiny(family, torch.float32)
+    lanes = Lanes(base)
+    adapter, cut = trained(lanes, 0, size=0.05), {"top_k": 9, "top_p": 0.9} if truncated else {}
+    asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 4, 9, 0.9, ("any", n), **cut) for n in (4, 7)]
+    with Deterministic() as watch:
+        for dense_path in {True, False} if family in DENSE else {False}:
+            groups = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
+            sampled = watch.operations
+            assert sampled > 100
+            samples = [
+                Sample.single_turn(
+                    r.prompt_ids, c.token_ids, c.logprobs_T, np.linspace(-1, 1, len(c)), support=c.support
+                )
+                for r, group in zip(asked, groups, strict=True)
+                for c in group
+            ]
+            for packs in {backbone_of(base).packs, False}:
+                backbone_of(base).packs = packs
+                update(lanes, adapter, samples, temperature=0.9, kl_coef=0.1, entropy_coef=0.1)
+            base.backbone = None
+            assert watch.operations > sampled + 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_the_gradient_of_a_shared_prompts_end_is_the_sum_over_its_samples(dtype):
+    ones = np.ones(3)
+    samples = [Sample.single_turn((3, 1, 4), (i, 5, 9), -ones, ones) for i in range(20)]
+    samples += [Sample.single_turn((2, 7), (1, 8, 2), -ones, ones)]
+    layout = packed_layout(samples, torch.device("cpu"))
+    places, rows = layout.ids_BL.numel(), len(layout.rows_M)
+    states = torch.randn(1, places, 6, dtype=dtype, requires_grad=True)
+    grad = torch.randn(rows, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    taken = predicting(states, layout)
+    assert torch.equal(taken, states.detach()[0].index_select(0, layout.rows_M))
+    taken.backward(grad)
+    exact = torch.zeros(places, 6, dtype=torch.float64).index_add_(0, layout.rows_M, grad.double())
+    assert states.grad is not None
+    within = {"rtol": 2**-8, "atol": 0.0} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(states.grad[0].double(), exact, **within)  # in bf16, too, one rounding of the whole sum
+    apart = padded_layout(samples, torch.device("cpu"), 0)
+    wide = torch.randn(len(samples), apart.ids_BL.shape[1], 6, dtype=dtype, requires_grad=True)
+    predicting(wide, apart).backward(grad)
+    assert wide.grad is not None
+    expected = torch.zeros(wide[..., 0].numel(), 6, dtype=dtype).index_copy_(0, apart.rows_M, grad)
+    assert torch.equal(wide.grad.flatten(0, 1), expected)
