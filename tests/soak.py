@@ -213,9 +213,8 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
 
     ``stopped``: a SIGTERM has left checkpoints between the scheduled ones; their lines are left out.
     """
-    from timing_keys import is_timing_key
-
     from retrain.files import ASIDE
+    from tests.timing_keys import is_timing_key
 
     found: dict[str, Any] = {}
     manifest = json.loads((out / "manifest.json").read_text())
