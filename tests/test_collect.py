@@ -161,6 +161,26 @@ def test_what_a_grader_raises_is_found_at_its_requests_only(does, reason):
     assert re.search(reason, str(groups[1]))
 
 
+def test_what_a_grader_raises_is_found_at_all_that_it_graded_together():
+    """Three groups gather while the first is being graded, and are graded in one call that fails."""
+    gate = threading.Event()
+    grader, seen = Lengths(gate), []
+    environment = graded(grader)
+
+    def between():
+        while not grader.calls:
+            time.sleep(0.001)
+        seen.append(len(seen))
+        if len(seen) == 4:
+            gate.set()
+
+    engine = Scripted({"0": ["a"], "1": ["b"], "2": ["raise"], "3": ["c"]}, between)
+    first, *others = collect(engine, [asked(environment, str(i)) for i in range(4)]).groups
+    assert grader.calls == [1, 3]
+    assert rewards(first) == [1.0]
+    assert [str(error) for error in others] == ["a grader that breaks its promise"] * 3
+
+
 def test_what_a_grading_says_went_wrong_holds_no_key(monkeypatch):
     monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
 
