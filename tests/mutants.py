@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "collect: later turns of a group share a stream", "retrain/rollouts/collect.py",
         '(*request.stream, "turn", turn, sample)', '(*request.stream, "turn", turn)',
-        ("test_turns.py::test_turns_are_drawn_by_streams_of_their_own",),
+        ("test_collect.py::test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over",),
     ),
     Mutant(
         "collect: a failed group goes on", "retrain/rollouts/collect.py",
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "collect: what the policy said is no part of the conversation", "retrain/rollouts/collect.py",
         '[{"role": "assistant", "content": action.text}, *step.messages]', "step.messages",
-        ("test_turns.py",),
+        ("test_collect.py::test_a_template_that_wants_roles_to_alternate_hears_of_every_answer",),
     ),
     Mutant(
         "queue: pressure bounds nothing", "retrain/rollouts/queue.py",
@@ -172,7 +172,7 @@ MUTANTS = [
         "algorithm: SEPA's gate sees graded rollouts only", "retrain/algorithms/standard.py",
         "flags = [rollout.reward.is_correct for group in groups for rollout in group.rollouts]",
         "flags = [r.reward.is_correct for g in groups for r in g.rollouts if r.reward.total_reward is not None] or [0]",
-        ("test_credit.py",),
+        ("test_credit.py::test_the_gate_counts_every_rollout_that_was_sampled",),
     ),
     # -- losses and the update --------------------------------------------------------------------------------------
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant(
         "policy: moments of rows that are no more", "retrain/policy/local.py",
         "                self.optimizer.state.clear()\n", "",
-        ("test_policy.py", "test_squeeze_modes.py"),
+        ("test_policy.py::test_a_lower_rank_begins_its_moments_anew",),
     ),
     Mutant(
         "policy: every update is another version", "retrain/policy/local.py",
@@ -275,7 +275,7 @@ MUTANTS = [
     Mutant(
         "rollback: weights that have moved", "retrain/run.py",
         "self.step != point.step or self.policy.version != point.policy_version", "self.step != point.step",
-        ("test_rollback.py",),
+        ("test_rollback.py::test_weights_that_moved_in_the_step_that_failed_are_not_taken_back",),
     ),
     Mutant(
         "saving: published although one of the cohort is not written", "retrain/saving.py",
@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant(
         "base evaluations: however it was graded", "retrain/trainer.py",
         "repr((run.config.reward.grading, run.config.campaign.seed))", "repr(run.config.campaign.seed)",
-        ("test_evaluation.py", "test_evaluation_sets.py", "test_campaign.py"),
+        ("test_evaluation.py::test_runs_that_are_graded_otherwise_have_a_base_of_their_own",),
     ),
     Mutant(
         "base evaluations: in whatever order the problems are", "retrain/record/base_evaluations.py",
@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant(
         "roles: a key with two roles shares no base", "retrain/campaign/planning/cohorts.py",
         "Role.SAMPLES in (role_of(key) or Role(0))", "role_of(key) == Role.SAMPLES",
-        ("test_roles.py",),
+        ("test_roles.py::test_runs_that_sample_from_something_else_have_a_base_of_their_own",),
     ),
     Mutant(
         "roles: replicates may not differ in speed", f"{JUDGING}/pooling.py",
@@ -425,7 +425,7 @@ MUTANTS = [
     Mutant(
         "rule: looks after a stop that was possible", "retrain/maths/sequential.py",
         "        going &= ~stopping\n", "",
-        ("maths/test_sequential.py",),
+        ("maths/test_sequential.py::test_over_all_sign_patterns_the_error_is_what_was_spent_and_at_most_alpha",),
     ),
     # -- pooling and the comparison ---------------------------------------------------------------------------------
     Mutant(
@@ -458,8 +458,9 @@ MUTANTS = [
         "if run.done and not chosen[key].done:", "if run.done:", (REPEATED,),
     ),
     Mutant(
-        "pooling: a repeated seed counts with its last run", f"{JUDGING}/pooling.py",
-        "if run.done and not chosen[key].done:", "if not chosen[key].done:", (REPEATED,),
+        "pooling: of a seed that finished nowhere the last run is named", f"{JUDGING}/pooling.py",
+        "if run.done and not chosen[key].done:", "if not chosen[key].done:",
+        ("test_pooling.py::test_of_a_seed_that_finished_nowhere_the_first_run_is_named",),
     ),
     Mutant(
         "pooling: a repeated seed counts with its first run", f"{JUDGING}/pooling.py",

@@ -267,7 +267,10 @@ def campaign(tmp_path_factory) -> Path:
     model = qwen3_directory(home / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
     lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
     (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    (model / "rewards.py").write_text("def score(completion, answer):\n    return float(len(completion) % 2)\n")
+    (model / "rewards.py").write_text(
+        "def score(completion, answer):\n    return float(len(completion) % 2)\n"
+        "def other(completion, answer):\n    return 1.0 - score(completion, answer)\n"
+    )
     (home / "camp.toml").write_text(CAMPAIGN.format(model=model))
     return home
 
@@ -308,3 +311,20 @@ def test_a_cohort_of_all_gives_the_same_base_and_what_was_declared_decides(campa
         read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
     )
     assert {k: v for k, v in alone.items() if k != "seconds"} == {k: v for k, v in together.items() if k != "seconds"}
+
+
+def test_runs_that_are_graded_otherwise_have_a_base_of_their_own(campaign):
+    """The same answers, right for the one condition where they are wrong for the other."""
+    text = (campaign / "camp.toml").read_text()
+    assert TWO_CONDITIONS in text
+    path = campaign / "graded.toml"
+    path.write_text(text.replace(TWO_CONDITIONS, TWO_CONDITIONS + 'reward = {custom_function = "other"}\n'))
+    assert launch(load(path), campaign / "graded", NullObserver()).exit_status == 0
+    rates: dict[str, set[float]] = {}
+    for run in read_json(campaign / "graded/manifest.json")["runs"]:
+        first = read_jsonl(campaign / "graded" / run["path"] / "evals.jsonl")[0]
+        rates.setdefault(run["label"], set()).add(first["eval/heldout/correct_rate"])
+    ((one,), (other,)) = rates.values()
+    assert one + other == pytest.approx(1)
+    assert one != other
+    assert len(list((campaign / "graded/base").glob("*.npz"))) == 2

@@ -81,6 +81,24 @@ def test_weights_that_have_moved_are_not_taken_back(cohort):
     assert state(run) == after
 
 
+def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort, monkeypatch):
+    """What was before is no more, so the run is not saved as if it were."""
+    other, run = cohort.runs
+    point, step = run.rollback_point(), run.policy.optimizer.step
+
+    def half():
+        step()
+        raise RuntimeError("the machine went away")
+
+    monkeypatch.setattr(run.policy.optimizer, "step", half)
+    cohort.step(cohort.runs)
+    cohort.saver.settle()
+    assert run.error == "RuntimeError: the machine went away"
+    assert (run.step, run.policy.version) == (0, 1)
+    assert not run.roll_back(point)
+    assert (checkpoints(other), checkpoints(run)) == (["step_000001"], [])
+
+
 def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohort, monkeypatch):
     """Its cohort is saved with it, at one common step."""
     cohort.step(cohort.runs)
