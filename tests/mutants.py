@@ -559,7 +559,7 @@ def failed_test(tree: Path, tests: Iterable[str]) -> str | None:
         return "tests that do not end"
     if done.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::\S+)", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if found:
         return found[1]
     raise ValueError(f"pytest ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
