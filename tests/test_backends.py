@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,13 @@ from toymodels import campaign_head
 from typer.testing import CliRunner
 
 from retrain.cli import app
+from retrain.engines.plugin import PluginEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_json, read_jsonl
-from retrain.policy.plugin import TrainSequence
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Support, Turn, sample_of
+from retrain.policy.objective import Objective
+from retrain.policy.plugin import PluginPolicy, PluginSnapshot, TrainSequence
+from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, sample_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -127,6 +132,11 @@ def test_a_campaign_compares_conditions_on_a_backend(folder):
     result = run("train", "camp.toml", "--out", "camp", "--plain")
     assert result.exit_code == 0, result.output
     assert {entry["state"] for entry in read_json(folder / "camp" / "manifest.json")["runs"]} == {"done"}
+    told = [read_jsonl(run / "emergence/evaluations.jsonl") for run in (folder / "camp/runs").iterdir()]
+    first, last = ([[row["completion"] for row in rows if row["step"] == step] for rows in told] for step in (0, 2))
+    assert len(first) == 4
+    assert all(answers == first[0] for answers in first)  # untrained, whatever the seed
+    assert not all(answers == last[0] for answers in last)
 
 
 def test_a_placeholder_loss_is_called_one(folder):
@@ -290,3 +300,48 @@ def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does
     assert sequence.support is not None
     assert sequence.support.ids.tolist() == [3, 9, 4, 8, 7]
     assert sequence.support.offsets.tolist() == [0, 2, 3, 3, 3, 5]
+
+
+class Constant:
+    """A backend that draws one token, and counts its steps."""
+
+    reports_sync_loss = preserves_token_advantages = True
+
+    def __init__(self, token: int):
+        self.token, self.steps = token, 0
+
+    def sample(self, requests):
+        one = Action([self.token], "", np.full(1, -1.0), None, "stop")
+        return [[replace(one) for _ in range(request.samples)] for request in requests]
+
+    def train_step(self, batch):
+        self.steps += 1
+        return {"loss": 0.5}
+
+
+def test_every_run_samples_with_its_own_backend_and_each_action_names_its_weights():
+    engine, refs = PluginEngine("m:Constant", False), [PolicyRef("a", 3), PolicyRef("b", 5)]
+    for token, ref in enumerate(refs):
+        engine.publish(ref, PluginSnapshot(Constant(token)))
+    asked = [SampleRequest(ref, (7,), 2, 4, 1.0, ("s", i)) for i, ref in enumerate([refs[1], refs[0], refs[1]])]
+    finished: list[int] = []
+    groups = engine.sample(asked, finished=lambda i, actions: finished.append(i))
+    assert [[(action.token_ids, action.policy_version) for action in group] for group in groups] == [
+        [([1], 5)] * 2, [([0], 3)] * 2, [([1], 5)] * 2,
+    ]  # fmt: skip
+    assert sorted(finished) == [0, 1, 2]
+
+
+def test_the_version_of_a_backend_counts_the_steps_that_it_has_begun(tmp_path):
+    """Also one that failed, after which nobody knows its weights; none where nothing was trained."""
+    backend = Constant(1)
+    policy = PluginPolicy(backend, "m:Constant", tmp_path)
+    sample, ones = Sample.single_turn((5, 6), (7, 8), np.full(2, -1.0), np.ones(2)), Denominators(2, 1)
+    for step, samples, version in ((0, [sample], 1), (1, [], 1), (2, [sample], 2)):
+        policy.update(TrainBatch(samples, ones, step, (0, 1)), Objective(), 0.1)
+        assert policy.version == version
+    assert backend.steps == 2
+    backend.train_step = None
+    with pytest.raises(TypeError):
+        policy.update(TrainBatch([sample], ones, 3, (0, 1)), Objective(), 0.1)
+    assert policy.version == 3

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,26 @@ def test_what_a_grader_raises_belongs_to_its_requests_only(does, reason):
     assert re.search(reason, str(groups[1]))
 
 
+def test_what_a_grader_raises_is_found_at_all_that_it_graded_together():
+    """Three groups gather while the first is being graded, and are graded in one call that fails."""
+    gate = threading.Event()
+    grader, seen = Lengths(gate), []
+    environment = graded(grader)
+
+    def between():
+        while not grader.calls:
+            time.sleep(0.001)
+        seen.append(len(seen))
+        if len(seen) == 4:
+            gate.set()
+
+    engine = Scripted({"0": ["a"], "1": ["b"], "2": ["raise"], "3": ["c"]}, between)
+    first, *others = collect(engine, [asked(environment, str(i)) for i in range(4)]).groups
+    assert grader.calls == [1, 3]
+    assert rewards(first) == [1.0]
+    assert [str(error) for error in others] == ["a grader that breaks its promise"] * 3
+
+
 def test_a_grading_error_holds_no_key(monkeypatch):
     monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
 
@@ -215,12 +236,12 @@ def test_ctrl_c_waits_for_no_slow_grader(where, monkeypatch):
 
 
 class TwoTurns:
-    """Asks for more once. What an answer of "fail" does is not foreseen, nor is a problem without a name."""
+    """Asks for more, once by default. An answer of "fail" is not foreseen, nor is a problem without a name."""
 
     reward_range = None
 
-    def __init__(self):
-        self.metrics_ranges, self.graded = {}, []
+    def __init__(self, turns: int = 2):
+        self.turns, self.metrics_ranges, self.graded = turns, {}, []
 
     def problems(self, split):
         return []
@@ -228,7 +249,7 @@ class TwoTurns:
     def start(self, problem, seed):
         if problem.id == "unknown":
             raise LookupError("no such problem")
-        return TwoTurnsEpisode(problem)
+        return TwoTurnsEpisode(problem, self.turns)
 
     def results(self, episodes):
         self.graded.append([(episode.problem.id, tuple(episode.said)) for episode in episodes])
@@ -236,8 +257,8 @@ class TwoTurns:
 
 
 class TwoTurnsEpisode:
-    def __init__(self, problem):
-        self.problem, self.said = problem, []
+    def __init__(self, problem, turns):
+        self.problem, self.turns, self.said = problem, turns, []
 
     def observe(self):
         return Observation(({"role": "user", "content": self.problem.id},))
@@ -248,7 +269,7 @@ class TwoTurnsEpisode:
         if action.text == "exit":
             sys.exit("enough")
         self.said.append(action.text)
-        done = action.text == "last" or len(self.said) == 2
+        done = action.text == "last" or len(self.said) == self.turns
         return Step(() if done else ({"role": "user", "content": "more?"},), done)
 
     def result(self):
@@ -279,6 +300,21 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
     assert collected.sync_seconds == 0.5
     times = [moment for _, begin, end in collected.spans for moment in (begin, end)]
     assert times == sorted(times)
+
+
+def test_a_template_that_wants_roles_to_alternate_hears_of_every_answer():
+    """Two questions in a row, without the answer between them, would be refused in the third turn."""
+    tokenizer = word_tokenizer(["a b c d"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles alternate') }}{% endif %}<turn>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant {% endif %}"
+    )
+    request = replace(asked(TwoTurns(turns=3), "a"), renderer=Renderer(tokenizer, Data()))
+    (group,) = collect(Scripted({"a": ["x"]}), [request]).groups
+    assert rewards(group) == [3.0]
+    read = [tokenizer.decode(turn.observation_ids) for turn in group.rollouts[0].turns]
+    assert read == ["<turn>user a<turn>assistant ", *["<turn>user more?<turn>assistant "] * 2]
 
 
 def test_what_an_environment_raises_belongs_to_its_requests_only():

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from credit_cases import completion, group, sampled_tokens, words_base
 
-from retrain.algorithms.standard import Standard, assign_credit, fill_advantages, load_modes, mark_planning
+from retrain.algorithms.standard import (
+    Standard,
+    assign_credit,
+    correct_rate,
+    fill_advantages,
+    load_modes,
+    mark_planning,
+)
 from retrain.config import modes, parse_dict
 from retrain.config.modes import Need
 from retrain.errors import RunFailed
@@ -337,6 +344,12 @@ def batches(base):
         ([0.0, 0.2, 0.1], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0])
     ):
         yield step, [group(base, rewards, texts[step % 2])]
+
+
+def test_the_gate_counts_every_rollout_that_was_sampled(base):
+    """One that could not be graded is not right, and not left out either."""
+    groups = [group(base, [1.0, None, 0.0, None]), group(base, [None, None]), group(base, [1.0, 1.0])]
+    assert correct_rate(groups) == 3 / 8
 
 
 def test_lambda_follows_what_was_seen_before_the_batch(base):

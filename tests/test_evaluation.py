@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -11,12 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import config, context
-from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
+from retrain.environments.prompts import Renderer
+from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, word_tokenizer
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
+from retrain.engines.protocol import PolicyRef
+from retrain.environments.single_turn import SingleTurn
+from retrain.evaluation import Evaluator, Subject
 from retrain.files import read_json, read_jsonl
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
@@ -25,6 +30,7 @@ from retrain.record.catalogue import BY_KEY
 from retrain.record.evaluation import empty_evaluation, eval_row
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
+from retrain.rewards import Grader
 from retrain.rewards.rules import MatchReward
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 
@@ -159,6 +165,72 @@ def test_the_kept_base_is_the_base(tmp_path):
     assert kept.get("how", prompts[::-1]) is None  # other problems, or in another order
 
 
+def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
+    """What is asked and what counts as right, how it is sampled, how that is graded: each of them asks anew."""
+    settings = config(evaluation={"problems": 3, "samples": 4, "temperature": 0.7, "max_tokens": 64})
+    (held_out,), problems = settings.held_out, [group.prompt.problem for group in GROUPS]
+    renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
+    evaluator = Evaluator(None, renderer, [held_out], BaseEvaluations(tmp_path, "weights"))  # nothing is sampled
+
+    def environment(problems: list[Problem]) -> SingleTurn:
+        return SingleTurn({"heldout": problems}, settings.data, MatchReward())
+
+    evaluator.keep_base(held_out, environment(problems[:2]), "graded so", record(GROUPS))  # not all of the set
+    assert evaluator.known_base(held_out, environment(problems), "graded so") is None
+    evaluator.keep_base(held_out, environment(problems), "graded so", record(GROUPS))
+    known = evaluator.known_base(held_out, environment(problems), "graded so")
+    assert known is not None
+    assert eval_row(known) == eval_row(record(GROUPS))
+    assert evaluator.known_base(held_out, environment(problems), "graded otherwise") is None
+    for change in ({"answer": "5"}, {"prompt": "What else is it?"}, {"id": "another"}):
+        assert evaluator.known_base(held_out, environment([replace(problems[0], **change), *problems[1:]]), "graded so"
+                                    ) is None, change  # fmt: skip
+    for change in ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1},
+                   {"data": settings.data.model_copy(update={"system_prompt": "Think."})}):  # fmt: skip
+        other = replace(held_out, **change)
+        assert evaluator.known_base(other, environment(problems), "graded so") is None, change
+
+
+class Noting:
+    """An engine that notes what it is asked."""
+
+    gives_entropy, exact, sync_seconds = True, True, None
+
+    def __init__(self):
+        self.asked = []
+
+    def sample(self, requests, *, max_rows=None, finished=None):
+        self.asked += requests
+        one = Action([5], "\\boxed{4}", np.zeros(1), np.zeros(1), "stop")
+        groups = [[one for _ in range(request.samples)] for request in requests]
+        for i, group in enumerate(groups):
+            finished(i, group)
+        return groups
+
+
+def test_an_answer_has_the_stream_of_its_subject_set_step_and_problem():
+    """So a set or a subject more changes no number of the others."""
+    settings = config(evaluation={"problems": 3, "samples": 2, "temperature": 0.5, "max_tokens": 9})
+    problems, (held_out,) = [group.prompt.problem for group in GROUPS], settings.held_out
+    sets = [held_out, replace(held_out, name="own", samples=1)]
+    environment = SingleTurn({each.name: problems for each in sets}, settings.data, Grader(MatchReward()))
+    environments = {each.name: environment for each in sets}
+    subjects = [
+        Subject(PolicyRef("a", 0), environments, (0, "base"), 0),
+        Subject(PolicyRef("b", 4), environments, (0, 7), 5),
+    ]
+    renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
+    for each, name, samples in ((sets[0], (), 2), (sets[1], ("own",), 1)):
+        engine = Noting()
+        found = Evaluator(engine, renderer, sets).evaluate(each, subjects)
+        assert [len(one.record.groups) for one in found] == [3, 3]
+        assert [(request.policy, request.stream, request.samples) for request in engine.asked] == [
+            (subject.policy, (*subject.stream, "eval", *name, subject.step, i), samples)
+            for subject in subjects
+            for i in range(3)
+        ]
+
+
 def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
     made = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
     made.groups[0].rollouts[1].reward.error = "the judge did not answer"
@@ -194,7 +266,10 @@ def campaign(tmp_path_factory) -> Path:
     model = qwen3_directory(home / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
     lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
     (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    (model / "rewards.py").write_text("def score(completion, answer):\n    return float(len(completion) % 2)\n")
+    (model / "rewards.py").write_text(
+        "def score(completion, answer):\n    return float(len(completion) % 2)\n"
+        "def other(completion, answer):\n    return 1.0 - score(completion, answer)\n"
+    )
     (home / "camp.toml").write_text(CAMPAIGN.format(model=model))
     return home
 
@@ -235,3 +310,20 @@ def test_a_cohort_of_all_gives_the_same_base_and_what_was_declared_decides(campa
         read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
     )
     assert {k: v for k, v in alone.items() if k != "seconds"} == {k: v for k, v in together.items() if k != "seconds"}
+
+
+def test_runs_that_are_graded_otherwise_have_a_base_of_their_own(campaign):
+    """The same answers, right for the one condition where they are wrong for the other."""
+    text = (campaign / "camp.toml").read_text()
+    assert TWO_CONDITIONS in text
+    path = campaign / "graded.toml"
+    path.write_text(text.replace(TWO_CONDITIONS, TWO_CONDITIONS + 'reward = {custom_function = "other"}\n'))
+    assert launch(load(path), campaign / "graded", NullObserver()).exit_status == 0
+    rates: dict[str, set[float]] = {}
+    for run in read_json(campaign / "graded/manifest.json")["runs"]:
+        first = read_jsonl(campaign / "graded" / run["path"] / "evals.jsonl")[0]
+        rates.setdefault(run["label"], set()).add(first["eval/heldout/correct_rate"])
+    ((one,), (other,)) = rates.values()
+    assert one + other == pytest.approx(1)
+    assert one != other
+    assert len(list((campaign / "graded/base").glob("*.npz"))) == 2

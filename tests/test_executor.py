@@ -37,9 +37,10 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.cli import app
 from retrain.config import load
-from retrain.errors import UsageError
+from retrain.errors import StorageError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
+from retrain.saving import Saver
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,22 @@ def test_what_the_executor_here_says_is_plain_data_in_order(tmp_path, model):
         assert kinds == ["RunStarted", "Evaluated", "StepDone", "Evaluated", "StepDone", "RunEnded"]
         assert [event.row["step"] for event in mine if isinstance(event, StepDone)] == [0, 1]
         assert mine[-1] == RunEnded(spec.run_id, "done")
+
+
+def test_what_was_told_before_a_fault_is_heard(tmp_path, model, monkeypatch):
+    """The disk is full when the first step is saved: its rows are there, and the listener knows of them."""
+
+    def full(self, runs, before=None):
+        raise StorageError(tmp_path, "no space left")
+
+    monkeypatch.setattr(Saver, "save_if_due", full)
+    plan, executor, heard = planned(tmp_path, model, "out", lanes=4), InProcess(), []
+    executor.submit(CohortJob(str(plan.directory), str(plan.folder), [spec.to_json() for spec in plan.specs]))
+    with pytest.raises(StorageError, match="no space left"):
+        heard.extend(executor.events())
+    executor.close()
+    steps = [(event.run_id, event.row["step"]) for event in heard if isinstance(event, StepDone)]
+    assert steps == [(spec.run_id, 0) for spec in plan.specs]
 
 
 def test_a_toy_executor_trains_a_campaign_as_this_process_does(tmp_path, model):

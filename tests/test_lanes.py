@@ -192,3 +192,23 @@ def test_predicted_time_of_a_cohort_is_less_than_of_its_runs():
     alone = cohort_seconds([config], architecture, device)
     together = cohort_seconds([config] * 5, architecture, device)
     assert alone < together < 5 * alone
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "CUDA out of memory"),
+    (ValueError("the engine is broken"), "the engine is broken"),
+])  # fmt: skip
+def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch, error, reason):
+    """Runs that do not even fit alone fail, as those of a broken engine do: the settings of the file are no mistake."""
+
+    def failing(self, requests, **options):
+        raise error
+
+    monkeypatch.setattr(LocalEngine, "sample", failing)
+    outcome = launch(load(campaign(tmp_path, model, steps=2)), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 1
+    for run in read_json(tmp_path / "out/manifest.json")["runs"]:
+        assert run["state"] == "failed"
+        assert reason in run["reason"]
+        last = (tmp_path / "out" / run["log"]).read_text().splitlines()[-1]
+        assert last.endswith("failed")

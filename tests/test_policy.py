@@ -151,6 +151,22 @@ def test_a_lower_rank_is_another_version(base, lanes):
     assert policy.version == 2
 
 
+def test_a_lower_rank_begins_its_moments_anew(base, lanes):
+    """Those of rows that are no more would move them."""
+    policy = local_policy(base, lanes, lora={"anneal": [[1, 2]]}, training={"max_steps": 4})
+    policy.adapter.load(trained(lanes, 0).tensors())
+    samples = samples_of(policy)
+    taught(policy, samples)
+    assert policy.optimizer.state
+    policy.begin_step(1)
+    assert not policy.optimizer.state
+    taught(policy, samples, 1)
+    for name, a in policy.adapter.A.items():
+        assert a[:2].any()
+        assert not a[2:].any()
+        assert not policy.adapter.B[name][:, 2:].any()
+
+
 # -- what a run goes on from ----------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,14 @@ def test_of_a_seed_that_was_run_twice_the_first_finished_run_counts(tmp_path, fi
     assert any("more than once" in warning for warning in report["warnings"])
 
 
+def test_of_a_seed_that_finished_nowhere_the_first_run_is_named(tmp_path):
+    one = campaign(tmp_path / "one", {"a": [0.6, 0.5]}, states={"a_s1": "failed"})
+    two = campaign(tmp_path / "two", {"a": [0.7]}, states={"a_s1": "running"})
+    found = compare_directories([one, two])["conditions"][0]
+    assert found["after_values"] == [0.5]
+    assert [(run["seed"], run["state"]) for run in found["missing"]] == [(1, "failed")]
+
+
 def test_the_coarsest_evaluation_decides_how_fine_an_interval_can_be(tmp_path):
     """Equal values have the width of one answer; of runs measured on 50 and on 5 problems, that of 5."""
     folder = campaign(tmp_path, {"a": [0.6, 0.6, 0.6, 0.6]})

@@ -1,8 +1,11 @@
-"""A step that fails before its weights have moved is taken back whole: cursor, counters, what SEPA remembers."""
+"""A step that fails before its weights have moved is taken back whole: cursor, counters, what SEPA remembers. And what
+a run goes on from after a restart, and which of its checkpoints stay."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from toycampaign import campaign
@@ -11,25 +14,38 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
+from retrain.errors import CheckpointError
 from retrain.record.observer import NullObserver
+from retrain.trainer import Cohort
 
 KEYS = ["sepa.schedule='auto'", "sepa.warmup_steps=1", "sepa.correct_rate_gate=0.0", "campaign.seeds=[1]"]
 
 
-@pytest.fixture
-def cohort(model, tmp_path):
-    """Two runs, the second with SEPA's λ by what it saw, at their first step."""
-    path = campaign(tmp_path, model, condition='transform_mode = "gtpo_sepa"')
+@contextmanager
+def assembled(folder, model, *keys: str) -> Iterator[Cohort]:
+    """Two runs, the second with SEPA's λ by what it saw, where their checkpoints in ``folder`` are."""
+    path = campaign(folder, model, condition='transform_mode = "gtpo_sepa"')
     path.write_text(path.read_text().replace('transform_mode = "gtpo_hicra_placebo"\n', ""))
-    loaded = load(path, KEYS)
+    loaded = load(path, [*KEYS, *keys])
     with ExitStack() as stack:
-        planned = Plan.of(loaded, tmp_path / "out")
+        planned = Plan.of(loaded, folder / "out")
         made = assemble(CohortJob.of(planned, planned.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             made.engine.publish(run.policy_ref, run.policy.snapshot())
         yield made
         for run in made.runs:
             run.recorder.close(failed=True)
+
+
+@pytest.fixture
+def cohort(model, tmp_path):
+    """The runs at their first step."""
+    with assembled(tmp_path, model) as made:
+        yield made
+
+
+def checkpoints(run) -> list[str]:
+    return sorted(path.name for path in (run.directory / "checkpoints").glob("*"))
 
 
 def state(run):
@@ -67,6 +83,24 @@ def test_weights_that_have_moved_are_not_taken_back(cohort):
     assert state(run) == after
 
 
+def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort, monkeypatch):
+    """What was before is no more, so the run is not saved as if it were."""
+    other, run = cohort.runs
+    point, step = run.rollback_point(), run.policy.optimizer.step
+
+    def half():
+        step()
+        raise RuntimeError("the machine went away")
+
+    monkeypatch.setattr(run.policy.optimizer, "step", half)
+    cohort.step(cohort.runs)
+    cohort.saver.settle()
+    assert run.error == "RuntimeError: the machine went away"
+    assert (run.step, run.policy.version) == (0, 1)
+    assert not run.roll_back(point)
+    assert (checkpoints(other), checkpoints(run)) == (["step_000001"], [])
+
+
 def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohort, monkeypatch):
     """Its cohort is saved with it, at one common step."""
     cohort.step(cohort.runs)
@@ -83,3 +117,57 @@ def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohor
     cohort.saver.settle()
     assert state(run) == before
     assert [path.name for path in sorted((run.directory / "checkpoints").iterdir())] == ["step_000001"]
+
+
+# -- what comes back from a checkpoint ------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
+    """Steps in a row that went wrong and what memory and back pressure have taught, too. Of later checkpoints nothing
+    stays: they would be taken for the run's newest."""
+    with assembled(tmp_path, model) as cohort:
+        cohort.step(cohort.runs)
+        run = cohort.runs[1]
+        run.ungraded_steps, run.skipped_updates = 2, 1
+        run.policy.budget.shrink([5, 2], [40, 40], "out of memory")
+        cohort.saver.shared = lambda: {"loads": [3]}
+        cohort.saver.save(cohort.runs)
+        before = state(run)
+        cohort.step(cohort.runs)
+        cohort.saver.settle()
+        assert checkpoints(run) == ["step_000001", "step_000002"]
+        shutil.rmtree(cohort.runs[0].directory / "checkpoints/step_000002")
+        assert all(state(run)[key] != before[key] for key in ("step", "cursor", "algorithm", "policy"))
+    with assembled(tmp_path, model) as again:
+        run = again.runs[1]
+        assert state(run) == before
+        assert (before["policy"]["version"], before["ungraded_steps"], before["skipped_updates"]) == (1, 2, 1)
+        assert run.policy.budget.tokens == 40
+        assert run.saved_pressure == {"loads": [3]}
+        assert checkpoints(run) == ["step_000001"]
+
+
+def test_a_checkpoint_counts_when_the_whole_cohort_has_its_own(cohort, monkeypatch):
+    """What is written of the others is not announced, and nothing older makes room for it."""
+    cohort.step(cohort.runs)
+    other, run = cohort.runs
+
+    def failing(saved):
+        raise CheckpointError("it cannot be written")
+
+    monkeypatch.setattr(run, "write", failing)
+    cohort.saver.save(cohort.runs)
+    cohort.saver.settle()
+    assert (other.error, run.error) == (None, "it cannot be written")
+    assert checkpoints(other) == ["step_000001"]
+    assert not (other.directory / "checkpoints.jsonl").exists()
+
+
+def test_checkpoints_that_are_kept_for_good_stay_while_a_run_saves(model, tmp_path):
+    with assembled(tmp_path, model, "training.save_every=1", "training.keep_last=1", "training.keep_every=2") as cohort:
+        kept = []
+        for _ in range(3):
+            cohort.step(cohort.runs)
+            cohort.saver.settle()
+            kept.append(checkpoints(cohort.runs[0]))
+    assert kept == [["step_000001"], ["step_000002"], ["step_000002", "step_000003"]]

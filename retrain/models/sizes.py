@@ -36,4 +36,4 @@ def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_nor
     norms = 2 * hidden + head_norms * (queries + keys)
     linear = 2 * hidden + queries + intermediate
     attention = 2 * queries + 2 * keys
-    return 4 * norms + (linear + attention + 2 * intermediate) * itemsize
+    return (norms + linear + attention + 2 * intermediate) * itemsize

@@ -1,0 +1,621 @@
+"""Change one line at a time in a copy of the tree, and see that a test notices.
+
+    python -m tests.mutants
+    python -m tests.mutants --only pooling roles
+
+Each mutant is a mistake that reads like right code: a factor dropped, a bound off by one, a copy left out. The tests
+that ought to notice it are run on the copy, after they have passed there unchanged. Prints a line for each mutant,
+``caught by`` the first test that failed or ``SURVIVED``; exit status 1 if one survived or could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 120
+"""Most that one test may take: a mutant may wait for ever."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` stands exactly once in ``file`` and becomes ``new``; one of ``tests`` (as pytest takes them, below
+    ``tests/``) should fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mistake. Raises ValueError when ``old`` is not there exactly once."""
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} stands {found} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+JUDGING = "retrain/campaign/judging"
+RUNNING = "retrain/campaign/running"
+LOOKS = "test_sequential.py::test_several_comparisons_share_alpha_and_their_p_values_are_corrected"
+RULE_ALONE = "test_pooling.py::test_a_rule_of_stopping_holds_for_its_own_campaign_alone"
+RULE_OWN = "test_pooling.py::test_a_rule_of_stopping_holds_for_its_own_baseline_and_metric_alone"
+MEASURED_ALIKE = "test_pooling.py::test_every_run_of_every_directory_is_measured_alike"
+REPEATED = "test_pooling.py::test_of_a_seed_that_was_run_twice_the_first_finished_run_counts"
+ENDS_OF_A_DRAW = "test_engine.py::test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability"
+WHITENING = "test_credit.py::test_whitening_weighs_every_graded_completion_by_its_tokens"
+SNAPSHOT = "test_adapters.py::test_a_snapshot_does_not_change_while_training_goes_on"
+PEAK = "maths/test_backpressure.py::test_a_peak_is_certain_only_two_standard_errors_above_zero"
+REGIME = "maths/test_backpressure.py::test_beyond_the_peak_is_retrograde_and_below_it_the_roofline_decides"
+SHARE = "maths/test_credit.py::test_the_share_is_the_decimal_that_was_written"
+BAND = "maths/test_losses.py::test_both_edges_of_the_band_belong_to_it"
+EMPTY = "maths/test_losses.py::test_empty_completions_have_no_clipped_share"
+ACCURACY = "maths/test_statistics.py::test_an_accuracy_is_never_known_better_than_from_independent_samples"
+SAMPLED_P = "maths/test_statistics.py::test_a_sampled_p_value_counts_the_pattern_that_was_seen"
+TRIMMED = "maths/test_intervals.py::test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale"
+TUKEY = "maths/test_intervals.py::test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins"
+REPLICATES = "test_pooling.py::test_replicates_that_differ_only_in_what_is_kept_shown_or_given_up_are_one_condition"
+RESTORED = "test_rollback.py::test_a_checkpoint_brings_back_all_that_a_run_remembers"
+KEPT_BASE = "test_evaluation.py::test_the_kept_base_is_found_only_by_all_that_decides_about_it"
+ALL_END = "test_lanes.py::test_what_no_run_can_go_on_from_ends_each_of_them"
+
+MUTANTS = [
+    # -- sampling ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "plain engine: temperature ignored", "retrain/engines/grid.py",
+        "[[r.temperature or 1.0] for r in used]", "[[1.0] for r in used]",
+        ("test_engine.py::test_logprobs_and_entropy_equal_a_fresh_forward",),
+    ),
+    Mutant(
+        "draw: the largest u reaches the total", "retrain/engines/draw.py",
+        "    aim_R1 = torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n", "",
+        (ENDS_OF_A_DRAW,),
+    ),
+    Mutant(
+        "draw: u = 0 takes a token without mass", "retrain/engines/draw.py",
+        "torch.searchsorted(below_RV, aim_R1, right=True)", "torch.searchsorted(below_RV, aim_R1)",
+        (ENDS_OF_A_DRAW,),
+    ),
+    Mutant(
+        "engine: weights of another version", "retrain/engines/local.py",
+        "if weights is None or version != ref.version:", "if weights is None:",
+        ("test_engine.py::test_weights_that_were_not_published_are_named",),
+    ),
+    Mutant(
+        "engine: actions without their version", "retrain/engines/local.py",
+        "action.policy_version = asked[request].policy.version", "action.policy_version = 0",
+        ("test_engine.py::test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights",),
+    ),
+    Mutant(
+        "plugin engine: actions without their version", "retrain/engines/plugin.py",
+        "action.policy_version = ref.version", "action.policy_version = 0",
+        ("test_backends.py::test_every_run_samples_with_its_own_backend_and_each_action_names_its_weights",),
+    ),
+    Mutant(
+        "loop: weights that a stage has lowered are not published", "retrain/trainer.py",
+        "        if run.policy_ref != ref:\n            self._publish(run)\n", "",
+        ("test_squeeze_modes.py::test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly",),
+    ),
+    # -- rollouts ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "collect: later turns of a group share a stream", "retrain/rollouts/collect.py",
+        '(*request.stream, "turn", turn, sample)', '(*request.stream, "turn", turn)',
+        ("test_collect.py::test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over",),
+    ),
+    Mutant(
+        "collect: a failed group goes on", "retrain/rollouts/collect.py",
+        "            if group.error is None\n", "",
+        ("test_collect.py::test_what_an_environment_raises_is_found_at_its_requests_only",),
+    ),
+    Mutant(
+        "collect: a grader's fault at the first of its groups only", "retrain/rollouts/collect.py",
+        "                for group in groups:\n                    group.error",
+        "                for group in groups[:1]:\n                    group.error",
+        ("test_collect.py::test_what_a_grader_raises_is_found_at_all_that_it_graded_together",),
+    ),
+    Mutant(
+        "collect: what the policy said is no part of the conversation", "retrain/rollouts/collect.py",
+        '[{"role": "assistant", "content": action.text}, *step.messages]', "step.messages",
+        ("test_collect.py::test_a_template_that_wants_roles_to_alternate_hears_of_every_answer",),
+    ),
+    Mutant(
+        "queue: pressure bounds nothing", "retrain/rollouts/queue.py",
+        "self.pressure.max_rows if self.pressure else None", "None",
+        ("test_collect.py::test_pressure_bounds_the_rows_and_hears_how_it_went",),
+    ),
+    Mutant(
+        "queue: scoring counts as decoding", "retrain/rollouts/queue.py",
+        'for name, start, end in spans if name == "rollout")', "for name, start, end in spans)",
+        ("test_collect.py::test_pressure_bounds_the_rows_and_hears_how_it_went",),
+    ),
+    # -- credit -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "whitening: every completion weighs the same", "retrain/algorithms/standard.py",
+        "torch.tensor([len(rollout) for rollout in rated])", "torch.tensor([1 for rollout in rated])",
+        (WHITENING,),
+    ),
+    Mutant(
+        "whitening: over ungraded completions too", "retrain/algorithms/standard.py",
+        "            rated += known\n", "            rated += group.rollouts\n",
+        (WHITENING,),
+    ),
+    Mutant(
+        "gtpo_paper: uniform groups are discarded although all train", "retrain/algorithms/standard.py",
+        "own_advantage and not config.algorithm.keeps_uniform_groups:", "own_advantage:",
+        ("test_credit.py::test_gtpo_paper_keeps_its_uniform_groups_where_all_train",),
+    ),
+    Mutant(
+        "entropy mask: rho as a float", "retrain/maths/credit.py",
+        "math.ceil(Fraction(repr(float(rho))) * total)", "math.ceil(rho * total)", (SHARE,),
+    ),
+    Mutant(
+        "entropy mask: rho as the nearest float", "retrain/maths/credit.py",
+        "Fraction(repr(float(rho)))", "Fraction(float(rho))", (SHARE,),
+    ),
+    Mutant(
+        "algorithm: nothing is restored", "retrain/algorithms/standard.py",
+        'self.sepa = state["sepa"]', "self.sepa = sepa_start(self.schedule)",
+        ("test_credit.py::test_an_algorithm_goes_on_from_its_state",),
+    ),
+    Mutant(
+        "algorithm: SEPA's gate sees graded rollouts only", "retrain/algorithms/standard.py",
+        "flags = [rollout.reward.is_correct for group in groups for rollout in group.rollouts]",
+        "flags = [r.reward.is_correct for g in groups for r in g.rollouts if r.reward.total_reward is not None] or [0]",
+        ("test_credit.py::test_the_gate_counts_every_rollout_that_was_sampled",),
+    ),
+    # -- losses and the update --------------------------------------------------------------------------------------
+    Mutant(
+        "IcePop: the upper edge is outside", "retrain/maths/losses.py",
+        "(ratio_BT <= band[1])", "(ratio_BT < band[1])", (BAND,),
+    ),
+    Mutant(
+        "IcePop: the lower edge is outside", "retrain/maths/losses.py",
+        "(ratio_BT >= band[0])", "(ratio_BT > band[0])", (BAND,),
+    ),
+    Mutant(
+        "clip ratio: an empty completion is the smallest share", "retrain/maths/losses.py",
+        "low_B / length_B.clamp(min=1.0), torch.inf)", "low_B / length_B.clamp(min=1.0), 0.0)", (EMPTY,),
+    ),
+    Mutant(
+        "update: signal by the first token", "retrain/policy/update.py",
+        "bool(sample.advantages[sample.loss_mask].any())", "bool(sample.advantages[sample.loss_mask][:1].any())",
+        ("test_update.py::test_signal_at_any_trained_token_is_signal",),
+    ),
+    Mutant(
+        "update: signal by the first action token", "retrain/policy/update.py",
+        "bool(sample.advantages[sample.loss_mask].any())", "bool(sample.advantages[sample.action_mask][0])",
+        ("test_update.py::test_signal_at_any_trained_token_is_signal",),
+    ),
+    Mutant(
+        "update: means of sequences ignore entropy_mask_denominator", "retrain/policy/objective.py",
+        "batch.action_BT if denominators.all_tokens else None", "None",
+        ("test_update.py::test_sequence_means_count_the_tokens_that_the_denominator_names",),
+    ),
+    Mutant(
+        "update: one dropout seed for all micro-batches", "retrain/policy/update.py",
+        "torch_seed(*self.dropout_stream, number)", "torch_seed(*self.dropout_stream)",
+        ("test_update.py::test_every_micro_batch_draws_its_own_dropout",),
+    ),
+    # -- policies and snapshots -------------------------------------------------------------------------------------
+    Mutant(
+        "snapshot: the live weights", "retrain/policy/lora.py",
+        "flat.clone() if device is None", "flat if device is None", (SNAPSHOT,),
+    ),
+    Mutant(
+        "snapshot: the live weights on the host", "retrain/policy/lora.py",
+        "flat.to(device, copy=True)", "flat.to(device)", (SNAPSHOT,),
+    ),
+    Mutant(
+        "snapshot: the live moments", "retrain/policy/local.py",
+        "torch.as_tensor(value).detach().cpu().clone()", "torch.as_tensor(value).detach().cpu()", (SNAPSHOT,),
+    ),
+    Mutant(
+        "snapshot: rows that are no more", "retrain/policy/lora.py",
+        "return LoraWeights(self.shapes, self.rank, self.scale, self.live_rank, copy)",
+        "return LoraWeights(self.shapes, self.rank, self.scale, self.rank, copy)",
+        ("test_squeeze_modes.py::test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly",),
+    ),
+    Mutant(
+        "policy: moments of rows that are no more", "retrain/policy/local.py",
+        "                self.optimizer.state.clear()\n", "",
+        ("test_policy.py::test_a_lower_rank_begins_its_moments_anew",),
+    ),
+    Mutant(
+        "policy: every update is another version", "retrain/policy/local.py",
+        "self.version += weights._version != before", "self.version += 1",
+        ("test_policy.py::test_the_version_counts_changes_of_the_weights",),
+    ),
+    Mutant(
+        "backend: a step without sequences is another version", "retrain/policy/plugin.py",
+        "self.version += bool(sequences)", "self.version += 1",
+        ("test_backends.py::test_the_version_of_a_backend_counts_the_steps_that_it_has_begun",),
+    ),
+    # -- a run's state ----------------------------------------------------------------------------------------------
+    Mutant(
+        "resume: later checkpoints stay", "retrain/run.py",
+        "        forget_after(self.directory, self.step)\n", "",
+        (RESTORED,),
+    ),
+    Mutant(
+        "resume: its own checkpoint is forgotten", "retrain/checkpoints.py",
+        "checkpoint_step(directory) > step:", "checkpoint_step(directory) >= step:",
+        ("test_ownership.py::test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued",),
+    ),
+    Mutant(
+        "resume: the policy counts its versions anew", "retrain/run.py",
+        '        self.policy.restore(state["policy"])\n', "",
+        (RESTORED,),
+    ),
+    Mutant(
+        "resume: steps in a row are counted anew", "retrain/run.py",
+        'self.ungraded_steps, self.skipped_updates = state["ungraded_steps"], state["skipped_updates"]', "pass",
+        (RESTORED,),
+    ),
+    Mutant(
+        "resume: back pressure begins anew", "retrain/run.py",
+        '        self.saved_pressure = state["pressure"]\n', "",
+        (RESTORED,),
+    ),
+    Mutant(
+        "rollback: the algorithm keeps what it saw", "retrain/run.py",
+        "        self.algorithm.restore(point.algorithm)\n", "",
+        ("test_rollback.py::test_a_step_that_failed_is_taken_back",),
+    ),
+    Mutant(
+        "rollback: weights that have moved", "retrain/run.py",
+        "self.step != point.step or self.policy.version != point.policy_version", "self.step != point.step",
+        ("test_rollback.py::test_weights_that_moved_in_the_step_that_failed_are_not_taken_back",),
+    ),
+    Mutant(
+        "saving: published although one of the cohort is not written", "retrain/saving.py",
+        "            if len(written) == len(saved):\n                run",
+        "            if run in written:\n                run",
+        ("test_rollback.py::test_a_checkpoint_counts_when_the_whole_cohort_has_its_own",),
+    ),
+    Mutant(
+        "retention: keep_every is ignored", "retrain/run.py",
+        "self.config.training.keep_last, self.config.training.keep_every", "self.config.training.keep_last",
+        ("test_rollback.py::test_checkpoints_that_are_kept_for_good_stay_while_a_run_saves",),
+    ),
+    # -- the base's evaluations -------------------------------------------------------------------------------------
+    Mutant(
+        "evaluation: sets share their streams", "retrain/evaluation.py",
+        "own = () if held_out.name == HELDOUT else (held_out.name,)", "own = ()",
+        ("test_evaluation.py::test_an_answer_has_the_stream_of_its_subject_set_step_and_problem",),
+    ),
+    Mutant(
+        "evaluation: untrained runs answer each in its own way", "retrain/run.py",
+        'return (self.config.campaign.seed, "base") if self.step == 0 else self.stream', "return self.stream",
+        ("test_backends.py::test_a_campaign_compares_conditions_on_a_backend",),
+    ),
+    Mutant(
+        "base evaluations: however it was sampled", "retrain/evaluation.py",
+        "sampling = (held_out.sampling, held_out.truncation)", "sampling = ()",
+        (KEPT_BASE,),
+    ),
+    Mutant(
+        "base evaluations: whatever the reference answers", "retrain/evaluation.py",
+        "sampling, held_out.data, problems, setting)", "sampling, held_out.data, setting)",
+        (KEPT_BASE,),
+    ),
+    Mutant(
+        "base evaluations: however it was graded", "retrain/trainer.py",
+        "repr((run.config.reward.grading, run.config.campaign.seed))", "repr(run.config.campaign.seed)",
+        ("test_evaluation.py::test_runs_that_are_graded_otherwise_have_a_base_of_their_own",),
+    ),
+    Mutant(
+        "base evaluations: in whatever order the problems are", "retrain/record/base_evaluations.py",
+        'if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:',
+        'if len(prompts) != len(facts["problem_ids"]):',
+        ("test_evaluation.py::test_the_kept_base_is_the_base",),
+    ),
+    Mutant(
+        "base evaluations: one in which a grading failed is kept", "retrain/record/base_evaluations.py",
+        "if not rollouts or any(reward.error or reward.total_reward is None for reward in rewards):",
+        "if not rollouts:",
+        ("test_evaluation.py::test_an_evaluation_with_a_failed_grading_is_not_kept",),
+    ),
+    # -- executor and controller ------------------------------------------------------------------------------------
+    Mutant(
+        "executor: what was told before a fault is lost", f"{RUNNING}/executor.py",
+        "KeyboardInterrupt):\n                yield from outbox.drain()\n", "KeyboardInterrupt):\n",
+        ("test_executor.py::test_what_was_told_before_a_fault_is_heard",),
+    ),
+    Mutant(
+        "executor: a single run out of memory is cut smaller", f"{RUNNING}/executor.py",
+        "if is_out_of_memory(error) and len(active) > 1 and", "if is_out_of_memory(error) and",
+        (ALL_END,),
+    ),
+    Mutant(
+        "executor: a fault of the shared part ends one run alone", f"{RUNNING}/executor.py",
+        "                for run in active:\n", "                for run in active[:1]:\n",
+        (ALL_END,),
+    ),
+    Mutant(
+        "executor: a run that failed counts as whole for its trackers", f"{RUNNING}/executor.py",
+        "run.recorder.close(failed=run.error is not None)", "run.recorder.close(failed=False)",
+        (ALL_END,),
+    ),
+    Mutant(
+        "controller: a step is counted before it is done", f"{RUNNING}/controller.py",
+        'int(row["step"]) + 1', 'int(row["step"])',
+        ("test_executor.py::test_a_toy_executor_trains_a_campaign_as_this_process_does",),
+    ),
+    Mutant(
+        "controller: a job does not hear what was accepted", f"{RUNNING}/controller.py",
+        "accepted=list(self.approval.accepted)", "accepted=[]",
+        ("test_executor.py::test_accepted_changes_reach_a_job_that_has_found_them",),
+    ),
+    Mutant(
+        "bases: weights of the cohort before stay published", f"{RUNNING}/models.py",
+        "        engine.forget()\n", "",
+        ("test_base.py::test_the_next_cohort_finds_the_base_prepared",),
+    ),
+    Mutant(
+        "bases: another precision shares the base", f"{RUNNING}/models.py",
+        "config.backend.devices, config.inference.dtype,", "config.backend.devices,",
+        ("test_base.py::test_another_base_is_loaded_when_the_first_is_gone",),
+    ),
+    # -- roles beside keys ------------------------------------------------------------------------------------------
+    Mutant(
+        "roles: a key below a table has none", "retrain/config/root.py",
+        '.roles().get(rest.partition(".")[0])', ".roles().get(rest)",
+        ("test_roles.py::test_every_key_has_a_role",),
+    ),
+    Mutant(
+        "roles: what is also a record changes without a word", "retrain/campaign/planning/changes.py",
+        "role is None or role not in QUIET", "role is None or not role & QUIET",
+        ("test_roles.py::test_what_may_change_without_a_word_when_a_run_goes_on",),
+    ),
+    Mutant(
+        "roles: a key with two roles shares no base", "retrain/campaign/planning/cohorts.py",
+        "Role.SAMPLES in (role_of(key) or Role(0))", "role_of(key) == Role.SAMPLES",
+        ("test_roles.py::test_runs_that_sample_from_something_else_have_a_base_of_their_own",),
+    ),
+    Mutant(
+        "roles: replicates may not differ in speed", f"{JUDGING}/pooling.py",
+        "MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES", "MAY_DIFFER = Role.RECORDS | Role.NAMES",
+        (REPLICATES,),
+    ),
+    Mutant(
+        "roles: keep_every decides what is learned", "retrain/config/training.py",
+        "    keep_every: Annotated[Natural, Role.RECORDS]", "    keep_every: Annotated[Natural, Role.LEARNS]",
+        (REPLICATES,),
+    ),
+    Mutant(
+        "roles: nonfinite_limit decides what is learned", "retrain/config/training.py",
+        "    nonfinite_limit: Annotated[Count, Role.SPEED]", "    nonfinite_limit: Annotated[Count, Role.LEARNS]",
+        (REPLICATES,),
+    ),
+    Mutant(
+        "roles: timeout_s decides what is learned", "retrain/config/tasks.py",
+        "    timeout_s: Annotated[Positive, Role.SPEED]", "    timeout_s: Annotated[Positive, Role.LEARNS]",
+        (REPLICATES,),
+    ),
+    Mutant(
+        "roles: reward_max decides what is learned", "retrain/config/tasks.py",
+        "    reward_max: Annotated[float | None, Role.RECORDS]", "    reward_max: Annotated[float | None, Role.LEARNS]",
+        (REPLICATES,),
+    ),
+    # -- the sequential rule ----------------------------------------------------------------------------------------
+    Mutant(
+        "rule: p without the number of comparisons", f"{JUDGING}/sequential.py",
+        'min(1.0, last["p"] * len(record["conditions"]))', 'min(1.0, last["p"])', (LOOKS,),
+    ),
+    Mutant(
+        "rule: alpha is not shared", f"{JUDGING}/sequential.py",
+        '    alpha = record["alpha"] / len(record["conditions"])\n', '    alpha = record["alpha"]\n', (LOOKS,),
+    ),
+    Mutant(
+        "rule: p without what earlier looks have spent", "retrain/maths/sequential.py",
+        "p, stopping = min(spent + tail, 1.0),", "p, stopping = min(tail, 1.0),",
+        ("maths/test_sequential.py::test_a_p_value_holds_what_earlier_looks_have_spent",),
+    ),
+    Mutant(
+        "rule: looks after a stop that was possible", "retrain/maths/sequential.py",
+        "        going &= ~stopping\n", "",
+        ("maths/test_sequential.py::test_over_all_sign_patterns_the_error_is_what_was_spent_and_at_most_alpha",),
+    ),
+    # -- pooling and the comparison ---------------------------------------------------------------------------------
+    Mutant(
+        "pooling: the first directory's stopping rule", f"{JUDGING}/pooling.py",
+        'read_manifest(directories[0]).get("sequential") if len(sources) == 1 else None',
+        'read_manifest(directories[0]).get("sequential")', (RULE_ALONE,),
+    ),
+    Mutant(
+        "pooling: the first of different margins", f"{JUDGING}/pooling.py",
+        "none is applied.\")\n        margin = None\n", 'none is applied.")\n',
+        ("test_pooling.py::test_different_margins_are_none_and_equal_ones_hold",),
+    ),
+    Mutant(
+        "pooling: what measured nothing is compared", f"{JUDGING}/pooling.py",
+        "if evaluation is None or not run.evaluations:\n                continue",
+        "if evaluation is None:\n                continue", (MEASURED_ALIKE,),
+    ),
+    Mutant(
+        "pooling: the first run speaks for its directory", f"{JUDGING}/pooling.py",
+        "        for run in source.runs:\n            evaluation = ",
+        "        for run in source.runs[:1]:\n            evaluation = ",
+        (MEASURED_ALIKE,),
+    ),
+    Mutant(
+        "pooling: the first two directories speak for all", f"{JUDGING}/pooling.py",
+        "_same_evaluation(sources, decisive)", "_same_evaluation(sources[:2], decisive)", (MEASURED_ALIKE,),
+    ),
+    Mutant(
+        "pooling: a repeated seed counts with its last finished run", f"{JUDGING}/pooling.py",
+        "if run.done and not chosen[key].done:", "if run.done:", (REPEATED,),
+    ),
+    Mutant(
+        "pooling: of a seed that finished nowhere the last run is named", f"{JUDGING}/pooling.py",
+        "if run.done and not chosen[key].done:", "if not chosen[key].done:",
+        ("test_pooling.py::test_of_a_seed_that_finished_nowhere_the_first_run_is_named",),
+    ),
+    Mutant(
+        "pooling: a repeated seed counts with its first run", f"{JUDGING}/pooling.py",
+        "if run.done and not chosen[key].done:", "if False:", (REPEATED,),
+    ),
+    Mutant(
+        "comparison: the rule for another baseline", f"{JUDGING}/comparison.py",
+        "if sequential and first == labels[0] and", "if sequential and", (RULE_OWN,),
+    ),
+    Mutant(
+        "comparison: the rule for another metric", f"{JUDGING}/comparison.py",
+        ' and measure.name == sequential["metric"]:', ":", (RULE_OWN,),
+    ),
+    Mutant(
+        "comparison: the finest evaluation decides", f"{JUDGING}/comparison.py",
+        "return max((run.resolution(measure) for run in runs), default=0.0)",
+        "return min((run.resolution(measure) for run in runs), default=0.0)",
+        ("test_pooling.py::test_the_coarsest_evaluation_decides_how_fine_an_interval_can_be",),
+    ),
+    Mutant(
+        "comparison: a bootstrap of too few seeds", f"{JUDGING}/comparison.py",
+        "enough = pairs >= MIN_BOOTSTRAP_SEEDS", "enough = pairs > MIN_BOOTSTRAP_SEEDS",
+        ("test_pooling.py::test_a_bootstrap_has_ends_from_eight_seeds_on",),
+    ),
+    Mutant(
+        "comparison: equivalence without the scale", f"{JUDGING}/comparison.py",
+        "tost_p(a - b, margin, resolution)", "tost_p(a - b, margin)",
+        ("test_pooling.py::test_equivalence_is_tested_on_the_scale_of_the_evaluation",),
+    ),
+    # -- statistics -------------------------------------------------------------------------------------------------
+    Mutant(
+        "accuracy: more trials than samples", "retrain/maths/statistics.py",
+        "min(p * (1.0 - p) / error**2, len(values)) if", "p * (1.0 - p) / error**2 if", (ACCURACY,),
+    ),
+    Mutant(
+        "accuracy: without an error the samples count", "retrain/maths/statistics.py",
+        "0.0 < p < 1.0 else float(count)", "0.0 < p < 1.0 else float(len(values))", (ACCURACY,),
+    ),
+    Mutant(
+        "sampled p: the pattern that was seen is not counted", "retrain/maths/statistics.py",
+        "return (hits + 1) / (patterns + 1)", "return hits / patterns", (SAMPLED_P,),
+    ),
+    Mutant(
+        "sampled p: counted above the line only", "retrain/maths/statistics.py",
+        "return (hits + 1) / (patterns + 1)", "return (hits + 1) / patterns", (SAMPLED_P,),
+    ),
+    Mutant(
+        "trimmed interval: less than a step of the scale", "retrain/maths/intervals.py",
+        "np.maximum(squares, (kept - 1) * resolution**2 / 12.0)", "squares", (TRIMMED,),
+    ),
+    Mutant(
+        "trimmed interval: a step of one value", "retrain/maths/intervals.py",
+        "(kept - 1) * resolution**2 / 12.0)", "resolution**2 / 12.0)", (TRIMMED,),
+    ),
+    Mutant(
+        "trimmed interval: a variance over too many", "retrain/maths/intervals.py",
+        "/ (kept * (kept - 1)))", "/ (kept * kept))", (TUKEY,),
+    ),
+    # -- back pressure ----------------------------------------------------------------------------------------------
+    Mutant(
+        "back pressure: one standard error is enough", "retrain/maths/backpressure.py",
+        "self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0", "self.kappa - self.kappa_se > 0.0", (PEAK,),
+    ),
+    Mutant(
+        "back pressure: exactly two are enough", "retrain/maths/backpressure.py",
+        "STANDARD_ERRORS * self.kappa_se > 0.0", "STANDARD_ERRORS * self.kappa_se >= 0.0", (PEAK,),
+    ),
+    Mutant(
+        "back pressure: retrograde beyond the aim", "retrain/maths/backpressure.py",
+        'regime = "retrograde" if load > n_star', 'regime = "retrograde" if load > aim', (REGIME,),
+    ),
+    Mutant(
+        "back pressure: the roofline decides beyond the peak", "retrain/maths/backpressure.py",
+        'regime = "retrograde" if load > n_star else roofline or "optimal"',
+        'regime = roofline or ("retrograde" if load > n_star else "optimal")', (REGIME,),
+    ),
+]  # fmt: skip
+
+
+def copied(root: Path, place: Path) -> Path:
+    """A copy of the tree in ``place``, without what is hidden, built or a run's."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "logs", "site", "dist", "build")
+    return Path(shutil.copytree(root, place / "tree", ignore=ignored))
+
+
+def failed_test(tree: Path, tests: Iterable[str]) -> str | None:
+    """The first of these tests that fails in the tree, None when all pass. Raises ValueError when they cannot be run:
+    a mutant that cannot be imported shows nothing."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS}"]
+    try:
+        done = subprocess.run(
+            [*command, *(f"tests/{test}" for test in tests)], cwd=tree, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}, timeout=10 * SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "tests that do not end"
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if found:
+        return found[1]
+    raise ValueError(f"pytest ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def verdict(tree: Path, mutant: Mutant) -> str:
+    """Apply the mutant to the tree, run its tests, take it back: ``caught by …``, ``SURVIVED`` or ``BROKEN: …``."""
+    path = tree / mutant.file
+    before, times = path.read_text(), path.stat()
+    try:
+        path.write_text(mutant.applied(before))
+        forget_compiled(path)
+        failed = failed_test(tree, mutant.tests)
+        return f"caught by {failed}" if failed else "SURVIVED"
+    except ValueError as error:
+        return f"BROKEN: {error}"
+    finally:
+        path.write_text(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        forget_compiled(path)
+
+
+def forget_compiled(path: Path) -> None:
+    """Remove the byte code of a module: Python tells versions apart by size and whole seconds."""
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def check(root: Path, mutants: Sequence[Mutant], work: Path | None = None) -> bool:
+    """Try these mutants on a copy of ``root`` in ``work``, a line for each; whether all were caught."""
+    with tempfile.TemporaryDirectory(prefix="mutants_", dir=work) as place:
+        tree = copied(root, Path(place))
+        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+        if failed := failed_test(tree, tests):
+            print(f"nothing was changed yet and {failed} fails")
+            return False
+        found = []
+        for mutant in mutants:
+            begin = time.monotonic()
+            found.append(verdict(tree, mutant))
+            print(f"{mutant.name}: {found[-1]} ({time.monotonic() - begin:.0f} s)", flush=True)
+    caught = sum(each.startswith("caught") for each in found)
+    print(f"{caught} of {len(mutants)} mutants caught")
+    return caught == len(mutants)
+
+
+def main() -> int:
+    """Parse, try, print."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="those whose names hold one of these")
+    parser.add_argument("--dir", type=Path, default=None, help="where to copy the tree to")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if any(name in mutant.name for name in options.only)]
+    if not chosen:
+        parser.error(f"no mutant is called {' or '.join(options.only)}")
+    return 0 if check(ROOT, chosen, options.dir) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
