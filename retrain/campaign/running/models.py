@@ -148,10 +148,11 @@ class PluginModel:
 
 
 class Bases:
-    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block."""
+    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
+    the one that a configuration names."""
 
-    def __init__(self) -> None:
-        self._key, self._targets = "", ""
+    def __init__(self, load: Callable[[Config], BaseModel] = base_of) -> None:
+        self._load, self._key, self._targets = load, "", ""
         self._base: BaseModel | None = None
         self._prepared: tuple[Lanes, LocalEngine] | None = None
 
@@ -173,7 +174,7 @@ class Bases:
         ))  # fmt: skip
         if self._base is None or key != self._key:
             self.release()
-            self._base, self._key = base_of(config), key
+            self._base, self._key = self._load(config), key
         if self._prepared is None or targets != self._targets:
             self._prepared = None
             self._base.release()
