@@ -26,6 +26,8 @@ def selfcheck(device: str, file: Path | None, report: Path | None) -> int:
     """
     if report is not None:
         check_writable(report)
+    # Before torch is imported, which reads it then: its memory profiler warns of what was allocated before.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from retrain.files import write_json
     from retrain.selfcheck.examine import examine
     from retrain.selfcheck.examine import report as whole

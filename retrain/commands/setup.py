@@ -121,7 +121,7 @@ def doctor(
         typer.Option(
             "--file",
             metavar="FILE",
-            help="With --device: on the model that this campaign file names; random weights where its own are not here.",
+            help="With --device: on the model of this campaign file; random weights where its own are not here.",
             show_default=False,
         ),
     ] = None,

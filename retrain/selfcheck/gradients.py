@@ -112,7 +112,7 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype) -
 
 
 def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], dtype: torch.dtype) -> torch.Tensor:
-    """Gradient of −Σ A·log π / tokens, which is that of every policy loss at ρ = 1, in the order of ``Adapter.flat``, by
+    """Gradient of −Σ A·log π / tokens, that of every policy loss at ρ = 1, in the order of ``Adapter.flat``, by
     autograd alone."""
     device = next(model.parameters()).device
     leaves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -40,15 +40,15 @@ SLOW_MACHINE = "see what else uses the machine, and whether it is throttled"
 LIMITS: dict[str, Limit] = {
     "bandwidth": Limit(
         "copy",
-        "a core alone copies several GB/s, a GPU from 2016 on more than 200; less is a machine that is busy or emulated",
+        "a core alone copies several GB/s, a GPU more than 200; less is a machine that is busy or emulated",
         SLOW_MACHINE,
         least={"cpu": 0.5, "cuda": 100},
         unit="GB/s",
     ),
     "matrix_rate": Limit(
         "products",
-        "a core alone gives tens of GFLOP/s in float32 and, without instructions for it, a tenth in bfloat16; a GPU that "
-        "has bfloat16 gives more than 20 TFLOP/s, and without tensor cores about 10 in float32",
+        "a core alone gives tens of GFLOP/s in float32 and, without instructions for it, a tenth in bfloat16; a GPU "
+        "with bfloat16 gives more than 20 TFLOP/s in it, and about 10 in float32",
         SLOW_MACHINE,
         least={"cpu": 0.5, "cuda": 4000},
         unit="GFLOP/s",
@@ -73,14 +73,14 @@ LIMITS: dict[str, Limit] = {
     ),
     "ratio_off": Limit(
         "|ratio − 1|",
-        "of the mean importance ratio; measured on the bundled model 1e-8 in float32, 1e-4 in bfloat16",
+        "of the mean importance ratio; measured on the bundled model 1e-7 in float32, 2e-4 in bfloat16",
         NUMERICS,
         most={"float64": 1e-8, "float32": 1e-5, "bfloat16": 2e-3},
     ),
     "k3": Limit(
         "k3",
-        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured on the bundled model 1e-13 in float32 and "
-        "2e-4 in bfloat16, where norms and rotations round differently on the two sides",
+        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured on the bundled model 2e-13 in float32 and "
+        "2e-5 in bfloat16, where norms and rotations round differently on the two sides and every layer adds to it",
         NUMERICS,
         most={"float64": 1e-12, "float32": 1e-9, "bfloat16": 1e-3},
     ),
@@ -92,8 +92,8 @@ LIMITS: dict[str, Limit] = {
     ),
     "lane_parted": Limit(
         "parted",
-        "sequences that draw another token than alone, per token compared: a draw falls within the rounding of a border "
-        "once in a hundred thousand tokens in float32, once in a hundred in bfloat16; of mixed-up lanes nearly all part",
+        "sequences that draw another token than alone, per token compared: a draw falls within the rounding of a "
+        "border once in a hundred thousand tokens in float32, of a hundred in bfloat16; mixed-up lanes part at once",
         "lanes are mixed up or computed wrongly: report it with --json, and train with [campaign] lanes = 1",
         most={"float64": 1e-4, "float32": 2e-3, "bfloat16": 0.05},
     ),
@@ -118,7 +118,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "resume_differs": Limit(
         "differing",
-        "of adapters, moments, tokens, log-probabilities and losses: a checkpoint holds all that matters, or it is none",
+        "of adapters, moments, tokens, log-probabilities and losses: a checkpoint holds all that matters",
         "a run that is resumed here is not the run that was stopped: report it with --json",
         most=0,
     ),
@@ -132,16 +132,16 @@ LIMITS: dict[str, Limit] = {
     ),
     "kept_growth": Limit(
         "kept",
-        "measured per predicted byte that the forward pass keeps for the backward pass: below 0.4 micro-batches are less "
-        "than half of what fits, above 1.15 memory runs out before the plan says so",
+        "measured per predicted byte that the forward pass keeps for the backward pass: below 0.4 micro-batches are "
+        "less than half of what fits, far above 1 memory runs out before the plan says so",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
         least=0.4,
-        most=1.15,
+        most=1.3,
     ),
     "peak_growth": Limit(
         "peak",
-        "measured per predicted byte of an update: besides what is kept, the backward pass of one layer at a time, which "
-        "with few layers is a good part of it",
+        "measured per predicted byte of an update: besides what is kept, the backward pass of one layer at a time, "
+        "which with few layers is a good part of it",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
         most=2.0,
     ),
@@ -153,9 +153,10 @@ LIMITS: dict[str, Limit] = {
     ),
     "drill_gradient": Limit(
         "gradient off",
-        "relative difference after the step was made again in smaller micro-batches: sums in another order",
+        "relative difference after the step was made again in smaller micro-batches: sums in another order, kept "
+        "in float32",
         "an update made again after memory ran out is wrong: report it with --json",
-        most={"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.03},
+        most={"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.03},
     ),
     "not_recovered": Limit(
         "not recovered",
@@ -164,17 +165,17 @@ LIMITS: dict[str, Limit] = {
         most=0,
     ),
     "decode_share": Limit(
-        "of the roofline",
-        "what a batch of this size must read or compute, at the rates measured here; small models on a CPU are bound by "
-        "the number of operations and reach some per cent",
+        "decoding against the roofline",
+        "the time of what a batch of this size must read or compute, at the rates measured here; small models on a "
+        "CPU are bound by the number of operations: some per cent, and less in bfloat16, where large products are fast",
         SLOW_MACHINE + "; on a GPU look at the share that kernels fill",
-        least={"cpu": 0.01, "cuda": 0.1},
+        least={"cpu": 0.001, "cuda": 0.1},
     ),
     "update_share": Limit(
-        "of the roofline",
+        "update against the roofline",
         "four operations per weight and trained token, at the rate measured here",
         SLOW_MACHINE,
-        least={"cpu": 0.02, "cuda": 0.1},
+        least={"cpu": 0.001, "cuda": 0.1},
     ),
     "kernel_share": Limit(
         "of the GPU's time filled by kernels",

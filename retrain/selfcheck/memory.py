@@ -58,8 +58,8 @@ def predicted_against_measured(subject: Subject) -> Result:
 def _lengths(subject: Subject) -> tuple[int, int]:
     """The two lengths, as far as the model's context and a CPU's patience go."""
     short, long = LENGTHS[subject.base.device.type]
-    if subject.work.tokens < Work().tokens and not subject.on_gpu:
-        short, long = 8, 24
+    if subject.is_slow:
+        short, long = 8, 40
     room = subject.base.context_length - max(map(len, subject.prompts)) - 1
     return (short, long) if long <= room else (room // 4, room)
 
@@ -114,8 +114,8 @@ def peak(subject: Subject, work: Callable[[], Any]) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    made: Any = profile.profiler
+    events = [event for event in made.kineto_results.events() if event.name() == "[memory]"]
     changes = np.array([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
     return int(max(0, changes.cumsum().max())) if len(changes) else 0
 

@@ -31,8 +31,8 @@ def paths(subject: Subject) -> Result:
     fault = ""
     if missing and is_plain(config):
         fault = (
-            f"a {config.model_type} model should take the {' and the '.join(missing)}, and its probe gave other numbers "
-            "than the model's own forward pass: report it with --json"
+            f"a {config.model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
+            "numbers than the model's own forward pass: report it with --json"
         )
     policy = subject.trained(0, clipped=False)
     policy.workers = Workers()

@@ -42,9 +42,7 @@ def resumed_equals_undisturbed(subject: Subject) -> Result:
     """Whether a checkpoint holds all that matters."""
     needed, room = subject.base.weight_bytes, available_memory(subject.base.device)
     if needed > ROOM * room:
-        return skipped(
-            f"the new process needs {needed / 2**30:.1f} GiB for the model beside this one, which are not free"
-        )
+        return skipped(f"a second copy of the model takes {needed / 2**30:.1f} GiB, which are not free")
     with TemporaryDirectory(prefix="retrain-doctor-") as place:
         folder = Path(place)
         policies = [subject.policy(lane) for lane in range(LANES)]

@@ -57,7 +57,7 @@ def replayed(subject: Subject) -> Result:
 
 
 def sampler_against_trainer(subject: Subject) -> Result:
-    """Log-probabilities of what two trained lanes have sampled, as the engine and as a fresh pass of the trainer say."""
+    """Log-probabilities of what two trained lanes sampled, as the engine and as a fresh pass of the trainer say."""
     policies = [subject.trained(lane) for lane in range(2)]
     requests = subject.requests(subject.publish(policies))
     groups = subject.engine.sample(requests)

@@ -158,8 +158,8 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
     needed, room = (sizes.parameters() if sizes else 0) * dtype.itemsize, available_memory(device)
     if needed > ROOM * room:
         raise ModelError(
-            f"random weights at the shapes of {config.model.model} take {needed / 2**30:.1f} GiB, and {room / 2**30:.1f} "
-            "GiB are free: give --file with a smaller model, or another --device"
+            f"random weights at the shapes of {config.model.model} take {needed / 2**30:.1f} GiB of "
+            f"{room / 2**30:.1f} that are free: give --file with a smaller model, or another --device"
         )
     try:
         made = AutoConfig.for_model(**{key: value for key, value in shapes.items() if key != "dtype"})

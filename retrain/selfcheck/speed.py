@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from retrain.policy.memory import cache_bytes
 from retrain.policy.objective import Objective
 from retrain.selfcheck.machine import measure
 from retrain.selfcheck.results import Result, judged
-from retrain.selfcheck.subject import LR, Rates, Subject, Work
+from retrain.selfcheck.subject import LR, Rates, Subject
 from retrain.types import Action
 
 WIDE = {"cpu": 8, "cuda": 32}
@@ -27,9 +28,7 @@ def speed(subject: Subject) -> Result:
     rates = subject.rates or measure(subject)
     policies = [subject.trained(lane) for lane in range(2)]
     kind = subject.base.device.type
-    work = Work(
-        subject.work.prompts, WIDE[kind] if subject.work == Work() else subject.work.samples, subject.work.tokens
-    )
+    work = subject.work if subject.is_slow else replace(subject.work, samples=WIDE[kind])
     requests = subject.requests(subject.publish(policies), work=work)
     subject.engine.sample(requests)
     seconds, groups = _timed(subject, lambda: subject.engine.sample(requests))
@@ -47,8 +46,8 @@ def speed(subject: Subject) -> Result:
     if subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     words = (
-        f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, update {trained / update_seconds:,.0f} "
-        "tokens/s"
+        f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
+        f"update {trained / update_seconds:,.0f} tokens/s"
     )
     return judged(subject.kinds, values, words, **told, roofline=vars(rates), seconds=[seconds, update_seconds])
 

@@ -76,6 +76,7 @@ class Subject:
         """The subject of this source, freed at the end. Raises ModelError when the model cannot be had."""
         # cuBLAS reads this when its first handle is made, and is repeatable only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which would tell when it starts and stops
         told: list[str] = []
         with ExitStack() as stack:
             bases = stack.enter_context(Bases(source.load))
@@ -107,10 +108,15 @@ class Subject:
         """Numbers in the base, adapters not counted."""
         return sum(weight.numel() for weight in self.base.model.parameters())
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether every token counts: a large model on a CPU."""
+        return not self.on_gpu and self.parameters > LARGE_PARAMETERS
+
     @cached_property
     def work(self) -> Work:
         """Enough tokens for a percentile of differences, in seconds."""
-        work = Work(2, 2, 12) if not self.on_gpu and self.parameters > LARGE_PARAMETERS else Work()
+        work = Work(2, 2, 12) if self.is_slow else Work()
         return Work(work.prompts, work.samples, min(work.tokens, self.config.training.max_tokens))
 
     @cached_property
@@ -194,7 +200,7 @@ class Subject:
         return TrainBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
     def step(self, policies: Sequence[LocalPolicy], number: int) -> tuple[list[list[Action]], list[float]]:
-        """One training step of these lanes: all sample in one batch, each is updated. What was sampled, and the losses."""
+        """One training step of these lanes, sampled in one batch, then updated; what was sampled, and the losses."""
         requests = self.requests(self.publish(policies), number)
         groups = self.engine.sample(requests)
         each, losses = len(requests) // len(policies), []
@@ -232,12 +238,13 @@ class Subject:
 
     @contextmanager
     def memory_forgotten(self) -> Iterator[None]:
-        """The engine has not yet learnt how many rows fit, and does not remember what it learns inside."""
-        before, self.engine.fitting = self.engine.fitting, None
+        """The engine has not yet learnt how many rows fit, and neither remembers nor tells what it learns inside."""
+        before, self.engine.fitting, told = self.engine.fitting, None, len(self.told)
         try:
             yield
         finally:
             self.engine.fitting = before
+            del self.told[told:]
 
     def token_budget(self) -> int:
         """Tokens of a micro-batch, as a run here has them."""
