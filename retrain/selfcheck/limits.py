@@ -37,6 +37,11 @@ def _bound(given: Bound, kinds: tuple[str, ...], without: float) -> float:
 NUMERICS = "sampler and trainer compute different things: report it with --json, and do not train on this machine"
 SLOW_MACHINE = "see what else uses the machine, and whether it is throttled"
 
+PARTED = {"float64": 1e-4, "float32": 0.02, "bfloat16": 0.3}
+"""Sequences that part, per token: a draw changes where it falls within the rounding of a border between two tokens. Of
+a model that is sure of itself that is once in a hundred thousand tokens in float32 and in a hundred in bfloat16; with n
+tokens to choose from, √n times as often. Where lanes are mixed up, nearly every sequence parts at its first token."""
+
 LIMITS: dict[str, Limit] = {
     "bandwidth": Limit(
         "copy",
@@ -53,17 +58,18 @@ LIMITS: dict[str, Limit] = {
         least={"cpu": 0.5, "cuda": 4000},
         unit="GFLOP/s",
     ),
-    "graph_differs": Limit(
-        "sequences that differ",
-        "a replayed step is the launches of an eager one, so the same tokens come out",
+    "graph_parted": Limit(
+        "parted",
+        "sequences that draw another token than eager steps, per token compared: a replayed step is an "
+        "eager one, so none should; a library that chooses another kernel while capturing rounds differently",
         NUMERICS,
-        most=0,
+        most=PARTED,
     ),
     "graph_gap": Limit(
         "largest difference",
-        "of log-probabilities (nats), where a library chooses another kernel while capturing: rounding alone",
+        "of log-probabilities (nats) up to where they part",
         NUMERICS,
-        most={"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1},
+        most={"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2},
     ),
     "captures": Limit(
         "captured",
@@ -73,29 +79,29 @@ LIMITS: dict[str, Limit] = {
     ),
     "ratio_off": Limit(
         "|ratio − 1|",
-        "of the mean importance ratio; measured on the bundled model 1e-7 in float32, 2e-4 in bfloat16",
+        "of the mean importance ratio; measured 1e-7 in float32 and 2e-4 in bfloat16 on the bundled model",
         NUMERICS,
-        most={"float64": 1e-8, "float32": 1e-5, "bfloat16": 2e-3},
+        most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 1e-2},
     ),
     "k3": Limit(
         "k3",
-        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured on the bundled model 2e-13 in float32 and "
-        "2e-5 in bfloat16, where norms and rotations round differently on the two sides and every layer adds to it",
+        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured 2e-13 in float32 and 2e-5 in bfloat16 on "
+        "the bundled model, 2e-11 and 2e-3 on random weights, whose logits up to 25 bfloat16 has in steps of an eighth",
         NUMERICS,
-        most={"float64": 1e-12, "float32": 1e-9, "bfloat16": 1e-3},
+        most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 3e-3},
     ),
     "p99": Limit(
         "p99",
-        "of |log π_trainer − log π_sampler| (nats): 99 of 100 tokens are nearer",
+        "of |log π_trainer − log π_sampler| (nats): 99 of 100 tokens are nearer; measured 2e-6 in float32 and 0.02 in "
+        "bfloat16 on the bundled model, 2e-5 and 0.17 on random weights",
         NUMERICS,
-        most={"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.15},
+        most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.3},
     ),
     "lane_parted": Limit(
         "parted",
-        "sequences that draw another token than alone, per token compared: a draw falls within the rounding of a "
-        "border once in a hundred thousand tokens in float32, of a hundred in bfloat16; mixed-up lanes part at once",
+        "sequences that draw another token than alone, per token compared: sums in another order, and no more",
         "lanes are mixed up or computed wrongly: report it with --json, and train with [campaign] lanes = 1",
-        most={"float64": 1e-4, "float32": 2e-3, "bfloat16": 0.05},
+        most=PARTED,
     ),
     "lane_p99": Limit(
         "p99",
@@ -105,8 +111,8 @@ LIMITS: dict[str, Limit] = {
     ),
     "gradient_angle": Limit(
         "1 − cosine",
-        "against the plain formulas in twice the precision; measured on the bundled model 1e-12 in float32 and 1e-4 in "
-        "bfloat16, and optimizers tolerate far more noise than that of one part in a hundred",
+        "against the plain formulas in twice the precision; measured 1e-12 in float32 and 1e-4 in bfloat16 on the "
+        "bundled model, 7e-12 and 7e-4 on random weights",
         "the update's gradient is wrong: report it with --json, and do not train on this machine",
         most={"float32": 1e-7, "bfloat16": 1e-2},
     ),
@@ -147,9 +153,9 @@ LIMITS: dict[str, Limit] = {
     ),
     "drill_parted": Limit(
         "parted",
-        "sequences that differ from an undisturbed batch of that size, per token compared; see parted above",
+        "sequences that differ from an undisturbed batch of that size, per token compared",
         "what is sampled after memory ran out is wrong: report it with --json",
-        most={"float64": 1e-4, "float32": 2e-3, "bfloat16": 0.05},
+        most=PARTED,
     ),
     "drill_gradient": Limit(
         "gradient off",

@@ -38,10 +38,10 @@ FULL = "a full GPU"
 def predicted_against_measured(subject: Subject) -> Result:
     """Growth from one length to another, which leaves out what does not depend on it: of the cache in sampling, and of
     what an update keeps for its backward pass and takes at its peak."""
-    short, long = _lengths(subject)
-    sampling = [_sampling_peak(subject, tokens) for tokens in (short, long)]
-    kept, peaks = zip(*(_update(subject, tokens) for tokens in (short, long)), strict=True)
-    more = SEQUENCES * (long - short)
+    short, long, sequences = _sizes(subject)
+    sampling = [_sampling_peak(subject, tokens, sequences) for tokens in (short, long)]
+    kept, peaks = zip(*(_update(subject, tokens, sequences) for tokens in (short, long)), strict=True)
+    more = sequences * (long - short)
     predicted_cache, predicted_kept = more * cache_bytes(subject.base), more * kept_bytes(subject.base)
     values = {
         "cache_growth": (sampling[1] - sampling[0]) / predicted_cache,
@@ -49,36 +49,36 @@ def predicted_against_measured(subject: Subject) -> Result:
         "peak_growth": (peaks[1] - peaks[0]) / predicted_kept,
     }
     return judged(
-        subject.kinds, values, f"{SEQUENCES} sequences of {short} and {long} tokens", sampling_peak_bytes=sampling,
+        subject.kinds, values, f"{sequences} sequences of {short} and {long} tokens", sampling_peak_bytes=sampling,
         update_kept_bytes=kept, update_peak_bytes=peaks, predicted_cache_bytes=predicted_cache,
         predicted_kept_bytes=predicted_kept,
     )  # fmt: skip
 
 
-def _lengths(subject: Subject) -> tuple[int, int]:
-    """The two lengths, as far as the model's context and a CPU's patience go."""
+def _sizes(subject: Subject) -> tuple[int, int, int]:
+    """The two lengths, as far as the model's context and a CPU's patience go, and the number of sequences."""
     short, long = LENGTHS[subject.base.device.type]
     if subject.is_slow:
-        short, long = 8, 40
+        return 8, 24, 4
     room = subject.base.context_length - max(map(len, subject.prompts)) - 1
-    return (short, long) if long <= room else (room // 4, room)
+    return (short, long, SEQUENCES) if long <= room else (room // 4, room, SEQUENCES)
 
 
-def _sampling_peak(subject: Subject, tokens: int) -> int:
+def _sampling_peak(subject: Subject, tokens: int, sequences: int) -> int:
     """Bytes at the highest moment of sampling so many tokens at most, above those before."""
-    work = Work(2, SEQUENCES // 2, tokens)
+    work = Work(2, sequences // 2, tokens)
     asked = [subject.requests(subject.publish([subject.trained(0)]), work=work)[0]] * 2
     with subject.one_thread():
-        return peak(subject, lambda: subject.engine.sample(asked, max_rows=SEQUENCES))
+        return peak(subject, lambda: subject.engine.sample(asked, max_rows=sequences))
 
 
-def _update(subject: Subject, tokens: int) -> tuple[int, int]:
+def _update(subject: Subject, tokens: int, sequences: int) -> tuple[int, int]:
     """Bytes that an update on sequences of so many tokens keeps for its backward pass, and at its peak."""
     policy = subject.trained(0, clipped=False)
     policy.workers, policy.budget = Workers(), Budget(UNBOUNDED)
     noise = generator("doctor", "memory", tokens)
     samples = []
-    for _ in range(SEQUENCES):  # each with a prompt of its own, so that nothing is shared
+    for _ in range(sequences):  # each with a prompt of its own, so that nothing is shared
         ids = noise.integers(0, subject.base.vocab_size, tokens + 1).tolist()
         advantages_T = noise.normal(size=tokens)
         samples.append(Sample.single_turn(ids[:1], ids[1:], np.zeros(tokens), advantages_T))

@@ -52,7 +52,7 @@ def replayed(subject: Subject) -> Result:
         subject.engine.graphs = graphs
     found = agreement(with_graphs, eager)
     count = len(captures) if graphs.enabled else 0
-    values = {"captures": count, "graph_differs": found.parted, "graph_gap": found.largest}
+    values = {"captures": count, "graph_parted": found.parted_per_token, "graph_gap": found.largest}
     return judged(subject.kinds, values, found.words, told=list(subject.told))
 
 

@@ -28,8 +28,9 @@ LAYERS = 4
 """Of a model of random weights: all layers do the same, and one after the other is enough to see errors grow."""
 GPU_SHAPES = "Qwen/Qwen3-8B"
 """Whose shapes a GPU is checked at, where no file names a model."""
-HEAD_SCALE = 3.0
-"""Random weights give nearly equal logits; so many times as large, their spread is that of a trained model."""
+SPREAD = 6.0
+"""Standard deviation of the logits of random weights: as sure of a few tokens as a trained model. At that of a fresh
+initialisation all tokens are nearly equal, and rounding decides which one is drawn."""
 ROOM = 0.5
 """Share of the available memory that random weights may take."""
 
@@ -127,7 +128,8 @@ def shapes_of(config: Config) -> dict[str, Any]:
     if shapes.get("layer_types"):
         shapes["layer_types"] = shapes["layer_types"][:LAYERS]
     shapes.pop("quantization_config", None)
-    return shapes
+    # A tied output layer of random weights would give every token itself again.
+    return {**shapes, "tie_word_embeddings": False}
 
 
 def _qwen3(known: Architecture) -> dict[str, Any]:
@@ -165,8 +167,10 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
         made = AutoConfig.for_model(**{key: value for key, value in shapes.items() if key != "dtype"})
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), torch.no_grad():
             torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
-            model.get_output_embeddings().weight.mul_(HEAD_SCALE)
+            model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
+            ids = torch.arange(1, 65)[None] % int(shapes["vocab_size"])
+            spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
+            model.get_output_embeddings().weight.mul_(round(SPREAD / spread, 2))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"no random weights can be made at the shapes of {config.model.model}: {reason}") from error

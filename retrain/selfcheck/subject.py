@@ -116,7 +116,7 @@ class Subject:
     @cached_property
     def work(self) -> Work:
         """Enough tokens for a percentile of differences, in seconds."""
-        work = Work(2, 2, 12) if self.is_slow else Work()
+        work = Work(2, 2, 8) if self.is_slow else Work()
         return Work(work.prompts, work.samples, min(work.tokens, self.config.training.max_tokens))
 
     @cached_property
