@@ -78,7 +78,7 @@ def _in_layers(subject: Subject, layers: int) -> int:
 def _shallow(subject: Subject, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:
     """The lane on the first layers of the base alone."""
     base = subject.base
-    model = plain_copy(base, subject.lanes, layers, base.dtype)
+    model = plain_copy(base, subject.lanes, layers, base.dtype, "sdpa")
     shallow = BaseModel(base.name, model, base.tokenizer, base.device, base.dtype, base.eos_ids, base.pad_id, "")
     stack.callback(shallow.release)
     learner = LocalPolicy(shallow, Lanes(shallow, subject.lanes.target_modules), policy.config, (0,), Workers())
@@ -87,7 +87,7 @@ def _shallow(subject: Subject, policy: LocalPolicy, layers: int, stack: ExitStac
     return learner
 
 
-def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype) -> Any:
+def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, attention: str = "eager") -> Any:
     """A model of the base's frozen weights, without lanes or anything else that is put on a base, with so many
     layers."""
     from transformers import AutoModelForCausalLM
@@ -99,7 +99,7 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype) -
         text.layer_types = text.layer_types[:layers]
     wrapped = {f"{shape.name}.base." for shape in lanes.shapes}
     with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []), torch.device(base.device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
     given = {}
     for name, weight in base.model.named_parameters():

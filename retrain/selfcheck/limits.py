@@ -55,7 +55,7 @@ LIMITS: dict[str, Limit] = {
         "a core alone gives tens of GFLOP/s in float32 and, without instructions for it, a tenth in bfloat16; a GPU "
         "with bfloat16 gives more than 20 TFLOP/s in it, and about 10 in float32",
         SLOW_MACHINE,
-        least={"cpu": 0.5, "cuda": 4000},
+        least={"float64": 0.5, "cpu": 0.5, "cuda": 1000},
         unit="GFLOP/s",
     ),
     "graph_parted": Limit(

@@ -14,12 +14,12 @@ from retrain.engines.protocol import SampleRequest
 from retrain.policy.backbone import backbone_of
 from retrain.policy.budget import Budget
 from retrain.policy.local import LocalPolicy
-from retrain.policy.memory import cache_bytes, kept_bytes
+from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
 from retrain.policy.objective import Objective
 from retrain.policy.threads import Workers
 from retrain.rng import generator
 from retrain.selfcheck.agreement import Agreement, agreement
-from retrain.selfcheck.results import Result, judged
+from retrain.selfcheck.results import Result, judged, skipped
 from retrain.selfcheck.subject import LR, Subject, Work
 from retrain.types import Sample
 
@@ -27,6 +27,8 @@ LENGTHS = {"cpu": (64, 320), "cuda": (128, 640)}
 """Most tokens of the two measurements. Their difference is a multiple of what caches are rounded to."""
 SEQUENCES = 16
 UNBOUNDED = 1 << 30
+UPDATE_ROOM = 0.3
+"""Share of the available memory that the measured updates may take."""
 WIDE = 32
 """Samples of each prompt where a GPU is to be filled for real."""
 FULL = "a full GPU"
@@ -39,6 +41,12 @@ def predicted_against_measured(subject: Subject) -> Result:
     """Growth from one length to another, which leaves out what does not depend on it: of the cache in sampling, and of
     what an update keeps for its backward pass and takes at its peak."""
     short, long, sequences = _sizes(subject)
+    room, each = UPDATE_ROOM * available_memory(subject.base.device), long * kept_bytes(subject.base)
+    sequences = min(sequences, 2 * int(room / each / 2))
+    if not sequences:
+        return skipped(
+            f"an update of two sequences of {long} tokens takes {2 * each / 2**30:.1f} GiB, which are not free"
+        )
     sampling = [_sampling_peak(subject, tokens, sequences) for tokens in (short, long)]
     kept, peaks = zip(*(_update(subject, tokens, sequences) for tokens in (short, long)), strict=True)
     more = sequences * (long - short)
@@ -98,6 +106,8 @@ def _update(subject: Subject, tokens: int, sequences: int) -> tuple[int, int]:
             policy.update(batch, Objective(), LR)
 
     highest = peak(subject, work)
+    if policy.budget.learnt:
+        raise RuntimeError("memory ran out while it was measured")
     return sum(kept.values()), highest
 
 

@@ -42,10 +42,8 @@ def paths(subject: Subject) -> Result:
     batch = subject.batch(subject.samples(requests, groups))
     updating, _ = _kernels(lambda: policy.update(batch, Objective(), LR))
     if subject.on_gpu and "math" in {*sampling, *updating} and not fault:
-        fault = (
-            "attention takes the plain formula, whose memory grows with the square of the length; write [inference] "
-            'dtype = "bfloat16"'
-        )
+        fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
+        fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
     words = [f"{name} {'yes' if there else 'no'}" for name, there in taken.items()]
     kernels = f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
     told = {name.replace(" ", "_"): there for name, there in taken.items()}
