@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.commands.output import count, plural, visible
+from retrain.commands.output import count, plural, tell, visible
 from retrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def selfcheck(device: str, file: Path | None, report: Path | None) -> int:
 
     with Subject.open(Source.of(file, device)) as subject:
         print(headline(subject))
+        if subject.is_slow:
+            tell("a model of this size takes many minutes on a CPU; on a GPU it would be --device gpu:0")
         findings: list[Finding] = []
         for finding in examine(subject, begins=begins):
             findings.append(finding)
