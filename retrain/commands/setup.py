@@ -101,8 +101,44 @@ def schema_text() -> str:
     return dumps(json_schema(), indent=2) + "\n"
 
 
-def doctor() -> None:
-    """Show what this machine has: Python, packages, devices, extras, disk. Nothing is contacted."""
+def doctor(
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|gpu:N",
+            help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="With --device: on the model of this campaign file; random weights where its own are not here.",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="With --device: write everything to this file, to be attached to a report.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right.
+    Nothing is contacted."""
+    if device is not None:
+        from retrain.commands.selfcheck import selfcheck
+
+        raise typer.Exit(selfcheck(device, file, report))
+    for option, value in (("--file", file), ("--json", report)):
+        if value is not None:
+            raise UsageError(f"{option} belongs to the self-check; type: retrain doctor --device auto {option} {value}")
     lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:

@@ -107,10 +107,11 @@ def _built(
 
 
 class Bases:
-    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block."""
+    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
+    one that is no model's own, the same for every configuration."""
 
-    def __init__(self) -> None:
-        self._key, self._targets = "", ""
+    def __init__(self, load: Callable[[Config], BaseModel] | None = None) -> None:
+        self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
         self._prepared: tuple[Lanes, LocalEngine] | None = None
@@ -139,8 +140,12 @@ class Bases:
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
         """The base that a run's configuration names, with the lanes that it trains, and an engine. What is in memory
         already is taken from there. Raises ModelError when it cannot be had."""
-        files, targets = self.look(config), repr(config.lora.target_modules)
-        self._base = self._base or load_weights(files, config.backend.devices, config.inference.dtype)
+        targets = repr(config.lora.target_modules)
+        if self._load is not None:
+            self._base = self._base or self._load(config)
+        else:
+            files = self.look(config)
+            self._base = self._base or load_weights(files, config.backend.devices, config.inference.dtype)
         if self._prepared is None or targets != self._targets:
             self._prepared = None
             self._base.release()

@@ -1,0 +1,1 @@
+"""The self-check: what retrain relies on, proven on the user's own machine (``retrain doctor --device``)."""
