@@ -39,11 +39,10 @@ def sampling() -> None:
     blocks = decoder.blocks([lanes.new_adapter(8, 16.0).frozen() for _ in range(2)])
     rows, width, capacity = 4, 7, 128
     last = torch.full((rows,), width - 1, device=GPU)
-    logits, states = decoder.prefill(torch.zeros(rows, width, dtype=torch.long, device=GPU), last, blocks)
+    cache, places = KVCache(decoder, rows, capacity), torch.arange(rows, device=GPU)
+    prompts = torch.zeros(rows, width, dtype=torch.long, device=GPU)
+    logits = decoder.prefill(prompts, last, blocks, cache, places, places)
     assert (logits.shape, logits.device) == ((rows, VOCABULARY), GPU)
-    cache = KVCache(decoder, rows, capacity)
-    for layer, (keys, values) in enumerate(states):
-        cache.keys[layer][:, :, :width], cache.values[layer][:, :, :width] = keys, values
     numbers = [torch.zeros(rows, dtype=torch.long, device=GPU) for _ in range(5)]
     batch = Rows(numbers[0], last + 1, numbers[1], numbers[2].bool(), numbers[3], numbers[4], None, None, None)
     sampled = Sampled(

@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "collect: a failed group goes on", "retrain/rollouts/collect.py",
         "            if group.error is None\n", "",
-        ("test_collect.py::test_what_an_environment_raises_is_found_at_its_requests_only",),
+        ("test_collect.py::test_what_an_environment_raises_belongs_to_its_requests_only",),
     ),
     Mutant(
         "collect: a grader's fault at the first of its groups only", "retrain/rollouts/collect.py",
@@ -132,12 +132,12 @@ MUTANTS = [
     Mutant(
         "queue: pressure bounds nothing", "retrain/rollouts/queue.py",
         "self.pressure.max_rows if self.pressure else None", "None",
-        ("test_collect.py::test_pressure_bounds_the_rows_and_hears_how_it_went",),
+        ("test_collect.py::test_pressure_bounds_the_rows_and_observes_every_batch",),
     ),
     Mutant(
         "queue: scoring counts as decoding", "retrain/rollouts/queue.py",
-        'for name, start, end in spans if name == "rollout")', "for name, start, end in spans)",
-        ("test_collect.py::test_pressure_bounds_the_rows_and_hears_how_it_went",),
+        'for name, start, end in collected.spans if name == "rollout")', "for name, start, end in collected.spans)",
+        ("test_collect.py::test_pressure_bounds_the_rows_and_observes_every_batch",),
     ),
     # -- credit -----------------------------------------------------------------------------------------------------
     Mutant(
@@ -263,8 +263,8 @@ MUTANTS = [
         (RESTORED,),
     ),
     Mutant(
-        "resume: back pressure begins anew", "retrain/run.py",
-        '        self.saved_pressure = state["pressure"]\n', "",
+        "resume: what the cohort shares begins anew", "retrain/run.py",
+        '        self.saved_shared = state["shared"]\n', "",
         (RESTORED,),
     ),
     Mutant(
@@ -301,12 +301,12 @@ MUTANTS = [
     ),
     Mutant(
         "base evaluations: however it was sampled", "retrain/evaluation.py",
-        "sampling = (held_out.sampling, held_out.truncation)", "sampling = ()",
+        "held_out.sampling.requested, held_out.data,", "held_out.data,",
         (KEPT_BASE,),
     ),
     Mutant(
         "base evaluations: whatever the reference answers", "retrain/evaluation.py",
-        "sampling, held_out.data, problems, setting)", "sampling, held_out.data, setting)",
+        "held_out.data, problems, setting))", "held_out.data, setting))",
         (KEPT_BASE,),
     ),
     Mutant(
@@ -329,7 +329,7 @@ MUTANTS = [
     # -- executor and controller ------------------------------------------------------------------------------------
     Mutant(
         "executor: what was told before a fault is lost", f"{RUNNING}/executor.py",
-        "KeyboardInterrupt):\n                yield from outbox.drain()\n", "KeyboardInterrupt):\n",
+        "KeyboardInterrupt) as error:\n                yield from outbox.drain()\n", "KeyboardInterrupt) as error:\n",
         ("test_executor.py::test_what_was_told_before_a_fault_is_heard",),
     ),
     Mutant(
@@ -530,12 +530,12 @@ MUTANTS = [
     ),
     Mutant(
         "back pressure: retrograde beyond the aim", "retrain/maths/backpressure.py",
-        'regime = "retrograde" if load > n_star', 'regime = "retrograde" if load > aim', (REGIME,),
+        'regime = "retrograde" if load > fit.n_star', 'regime = "retrograde" if load > aim', (REGIME,),
     ),
     Mutant(
         "back pressure: the roofline decides beyond the peak", "retrain/maths/backpressure.py",
-        'regime = "retrograde" if load > n_star else roofline or "optimal"',
-        'regime = roofline or ("retrograde" if load > n_star else "optimal")', (REGIME,),
+        'regime = "retrograde" if load > fit.n_star else roofline or "optimal"',
+        'regime = roofline or ("retrograde" if load > fit.n_star else "optimal")', (REGIME,),
     ),
 ]  # fmt: skip
 

@@ -695,6 +695,7 @@ def test_any_file_gives_a_configuration_or_its_mistakes(tmp_path_factory, conten
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(keys())), scalars)
+@example("data.source", "")  # which is no directory beside the file
 def test_any_value_is_kept_or_refused_in_the_file_as_in_data(tmp_path_factory, dotted, value):
     """One key at a time through a real file: the two ways agree, and mistakes name its line."""
     section, _, key = dotted.partition(".")

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import config, context
-from retrain.environments.prompts import Renderer
 from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, word_tokenizer
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
+from retrain.data.prompts import Renderer
 from retrain.engines.protocol import PolicyRef
 from retrain.environments.single_turn import SingleTurn
 from retrain.evaluation import Evaluator, Subject
@@ -185,8 +185,9 @@ def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
     for change in ({"answer": "5"}, {"prompt": "What else is it?"}, {"id": "another"}):
         assert evaluator.known_base(held_out, environment([replace(problems[0], **change), *problems[1:]]), "graded so"
                                     ) is None, change  # fmt: skip
-    for change in ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1},
-                   {"data": settings.data.model_copy(update={"system_prompt": "Think."})}):  # fmt: skip
+    cuts = ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1})
+    changes = [{"sampling": replace(held_out.sampling, **cut)} for cut in cuts]
+    for change in (*changes, {"data": settings.data.model_copy(update={"system_prompt": "Think."})}):
         other = replace(held_out, **change)
         assert evaluator.known_base(other, environment(problems), "graded so") is None, change
 
@@ -223,7 +224,7 @@ def test_an_answer_has_the_stream_of_its_subject_set_step_and_problem():
     for each, name, samples in ((sets[0], (), 2), (sets[1], ("own",), 1)):
         engine = Noting()
         found = Evaluator(engine, renderer, sets).evaluate(each, subjects)
-        assert [len(one.record.groups) for one in found] == [3, 3]
+        assert [len(one.groups) for one in found] == [3, 3]
         assert [(request.policy, request.stream, request.samples) for request in engine.asked] == [
             (subject.policy, (*subject.stream, "eval", *name, subject.step, i), samples)
             for subject in subjects

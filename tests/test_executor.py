@@ -143,7 +143,7 @@ def test_what_was_told_before_a_fault_is_heard(tmp_path, model, monkeypatch):
 
     monkeypatch.setattr(Saver, "save_if_due", full)
     plan, executor, heard = planned(tmp_path, model, "out", lanes=4), InProcess(), []
-    executor.submit(CohortJob(str(plan.directory), str(plan.folder), [spec.to_json() for spec in plan.specs]))
+    executor.submit(CohortJob.of(plan, plan.specs))
     with pytest.raises(StorageError, match="no space left"):
         heard.extend(executor.events())
     executor.close()

@@ -29,6 +29,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.step import decode_steps
 from retrain.errors import ConfigError, DeviceLost, RetrainError, RunFailed, UsageError
 from retrain.gpus import build_fault, cpu_build, lost, nvidia_gpus, usable_gpu
+from retrain.policy import arithmetic
 from retrain.policy import device as devices
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.lora import Lanes
@@ -370,6 +371,16 @@ def test_a_gpu_is_called_by_its_kind_and_what_drives_it_is_kept(monkeypatch):
     assert machine_changes(built(card, 0, "13.0"), built(card, 1, "13.0")) == []
     other = machine_changes(built(card, 0, "13.0"), built("NVIDIA H100 (compute capability 9.0)", 0, "12.8"))
     assert [line.partition(":")[0] for line in other] == ["device", "CUDA"]
+
+
+def test_shared_heads_are_repeated_where_no_kernel_takes_them(monkeypatch):
+    taken = {(device, dtype) for device in ("cpu", "cuda") for dtype in (torch.float32, torch.float64, torch.bfloat16)
+             if arithmetic.wants_every_head(device, dtype)}  # fmt: skip
+    assert taken == {("cuda", torch.float32), ("cuda", torch.float64)}
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    shared = arithmetic.causal_attention(q, k, v, 0.3)
+    monkeypatch.setattr(arithmetic, "wants_every_head", lambda device, dtype: True)
+    torch.testing.assert_close(arithmetic.causal_attention(q, k, v, 0.3), shared)
 
 
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(monkeypatch):

@@ -313,9 +313,8 @@ def test_completions_of_every_set_and_run_count() -> None:
 def test_explain_says_how_long_a_prompt_may_be(world, tmp_path) -> None:
     file = campaign(tmp_path, world, rows(12))
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    assert (
-        f"at most 2040 tokens ({world} holds 2048 tokens, max_tokens = 8 takes the rest): longer ones are an " in output
-    )
+    why = f"{world} has a context of 2048 tokens, max_tokens = 8 takes the rest"
+    assert f"at most 2040 tokens ({why}): longer ones are an " in output
     file.write_text(file.read_text() + 'max_prompt_tokens = 30\nlong_prompts = "skip"\n')
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
     assert "at most 30 tokens ([data] max_prompt_tokens = 30): longer ones are left out" in output

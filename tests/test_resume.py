@@ -367,7 +367,7 @@ def test_a_directory_with_links_or_paths_is_refused(copied, tmp_path):
         content = json.loads(good)
         content["runs"][0] |= change
         write_json(copied / name, content)
-        with pytest.raises(UsageError, match="no run of this directory"):
+        with pytest.raises(UsageError, match="not a run of this directory"):
             resume(copied, NullObserver())
         (copied / name).write_text(good)
 

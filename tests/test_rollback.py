@@ -130,7 +130,7 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
         run = cohort.runs[1]
         run.ungraded_steps, run.skipped_updates = 2, 1
         run.policy.budget.shrink([5, 2], [40, 40], "out of memory")
-        cohort.saver.shared = lambda: {"loads": [3]}
+        cohort.saver.shared = lambda: {"pressure": {"loads": [3]}, "engine": {}}
         cohort.saver.save(cohort.runs)
         before = state(run)
         cohort.step(cohort.runs)
@@ -143,7 +143,7 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
         assert state(run) == before
         assert (before["policy"]["version"], before["ungraded_steps"], before["skipped_updates"]) == (1, 2, 1)
         assert run.policy.budget.tokens == 40
-        assert run.saved_pressure == {"loads": [3]}
+        assert run.saved_shared["pressure"] == {"loads": [3]}
         assert checkpoints(run) == ["step_000001"]
 
 

@@ -161,7 +161,7 @@ def no_bandwidth(subject: Subject, monkeypatch) -> None:
 
 
 def a_gpu_that_torch_cannot_use(subject: Subject, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(machine, "build_fault", lambda devices: "this machine has a GPU (NVIDIA H100)")
 
 
 def no_dense_decoder(subject: Subject, monkeypatch) -> None:
@@ -205,7 +205,7 @@ def test_a_fault_fails_its_check_alone(subject, monkeypatch, quick, fault, name)
 def replayable(subject: Subject, monkeypatch, replays: Callable[[Callable[[], object]], Callable[[], object]]) -> None:
     """The engine makes graphs, and what a capture gives back is what ``replays`` makes of a step."""
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
-    monkeypatch.setattr(subject.engine, "graphs", StepGraphs(lambda: replays, subject.told.append))
+    monkeypatch.setattr(subject.engine, "graphs", StepGraphs(lambda: replays, subject.messages.append))
 
 
 def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_step_that_cannot_be_captured_fails_with_its_reason(subject, monkeypat
     for _ in range(2):  # when it is found out, and when it is known already
         found = sampling.replayed(subject)
         assert found.status is Status.FAIL
-        assert "not permitted when stream is capturing" in found.facts["told"][-1]
+        assert "not permitted when stream is capturing" in found.facts["messages"][-1]
 
 
 def test_a_checkpoint_that_forgets_the_optimizer_fails(subject, monkeypatch):

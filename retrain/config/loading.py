@@ -155,7 +155,7 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     named += [(each, "source") for each in sets] if isinstance(sets, list) else []
     for table, key in [*named, *((table, "custom_module") for table in rewards)]:
         value = table.get(key) if isinstance(table, dict) else None
-        if not isinstance(value, str) or "\0" in value:
+        if not isinstance(value, str) or not value or "\0" in value:
             continue
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"

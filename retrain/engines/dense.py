@@ -40,7 +40,7 @@ from retrain.engines.step import (
     rotated,
 )
 from retrain.models.targets import DENSE_FAMILIES
-from retrain.policy.arithmetic import fp32_product, rms
+from retrain.policy.arithmetic import causal_attention, fp32_product, rms
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
 from retrain.policy.memory import total_memory
@@ -263,9 +263,7 @@ class DenseDecoder:
             )
             v = v.transpose(1, 2)
             kv_cache.write(layer, rows_S, k[source_S], v[source_S])
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=frame.scaling, enable_gqa=frame.heads != frame.kv_heads
-            )
+            attended = causal_attention(q, k, v, frame.scaling)
             x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
         return x.view(rows, width, -1)
 

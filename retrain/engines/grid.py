@@ -169,5 +169,5 @@ class Grid:
             first.setdefault(row, i)  # an idle copy stands behind the row that it copies
         index = list(first.values())
         supports = self.keeper and self.keeper.supports(index, lengths[index].tolist())
-        found = actions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index], supports)
-        return list(zip(first, found, strict=True))
+        actions = actions_of(self.base, tokens[index], logprobs[index], entropy[index], lengths[index], supports)
+        return list(zip(first, actions, strict=True))

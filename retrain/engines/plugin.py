@@ -44,7 +44,7 @@ class PluginEngine:
 
         Raises PluginError naming the backend when the number of completions, a length or a value is wrong.
         """
-        found: list[list[Action]] = [[] for _ in requests]
+        sampled: list[list[Action]] = [[] for _ in requests]
         for ref in dict.fromkeys(request.policy for request in requests):
             places = [i for i, request in enumerate(requests) if request.policy == ref]
             groups = [list(group) for group in self._backends[ref.run_id].sample([requests[i] for i in places])]
@@ -54,20 +54,20 @@ class PluginEngine:
                 self._check(requests[place], group)
                 for action in group:
                     action.policy_version = ref.version
-                found[place] = group
+                sampled[place] = group
                 if finished is not None:
                     finished(place, group)
-        return found
+        return sampled
 
     def _check(self, request: SampleRequest, group: Sequence[Action]) -> None:
-        told = f"backend {self.plugin} sampled"
+        words = f"backend {self.plugin} sampled"
         if len(group) != request.samples:
-            raise PluginError(f"{told} {len(group)} completions of a prompt where {request.samples} were asked for")
+            raise PluginError(f"{words} {len(group)} completions of a prompt where {request.samples} were asked for")
         for completion in group:
             logprobs_T = np.asarray(completion.logprobs_T)
             if logprobs_T.shape != (len(completion),):
-                raise PluginError(f"{told} {len(completion)} tokens with {logprobs_T.shape} log-probabilities")
+                raise PluginError(f"{words} {len(completion)} tokens with {logprobs_T.shape} log-probabilities")
             if not (np.isfinite(logprobs_T).all() and (logprobs_T <= 1e-6).all()):
-                raise PluginError(f"{told} a token whose log-probability is not finite, or above 0")
+                raise PluginError(f"{words} a token whose log-probability is not finite, or above 0")
             if not len(completion) or len(completion) > request.max_tokens:
-                raise PluginError(f"{told} {len(completion)} tokens where 1 to {request.max_tokens} were asked for")
+                raise PluginError(f"{words} {len(completion)} tokens where 1 to {request.max_tokens} were asked for")

@@ -83,14 +83,14 @@ class Keeper:
         """What was kept for each token of these sequences; None for one that was not truncated."""
         index = torch.tensor(sequences, device=self.kept.ids_M.device)
         first_NT, count_NT = (table[index].cpu().numpy() for table in (self.kept.first_NT, self.kept.count_NT))
-        found: list[Support | None] = []
+        supports: list[Support | None] = []
         for first_T, count_T, length in zip(first_NT, count_NT, lengths, strict=True):
             first_T, count_T = first_T[:length], count_T[:length]
             if not count_T.any():
-                found.append(None)
+                supports.append(None)
                 continue
             offsets = np.concatenate([[0], count_T.cumsum()])
             places = np.repeat(first_T - offsets[:-1], count_T) + np.arange(offsets[-1])
             ids = self.kept.ids_M[torch.from_numpy(places).to(self.kept.ids_M.device)]
-            found.append(Support(ids.cpu().numpy(), offsets))
-        return found
+            supports.append(Support(ids.cpu().numpy(), offsets))
+        return supports

@@ -8,7 +8,7 @@ ADAPTER_BYTES = 20
 """Per adapter weight, beside its copy in the base's precision that decoding reads: fp32 master, gradient, the two
 moments of AdamW, and the weights as they were published to the engine."""
 LOGITS_COPIES = 5
-"""What a drawn token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
+"""What a sampled token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
 
 
 def cpu_token_budget(weight_bytes: int) -> int:

@@ -97,8 +97,8 @@ class AdapterFile:
     def require_plain(self) -> None:
         """Raise ModelError when there are tensors besides LoRA's factors."""
         if self.others or self.config.get("use_dora"):
-            found = self.others[0] if self.others else "use_dora"
-            raise ModelError(f"{self.directory} is more than a LoRA adapter ({found}): such a one is not rewritten")
+            part = self.others[0] if self.others else "use_dora"
+            raise ModelError(f"{self.directory} is more than a LoRA adapter ({part}): only plain ones are rewritten")
 
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
         halves: dict[str, dict[str, str]] = {}
@@ -109,15 +109,15 @@ class AdapterFile:
                 halves.setdefault(match["name"], {})[match["half"]] = key
             else:
                 others.append(key)
-        found = {}
+        factors = {}
         for name, keys in sorted(halves.items()):
             if len(keys) == 2:
                 a, b = self._file.get_slice(keys["A"]), self._file.get_slice(keys["B"])
                 dtype = next((own for own, code in _DTYPES.items() if code == a.get_dtype()), torch.float32)
-                found[name] = Factors(keys["A"], keys["B"], tuple(a.get_shape()), tuple(b.get_shape()), dtype)
+                factors[name] = Factors(keys["A"], keys["B"], tuple(a.get_shape()), tuple(b.get_shape()), dtype)
             else:
                 others.extend(keys.values())
-        return found, others
+        return factors, others
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:

@@ -32,6 +32,21 @@ def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return (x * cos).add_(turned.mul_(sin))
 
 
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Causal attention [R, heads, T, D]; several heads of queries may share one of keys and values."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and wants_every_head(q.device.type, q.dtype):
+        share = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def wants_every_head(device: str, dtype: torch.dtype) -> bool:
+    """Whether shared heads have to be repeated: on a GPU only the kernels of half precision take them as they are, and
+    what is left for fp32 is the one that holds all scores [T, T]."""
+    return device == "cuda" and dtype in FULL
+
+
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in], in fp32 for half-precision x (``BaseModel.head_weight`` says which weight it
     wants), in x's own precision otherwise."""

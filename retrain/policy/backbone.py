@@ -1,6 +1,6 @@
 """How the update runs a base model: hidden states of the places that predict something, then the output layer.
 
-What a model allows is found out once, by small forward passes: whether its output layer can be split off (else all
+Small forward passes show once what a model allows: whether its output layer can be split off (else all
 logits are made at once) and whether tokens can be packed (else sequences are padded). Both are exact where they
 are used; a model that does not allow one of them says so in ``notes``. What is changed on the model for it (attention,
 forward passes of norms, MLPs and layers) is taken off again by ``BaseModel.release``.
@@ -79,7 +79,7 @@ def as_in_forward(layout: Layout) -> Iterator[None]:
 
 
 def _run(module: Any, layout: Layout, **options: Any) -> Any:
-    """Padded rows count from 0 by themselves; packed ones need to be told their positions."""
+    """Padded rows count from 0 by themselves; packed ones need their positions."""
     if layout.spread_SL is not None:
         options["position_ids"] = layout.positions_BL
     return module(input_ids=layout.ids_BL, use_cache=False, **options)
@@ -93,7 +93,7 @@ def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
 
 
 def backbone_of(base: BaseModel) -> Backbone:
-    """What this base allows; found out at the first call."""
+    """What this base allows, examined at the first call."""
     with _lock:
         if base.backbone is None:
             base.backbone = _examine(base)

@@ -82,12 +82,12 @@ class BaseModel:
 
 
 def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    found: set[int] = set()
+    ends: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(found))
+            ends.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(ends))
 
 
 def _fingerprint(model: Any) -> str:

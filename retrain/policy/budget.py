@@ -48,12 +48,12 @@ class Budget:
     learnt: bool = False
     plan: MemoryPlan | None = None
     notes: list[str] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
 
-    def tell(self, *lines: str) -> None:
+    def note(self, *lines: str) -> None:
         """Add lines to the notes, each once."""
-        self.notes += [line for line in lines if line not in self.told]
-        self.told.update(lines)
+        self.notes += [line for line in lines if line not in self.noted]
+        self.noted.update(lines)
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""
@@ -66,10 +66,10 @@ class Budget:
         words = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         if max(sizes) > 1:
             self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
-            self.tell(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({words})")
+            self.note(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({words})")
         elif not self.checkpointing:
             self.checkpointing = True
-            self.tell(
+            self.note(
                 f"out of memory with one sequence at a time: layers are now computed twice instead of kept ({words})"
             )
         else:
@@ -95,7 +95,7 @@ class Budget:
         if self.plan is not None and state["planned"]:
             self.tokens = self.plan.kept_micro_batch_tokens(before)
             if self.tokens != before:
-                self.tell(
+                self.note(
                     f"micro-batches of {before} tokens do not fit in this device's memory: they have {self.tokens} "
                     "from now on, so what follows is rounded differently"
                 )

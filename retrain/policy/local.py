@@ -119,9 +119,9 @@ class LocalPolicy:
                             self.base, batch, temperature, entropy=Want.ENTROPY in want
                         )
             for kind in want:
-                found = tables[kind]
-                assert found is not None
-                for i, row_T, own_T in zip(part, found.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True):
+                table = tables[kind]
+                assert table is not None
+                for i, row_T, own_T in zip(part, table.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True):
                     wanted[kind][i] = row_T[own_T]
         return Scores(**{str(kind): arrays for kind, arrays in wanted.items()})
 

@@ -133,8 +133,8 @@ class Adapter:
     def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
         """The gradient of ``loss`` in the order of ``flat``; ``flat.grad`` is left alone."""
         weights = [store[s.name] for s in self.shapes for store in (self.A, self.B)]
-        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in found])
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Detached (A, B) of every layer, of the live rank."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
+from retrain.policy.arithmetic import causal_attention
 from retrain.types import Sample
 
 
@@ -38,7 +38,7 @@ class SharedPrefix:
 
 @dataclass
 class Layout:
-    """Token ids [rows, columns] with their positions, and where everything is found in them, flattened.
+    """Token ids [rows, columns] with their positions, and where everything stands in them, flattened.
 
     ``rows_M``: for each action token, sequence after sequence, the place whose hidden state predicts it. Packed
     layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place),
@@ -173,7 +173,7 @@ def _packed_attention(
 ) -> torch.Tensor:
     """Causal attention of each sequence by itself: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
     q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    out = causal_attention(q, k, v, scaling)
     return _Gather.apply(out.transpose(1, 2), layout)[None]  # pyright: ignore[reportOptionalSubscript]
 
 

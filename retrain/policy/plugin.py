@@ -119,9 +119,9 @@ class Backend(Protocol):
 def load_backend(config: Config, base_dir: Path | None) -> Any:
     """A new backend for one run's configuration. Raises PluginError when it cannot be loaded or made."""
     plugin = config.backend.backend
-    found = load_function(plugin, base_dir, "[backend] backend =")
-    check_backend_class(found, plugin)
-    return found(config)
+    backend = load_function(plugin, base_dir, "[backend] backend =")
+    check_backend_class(backend, plugin)
+    return backend(config)
 
 
 @dataclass(frozen=True)
@@ -233,15 +233,15 @@ def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
         raise PluginError(f"backend {plugin}: train_step returned {kind}, not a dictionary of metrics")
-    told = {}
+    metrics = {}
     for key, value in returned.items():
         plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
         if not isinstance(key, str) or not (plain is None or isinstance(plain, bool | int | float | str)):
             raise PluginError(f"backend {plugin}: train_step returned {key!r}: {type(value).__name__}, not a number")
         if key in BY_KEY and key not in OWN_KEYS:
             raise PluginError(f"backend {plugin}: train_step returned {key!r}, which is measured here: rename it")
-        told[key] = plain
-    loss = told.pop("loss", None)
+        metrics[key] = plain
+    loss = metrics.pop("loss", None)
     if isinstance(loss, float) and not math.isfinite(loss):
         raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
-    return known | {"reported_loss": loss} | told | {"loss": loss}
+    return known | {"reported_loss": loss} | metrics | {"loss": loss}

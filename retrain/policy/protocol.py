@@ -79,13 +79,13 @@ def probe_of(groups: Sequence[Group], size: int = PROBE_SIZE) -> list[Sample]:
     Which ones depends on the order of the prompts alone, so a repeated or resumed step scores the same.
     """
     longest = max((len(group.rollouts) for group in groups), default=0)
-    found = (
+    chosen = (
         group.rollouts[i]
         for i in range(longest)
         for group in groups
         if i < len(group.rollouts) and len(group.rollouts[i])
     )
-    return [without_advantages(sample_of(rollout)) for rollout in islice(found, size)]
+    return [without_advantages(sample_of(rollout)) for rollout in islice(chosen, size)]
 
 
 def samples_of(groups: Sequence[Group], every: bool = False) -> list[Sample]:

@@ -42,7 +42,7 @@ UPDATE_PARTS = (
     "prepare_tensors",
     "weight_sync_trainer",
 )
-"""What the seconds of an update are told apart by; the catalogue says what each is (``timing_<part>_total``)."""
+"""The parts that an update's seconds are counted by; the catalogue describes each (``timing_<part>_total``)."""
 
 
 def new_optimizer(
@@ -96,7 +96,7 @@ def train_step(
     """Accumulate gradients over all samples and take one optimizer step.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
-    side by side, which changes no bit of the result; ``dropout`` is drawn from a stream of ``batch.stream``. Returns
+    side by side, which changes no bit of the result; ``dropout`` is sampled from a stream of ``batch.stream``. Returns
     the catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of
     ``batch.probe`` then go through the forward pass, so that sampler and trainer are compared in every step. Raises
     NonFinite when the loss or the gradient is not finite and RunFailed when one sample does not fit in memory; the
@@ -170,7 +170,7 @@ class _Work:
     def gradient(self, samples: Sequence[Sample], budget: Budget, workers: Workers) -> tuple[float, Sums, _Clock]:
         """Fill ``adapter.flat.grad``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
-        budget.tell(*backbone_of(self.base).notes)
+        budget.note(*backbone_of(self.base).notes)
         while True:
             batches = self._micro_batches(samples, budget.tokens)
             reason = self._attempt(batches, budget, workers)
@@ -286,5 +286,5 @@ class _Clock:
 
     def metrics(self) -> dict[str, float]:
         """The catalogue's timing_* keys."""
-        found = {f"timing_{part}_total": seconds for part, seconds in self.totals.items()}
-        return found | {"timing_microbatches": self.microbatches}
+        timings = {f"timing_{part}_total": seconds for part, seconds in self.totals.items()}
+        return timings | {"timing_microbatches": self.microbatches}

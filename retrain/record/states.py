@@ -25,7 +25,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         for run in content["runs"]:
             run_id, where = run["run_id"], run["path"]
             if where not in (".", f"runs/{run_id}") or not is_name(run_id):
-                raise UsageError(f"{path} names {where!r}, which is no run of this directory")
+                raise UsageError(f"{path} names {where!r}, which is not a run of this directory")
             if run["state"] not in STATES or not isinstance(run["step"], int):
                 raise ValueError(f"run {run_id} is in no known state")
     except (OSError, ValueError, KeyError, TypeError) as error:

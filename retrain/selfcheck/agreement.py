@@ -44,7 +44,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[Sequence[Action]], theirs: Sequence[Sequence[Action]]) -> Agreement:
-    """Compare them sequence by sequence, each as far as the same tokens were drawn."""
+    """Compare them sequence by sequence, each up to the first token that differs."""
     parted = sequences = 0
     gaps = [np.zeros(0)]
     for mine, others in zip(ours, theirs, strict=True):
@@ -56,5 +56,5 @@ def agreement(ours: Sequence[Sequence[Action]], theirs: Sequence[Sequence[Action
             gaps.append(np.abs(difference))
             sequences += 1
             parted += one.token_ids != other.token_ids
-    found = np.concatenate(gaps)
-    return Agreement(sequences, parted, len(found), found)
+    gaps_N = np.concatenate(gaps)
+    return Agreement(sequences, parted, len(gaps_N), gaps_N)

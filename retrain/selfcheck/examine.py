@@ -121,7 +121,7 @@ def report(subject: Subject, findings: Sequence[Finding]) -> dict[str, Any]:
         "machine": {key: machine[key] for key in MACHINE_FACTS},
         "packages": package_versions(),
         "torch": {"threads": torch.get_num_threads(), "workers": subject.workers.count, "cuda": torch.version.cuda},
-        "told": list(subject.told),
+        "messages": list(subject.messages),
         "failed": [finding.name for finding in findings if finding.result.status is Status.FAIL],
         "seconds": sum(finding.seconds for finding in findings),
         "processor_seconds": sum(finding.processor_seconds for finding in findings),

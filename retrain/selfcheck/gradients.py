@@ -68,11 +68,11 @@ def against_higher_precision(subject: Subject) -> Result:
 
 def _in_layers(subject: Subject, layers: int) -> int:
     """Parameters of the base without the layers behind the first so many."""
-    found = 0
+    numbers = 0
     for name, weight in subject.base.model.named_parameters():
         number = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
-        found += weight.numel() if number is None or int(number[1]) < layers else 0
-    return found
+        numbers += weight.numel() if number is None or int(number[1]) < layers else 0
+    return numbers
 
 
 def _shallow(subject: Subject, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:

@@ -79,23 +79,23 @@ LIMITS: dict[str, Limit] = {
     ),
     "ratio_off": Limit(
         "|ratio − 1|",
-        "of the mean importance ratio; measured 1e-7 in float32 and 2e-4 in bfloat16 on the bundled model",
+        "of the mean importance ratio; measured 1e-7 in float32 and 1e-4 in bfloat16 on the bundled model, 2e-7 and 1e-3 on random weights",
         NUMERICS,
-        most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 1e-2},
+        most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3},
     ),
     "k3": Limit(
         "k3",
-        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured 2e-13 in float32 and 2e-5 in bfloat16 on "
-        "the bundled model, 2e-11 and 2e-3 on random weights, whose logits up to 25 bfloat16 has in steps of an eighth",
+        "KL of sampler and trainer, mean of ρ − 1 − log ρ (nats); measured 2e-13 in float32 and 5e-6 in bfloat16 on "
+        "the bundled model, 2e-11 and 6e-4 on random weights, whose logits up to 25 bfloat16 has in steps of an eighth",
         NUMERICS,
-        most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 3e-3},
+        most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 2e-3},
     ),
     "p99": Limit(
         "p99",
-        "of |log π_trainer − log π_sampler| (nats): 99 of 100 tokens are nearer; measured 2e-6 in float32 and 0.02 in "
-        "bfloat16 on the bundled model, 2e-5 and 0.17 on random weights",
+        "of |log π_trainer − log π_sampler| (nats): 99 of 100 tokens are nearer; measured 2e-6 in float32 and 0.006 in "
+        "bfloat16 on the bundled model, 2e-5 and 0.1 on random weights",
         NUMERICS,
-        most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.3},
+        most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.2},
     ),
     "lane_parted": Limit(
         "parted",
@@ -131,25 +131,26 @@ LIMITS: dict[str, Limit] = {
     "cache_growth": Limit(
         "cache",
         "measured per predicted byte: 1 is the cache itself; where sequences end and the batch shrinks, what is kept "
-        "of it is copied once",
+        "of it is copied once; measured 1.15 on the bundled model, 1.01 on wider ones",
         "rows are planned with the wrong size: report it with --json; lower [training] batch_size if memory runs out",
         least=0.9,
-        most=1.6,
+        most=1.3,
     ),
     "kept_growth": Limit(
         "kept",
-        "measured per predicted byte that the forward pass keeps for the backward pass: below 0.4 micro-batches are "
-        "less than half of what fits, far above 1 memory runs out before the plan says so",
+        "measured per predicted byte that the forward pass keeps for the backward pass: below 1 less is trained on at a "
+        "time than fits, above 1 memory runs out before the plan says so; measured 1.03 on the bundled model",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
-        least=0.4,
-        most=1.3,
+        least=0.85,
+        most=1.15,
     ),
     "peak_growth": Limit(
         "peak",
         "measured per predicted byte of an update: besides what is kept, the backward pass of one layer at a time, "
-        "which with few layers is a good part of it",
+        "which with few layers is a good part of it; measured 1.2 in float32 and 1.35 in bfloat16 on the bundled model, "
+        "1.04 on wider ones, 2.7 on a toy of two layers",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
-        most=2.0,
+        most={"float64": 2.0, "float32": 2.0, "bfloat16": 3.0},
     ),
     "drill_parted": Limit(
         "parted",

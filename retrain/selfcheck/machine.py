@@ -51,8 +51,8 @@ def device_and_build(subject: Subject) -> Result:
 
 def rates(subject: Subject) -> Result:
     """Bandwidth of a large copy and rate of large matrix products in the base's number format."""
-    subject.rates = found = measure(subject)
-    values = {"bandwidth": found.bandwidth / 1e9, "matrix_rate": found.matrix / 1e9}
+    subject.rates = measured = measure(subject)
+    values = {"bandwidth": measured.bandwidth / 1e9, "matrix_rate": measured.matrix / 1e9}
     return judged(subject.kinds, values, f"{subject.dtype}, best of {REPEATS}")
 
 

@@ -139,28 +139,29 @@ def out_of_memory_drills(subject: Subject) -> Result:
     policies = [subject.trained(lane) for lane in range(2)]
     requests = subject.requests(subject.publish(policies))
     lost: list[str] = []
-    found: dict[str, Agreement] = {}
+    agreements: dict[str, Agreement] = {}
     for name, call in (("prefill", 1), ("decode", 2)):
         if (drilled := _drill(subject, requests, _once(subject, call))) is None:
             lost.append(name)
         else:
-            found[name] = drilled
+            agreements[name] = drilled
     if subject.on_gpu:
         wide = subject.requests(subject.publish(policies), work=replace(subject.work, samples=WIDE))
         drilled = _drill(subject, wide, _full(subject, wide, len(policies)))
-        found |= {} if drilled is None else {FULL: drilled}
+        agreements |= {} if drilled is None else {FULL: drilled}
     gradient_off, shrunk = _update_drill(subject)
     if not shrunk:
         lost.append("update")
     values = {
         "not_recovered": len(lost),
-        "drill_parted": max((each.parted_per_token for each in found.values()), default=float("nan")),
+        "drill_parted": max((each.parted_per_token for each in agreements.values()), default=float("nan")),
         "drill_gradient": gradient_off,
     }
-    not_reached = [FULL] if subject.on_gpu and FULL not in found else []
-    told = {name: {"parted": each.parted, "largest": each.largest} for name, each in found.items()}
+    not_reached = [FULL] if subject.on_gpu and FULL not in agreements else []
+    differences = {name: {"parted": each.parted, "largest": each.largest} for name, each in agreements.items()}
     return judged(
-        subject.kinds, values, f"in {', '.join([*found, 'update'])}", lost=lost, sampling=told, not_reached=not_reached,
+        subject.kinds, values, f"in {', '.join([*agreements, 'update'])}", lost=lost, sampling=differences,
+        not_reached=not_reached,
     )  # fmt: skip
 
 

@@ -46,9 +46,9 @@ def paths(subject: Subject) -> Result:
         fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
     words = [f"{name} {'yes' if there else 'no'}" for name, there in taken.items()]
     kernels = f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
-    told = {name.replace(" ", "_"): there for name, there in taken.items()}
+    facts = {name.replace(" ", "_"): there for name, there in taken.items()}
     return judged(
-        subject.kinds, {}, ", ".join([*words, kernels]), fault=fault, attention=[sampling, updating], **told,
+        subject.kinds, {}, ", ".join([*words, kernels]), fault=fault, attention=[sampling, updating], **facts,
         notes=list(backbone.notes),
     )  # fmt: skip
 

@@ -62,8 +62,8 @@ class Result:
 
     def text(self) -> str:
         """What there is to say, on one line."""
-        told = ", ".join([*([self.words] if self.words else []), *(measure.text() for measure in self.measures)])
-        return f"{told} → {self.todo}" if self.todo else told
+        text = ", ".join([*([self.words] if self.words else []), *(measure.text() for measure in self.measures)])
+        return f"{text} → {self.todo}" if self.todo else text
 
 
 def judged(

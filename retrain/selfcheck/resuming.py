@@ -73,16 +73,16 @@ def resumed_equals_undisturbed(subject: Subject) -> Result:
 
 def train(subject: Subject, policies: Sequence[LocalPolicy], steps: range) -> dict[str, str]:
     """Train these steps; digests of all that came of it, by name."""
-    found = {}
+    digests = {}
     for number in steps:
         groups, losses = subject.step(policies, number)
-        found |= {f"sampled in step {number}": _digest_of(groups), f"losses of step {number}": repr(losses)}
+        digests |= {f"sampled in step {number}": _digest_of(groups), f"losses of step {number}": repr(losses)}
     for lane, policy in enumerate(policies):
-        found[f"lane {lane} adapter"] = _digest(policy.adapter.flat.detach().cpu().numpy().tobytes())
-        found[f"lane {lane} version"] = str(policy.version)
+        digests[f"lane {lane} adapter"] = _digest(policy.adapter.flat.detach().cpu().numpy().tobytes())
+        digests[f"lane {lane} version"] = str(policy.version)
         for name, tensor in optimizer_tensors(policy.optimizer).items():
-            found[f"lane {lane} {name}"] = _digest(tensor.numpy().tobytes())
-    return found
+            digests[f"lane {lane} {name}"] = _digest(tensor.numpy().tobytes())
+    return digests
 
 
 def save(folder: Path, lane: int, policy: LocalPolicy) -> None:

@@ -29,7 +29,7 @@ def replayed(subject: Subject) -> Result:
         return skipped("this model decodes without graphs, through transformers' own forward pass")
     new_capture = graphs.new_capture
     if new_capture is None:  # given up before
-        return judged(subject.kinds, {"captures": 0}, told=list(subject.told))
+        return judged(subject.kinds, {"captures": 0}, messages=list(subject.messages))
     requests = subject.requests(subject.publish([subject.trained(lane) for lane in range(2)]))
 
     def counted() -> Capture:
@@ -47,15 +47,15 @@ def replayed(subject: Subject) -> Result:
     finally:
         worked = graphs.new_capture is not None
         graphs.new_capture = new_capture if worked else None
-    subject.engine.graphs = StepGraphs(None, subject.told.append)
+    subject.engine.graphs = StepGraphs(None, subject.messages.append)
     try:
         eager = subject.engine.sample(requests)
     finally:
         subject.engine.graphs = graphs
-    found = agreement(with_graphs, eager)
+    agreed = agreement(with_graphs, eager)
     count = len(captures) if worked else 0
-    values = {"captures": count, "graph_parted": found.parted_per_token, "graph_gap": found.largest}
-    return judged(subject.kinds, values, found.words, told=list(subject.told))
+    values = {"captures": count, "graph_parted": agreed.parted_per_token, "graph_gap": agreed.largest}
+    return judged(subject.kinds, values, agreed.words, messages=list(subject.messages))
 
 
 def sampler_against_trainer(subject: Subject) -> Result:
@@ -93,9 +93,9 @@ def lane_alone(subject: Subject) -> Result:
     alone = []
     for ref in refs:
         alone += subject.engine.sample([request for request in requests if request.policy == ref])
-    found = agreement(together, alone)
-    values = {"lane_parted": found.parted_per_token, "lane_p99": found.p99}
+    agreed = agreement(together, alone)
+    values = {"lane_parted": agreed.parted_per_token, "lane_p99": agreed.p99}
     return judged(
-        subject.kinds, values, f"{LANES} lanes, {found.words}", tokens=found.tokens, parted=found.parted,
-        largest=found.largest,
+        subject.kinds, values, f"{LANES} lanes, {agreed.words}", tokens=agreed.tokens, parted=agreed.parted,
+        largest=agreed.largest,
     )  # fmt: skip

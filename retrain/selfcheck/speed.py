@@ -42,14 +42,14 @@ def speed(subject: Subject) -> Result:
     trained = sum(len(action) for group in groups[:each] for action in group)
     update = (read + trained) * TRAINED * _multiplied(subject) / rates.matrix / update_seconds
     values = {"decode_share": decode, "update_share": update}
-    told: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
+    facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
     if subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     words = (
         f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
         f"update {trained / update_seconds:,.0f} tokens/s"
     )
-    return judged(subject.kinds, values, words, **told, roofline=vars(rates), seconds=[seconds, update_seconds])
+    return judged(subject.kinds, values, words, **facts, roofline=vars(rates), seconds=[seconds, update_seconds])
 
 
 def _timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:

@@ -14,10 +14,10 @@ import torch
 
 from retrain.config import Config
 from retrain.config.tasks import Data
+from retrain.data.arithmetic import problems
+from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.arithmetic import problems
-from retrain.environments.prompts import render
 from retrain.maths.advantages import grpo
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalPolicy
@@ -58,7 +58,7 @@ class Rates:
 
 @dataclass
 class Subject:
-    """The model under check. ``rates`` are known once they are measured; ``told`` is what the engine had to say."""
+    """The model under check. ``rates`` are known once they are measured; ``messages`` are the engine's."""
 
     source: Source
     config: Config
@@ -66,7 +66,7 @@ class Subject:
     lanes: Lanes
     engine: LocalEngine
     workers: Workers
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     rates: Rates | None = None
 
     @classmethod
@@ -76,14 +76,14 @@ class Subject:
         # cuBLAS reads this when its first handle is made, and is repeatable only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which would tell when it starts and stops
-        told: list[str] = []
+        messages: list[str] = []
         with ExitStack() as stack:
             bases = stack.enter_context(source.bases())
-            base, lanes, engine = bases.take(source.config, told.append)
+            base, lanes, engine = bases.take(source.config, messages.append)
             workers = workers_for(base)
             stack.callback(workers.close)
             engine.workers = workers
-            yield cls(source, source.config, base, lanes, engine, workers, told)
+            yield cls(source, source.config, base, lanes, engine, workers, messages)
 
     # -- what it is ---------------------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Subject:
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
         """Prompts of different lengths, through the model's own template."""
-        found = problems("train", 16, seed=0)
-        ids = [render(problem, self.base.tokenizer, Data()).token_ids for problem in found]
+        asked = problems("train", 16, seed=0)
+        ids = [render(problem, self.base.tokenizer, Data()).token_ids for problem in asked]
         return [tuple(token % self.base.vocab_size for token in prompt) for prompt in ids]
 
     # -- policies -----------------------------------------------------------------------------------------------
@@ -185,13 +185,15 @@ class Subject:
 
     def samples(self, requests: Sequence[SampleRequest], groups: Sequence[Sequence[Action]]) -> list[Sample]:
         """What is trained on: the reward of an answer is the share of its tokens that are odd, its advantage GRPO's."""
-        found = []
+        samples = []
         for request, group in zip(requests, groups, strict=True):
             rewards = torch.tensor([float(np.mean(np.array(action.token_ids) % 2)) for action in group])
             for action, advantage in zip(group, grpo(rewards).tolist(), strict=True):
                 advantages_T = np.full(len(action), advantage)
-                found.append(Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, advantages_T))
-        return found
+                samples.append(
+                    Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, advantages_T)
+                )
+        return samples
 
     def batch(self, samples: Sequence[Sample], step: int = 0) -> TrainBatch:
         """All samples as one optimizer step."""
@@ -238,12 +240,12 @@ class Subject:
     @contextmanager
     def memory_forgotten(self) -> Iterator[None]:
         """The engine has not yet learnt how many rows fit, and neither remembers nor tells what it learns inside."""
-        before, self.engine.fitting, told = self.engine.fitting, None, len(self.told)
+        before, self.engine.fitting, count = self.engine.fitting, None, len(self.messages)
         try:
             yield
         finally:
             self.engine.fitting = before
-            del self.told[told:]
+            del self.messages[count:]
 
     def token_budget(self) -> int:
         """Tokens of a micro-batch, as a run here has them."""

@@ -38,7 +38,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
-from retrain.errors import DeviceLost, Interrupted, RetrainError, RunFailed, StorageError
+from retrain.errors import DeviceLost, Interrupted, RetrainError, StorageError
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
@@ -241,8 +241,8 @@ class Controller:
             with suppress(StorageError):
                 self.manifest.write()
             raise RetrainError(
-                f"{error}\nEverything up to the last checkpoint is whole. Make room, or make the directory writable, "
-                f"then type: retrain resume {self.directory}"
+                f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume "
+                f"{self.directory}"
             ) from error
         raise RuntimeError(f"the executor's events ended before its job {handle.id}")
 
@@ -317,12 +317,6 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         paths["adapter"] = str(directory / done[0]["path"] / "final")
         paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
     return {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze")} | {"paths": paths}
-
-
-def _with_advice(error: RunFailed, directory: Path) -> RetrainError:
-    return RetrainError(
-        f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume {directory}"
-    )
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

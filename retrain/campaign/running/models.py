@@ -152,6 +152,7 @@ class Bases:
             lanes = Lanes(self._base, config.lora.target_modules)
             self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets
         lanes, engine = self._prepared
+        engine.forget()
         engine.begin(MemoryPlan.of(self._base))
         engine.tell = tell
         return self._base, lanes, engine
