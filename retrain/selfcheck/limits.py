@@ -79,7 +79,8 @@ LIMITS: dict[str, Limit] = {
     ),
     "ratio_off": Limit(
         "|ratio − 1|",
-        "of the mean importance ratio; measured 1e-7 in float32 and 1e-4 in bfloat16 on the bundled model, 2e-7 and 1e-3 on random weights",
+        "of the mean importance ratio; measured 1e-7 in float32 and 1e-4 in bfloat16 on the bundled model, 2e-7 and "
+        "1e-3 on random weights",
         NUMERICS,
         most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3},
     ),
@@ -138,8 +139,8 @@ LIMITS: dict[str, Limit] = {
     ),
     "kept_growth": Limit(
         "kept",
-        "measured per predicted byte that the forward pass keeps for the backward pass: below 1 less is trained on at a "
-        "time than fits, above 1 memory runs out before the plan says so; measured 1.03 on the bundled model",
+        "measured per predicted byte that the forward pass keeps for the backward pass: below 1 less is trained on at "
+        "a time than fits, above 1 memory runs out before the plan says so; measured 1.03 on the bundled model",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
         least=0.85,
         most=1.15,
@@ -147,8 +148,8 @@ LIMITS: dict[str, Limit] = {
     "peak_growth": Limit(
         "peak",
         "measured per predicted byte of an update: besides what is kept, the backward pass of one layer at a time, "
-        "which with few layers is a good part of it; measured 1.2 in float32 and 1.35 in bfloat16 on the bundled model, "
-        "1.04 on wider ones, 2.7 on a toy of two layers",
+        "which with few layers is a good part of it; measured 1.2 in float32 and 1.35 in bfloat16 on the bundled "
+        "model, 1.04 on wider ones, 2.7 on a toy of two layers",
         "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json",
         most={"float64": 2.0, "float32": 2.0, "bfloat16": 3.0},
     ),
