@@ -5,6 +5,12 @@ Written so that TorchScript compiles it (see ``engines.step``).
 
 import torch
 
+BLOCK = 256
+"""Tokens whose masses are summed to one number: with a real vocabulary, a token is searched for among the sums of blocks
+and then inside one block, and no row is accumulated token by token."""
+CHUNK = 1 << 18
+"""Logits that a CPU goes through at a time: they and what is made of them stay in its second-level cache."""
+
 
 def draw(
     logits_RV: torch.Tensor,
@@ -14,6 +20,7 @@ def draw(
     in_any_order: bool = False,
     cut_R3: torch.Tensor | None = None,
     rank_K: torch.Tensor | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and the token
     ids [R, K] that were kept where it was truncated (``cut_R3`` and ``rank_K``, see ``truncated``).
@@ -23,6 +30,43 @@ def draw(
     ``in_any_order``: see ``cumulated``.
     Computed in fp32 (fp64 for fp64 logits). Logits that are not numbers give some token with log-probability NaN.
     """
+    count = logits_RV.shape[0]
+    rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
+    if rows >= count:
+        return _draw(logits_RV, uniforms_R, temperature_R1, greedy_R1, in_any_order, cut_R3, rank_K)
+    tokens: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for begin in range(0, count, rows):
+        end = min(count, begin + rows)
+        token_R, logprob_R, entropy_R, kept_RK = _draw(
+            logits_RV[begin:end],
+            uniforms_R[begin:end],
+            None if temperature_R1 is None else temperature_R1[begin:end],
+            None if greedy_R1 is None else greedy_R1[begin:end],
+            in_any_order,
+            None if cut_R3 is None else cut_R3[begin:end],
+            rank_K,
+        )
+        tokens.append(token_R)
+        logprobs.append(logprob_R)
+        entropies.append(entropy_R)
+        if kept_RK is not None:
+            kept.append(kept_RK)
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies), torch.cat(kept) if len(kept) > 0 else None
+
+
+def _draw(
+    logits_RV: torch.Tensor,
+    uniforms_R: torch.Tensor,
+    temperature_R1: torch.Tensor | None,
+    greedy_R1: torch.Tensor | None,
+    in_any_order: bool,
+    cut_R3: torch.Tensor | None,
+    rank_K: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``draw`` of rows that are taken at once."""
     real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     x_RV = logits_RV.to(real)
     if temperature_R1 is not None:
@@ -33,11 +77,7 @@ def draw(
     kept_RK: torch.Tensor | None = None
     if cut_R3 is not None and rank_K is not None:
         mass_RV, kept_RK = truncated(mass_RV, cut_R3, rank_K, in_any_order)
-    below_RV = cumulated(mass_RV, in_any_order)
-    total_R1 = below_RV[:, -1:].contiguous()
-    aim_R1 = (uniforms_R.unsqueeze(1) * total_R1).to(real)
-    aim_R1 = torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    token_R1 = torch.searchsorted(below_RV, aim_R1, right=True).clamp_(max=x_RV.shape[1] - 1)
+    token_R1, total_R1 = inverse(mass_RV, uniforms_R.unsqueeze(1), in_any_order)
     if greedy_R1 is not None:
         token_R1 = torch.where(greedy_R1, logits_RV.argmax(-1, keepdim=True), token_R1)
     log_total_R = total_R1.squeeze(1).log()
@@ -49,6 +89,40 @@ def draw(
 def adds_in_any_order(device: torch.device) -> bool:
     """Whether ``cumulated`` must not depend on the order of a sum: on a GPU that was asked to be deterministic."""
     return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+
+
+def inverse(
+    mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, in_any_order: bool, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token [R, 1] at which the share ``uniforms_R1`` (in [0, 1)) of a row's mass is exceeded, and the row's whole
+    mass [R, 1]. A token without mass is never the one."""
+    size = mass_RV.shape[1]
+    if size <= block:
+        below_RV = cumulated(mass_RV, in_any_order)
+        total_R1 = below_RV[:, -1:].contiguous()
+        return torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True).clamp_(max=size - 1), total_R1
+    whole = size // block * block
+    sums_RB = mass_RV[:, :whole].unflatten(1, [size // block, block]).sum(-1)
+    if whole < size:
+        sums_RB = torch.cat([sums_RB, mass_RV[:, whole:].sum(-1, keepdim=True)], 1)
+    below_RB = cumulated(sums_RB, in_any_order)
+    total_R1 = below_RB[:, -1:].contiguous()
+    aim_R1 = _aim(uniforms_R1, total_R1)
+    block_R1 = torch.searchsorted(below_RB, aim_R1, right=True).clamp_(max=below_RB.shape[1] - 1)
+    before_R1 = below_RB.gather(1, (block_R1 - 1).clamp_(min=0)).masked_fill(block_R1 == 0, 0.0)
+    ids_RK = block_R1 * block + torch.arange(block, device=mass_RV.device)
+    inside_RK = mass_RV.gather(1, ids_RK.clamp(max=size - 1)).masked_fill(ids_RK >= size, 0.0)
+    reached_RK = cumulated(inside_RK, in_any_order)
+    # Added one by one the block's masses may come to a little less than their sum: its last token with mass, then.
+    last_R1 = torch.searchsorted(reached_RK, reached_RK[:, -1:].contiguous())
+    place_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
+    return (block_R1 * block + torch.minimum(place_R1, last_R1)).clamp_(max=size - 1), total_R1
+
+
+def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
+    """The share of the total, below the total whatever it is rounded to."""
+    aim_R1 = (uniforms_R1 * total_R1).to(total_R1.dtype)
+    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
 
 
 def truncated(
