@@ -6,8 +6,8 @@ Written so that TorchScript compiles it (see ``engines.step``).
 import torch
 
 BLOCK = 256
-"""Tokens whose masses are summed to one number: with a real vocabulary, a token is searched for among the sums of blocks
-and then inside one block, and no row is accumulated token by token."""
+"""Tokens whose masses are summed to one number: with a real vocabulary, a token is searched for among these sums and
+then inside one block, and no row is accumulated token by token."""
 CHUNK = 1 << 18
 """Logits that a CPU goes through at a time: they and what is made of them stay in its second-level cache."""
 
