@@ -49,11 +49,7 @@ class Cohort:
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
         self.sync_seconds: float | None = None
-        self.saver = Saver(self.guarded, self.shared_state)
-
-    def shared_state(self) -> dict[str, Any]:
-        """What all runs have in common, for the checkpoint of each."""
-        return {"pressure": self.pressure.state() if self.pressure else None, "engine": self.engine.state()}
+        self.saver = Saver(self.guarded, lambda: {"pressure": pressure and pressure.state(), "engine": engine.state()})
 
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
@@ -242,10 +238,9 @@ class Cohort:
             self.fail(run, error, quietly)
 
     def fail(self, run: Run, error: Exception, quietly: bool = False) -> None:
-        """End a run, with the traceback in its log. ``quietly``: the caller reports it to the observer. Raises what is
-        no run's fault: a StorageError after which no run can write any more, DeviceLost."""
-        if gone := lost(error):
-            raise gone from error
+        """End a run, with the traceback in its log. ``quietly``: the caller reports it to the observer. Raises a fault
+        that is no run's own (``RunFailed.shared``)."""
+        error = lost(error) or error
         if isinstance(error, RunFailed) and error.shared:
             raise error
         before = run.error  # a run that failed earlier in the step is saved too

@@ -79,13 +79,24 @@ MUTANTS = [
     ),
     Mutant(
         "draw: the largest u reaches the total", "retrain/engines/draw.py",
-        "    aim_R1 = torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n", "",
+        "    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n", "    return aim_R1\n",
         (ENDS_OF_A_DRAW,),
     ),
     Mutant(
         "draw: u = 0 takes a token without mass", "retrain/engines/draw.py",
-        "torch.searchsorted(below_RV, aim_R1, right=True)", "torch.searchsorted(below_RV, aim_R1)",
+        "torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True)",
+        "torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1))",
         (ENDS_OF_A_DRAW,),
+    ),
+    Mutant(
+        "draw: beyond the last token with mass in its block", "retrain/engines/draw.py",
+        "torch.minimum(place_R1, last_R1)", "place_R1",
+        ("test_draw.py::test_tokens_without_mass_are_never_drawn",),
+    ),
+    Mutant(
+        "draw: what lies before the block is not counted", "retrain/engines/draw.py",
+        "aim_R1 - before_R1", "aim_R1",
+        ("test_draw.py::test_the_token_is_the_one_of_the_inverse_in_float64",),
     ),
     Mutant(
         "engine: weights of another version", "retrain/engines/local.py",
