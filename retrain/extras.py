@@ -24,6 +24,7 @@ EXTRAS = {
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
     "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
     "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks for a data source of your own"),
+    "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
