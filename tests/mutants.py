@@ -79,7 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         "draw: the largest u reaches the total", "retrain/engines/draw.py",
-        "    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n", "    return aim_R1\n",
+        "    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n",
+        "    return aim_R1\n",
         (ENDS_OF_A_DRAW,),
     ),
     Mutant(
