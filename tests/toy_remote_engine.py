@@ -17,6 +17,7 @@ class RemoteEngine:
     """Samples with a model of its own, one request after the other, token by token through peft."""
 
     gives_entropy, exact, sync_seconds = False, True, None
+    state, restore = dict, staticmethod(lambda state: None)
 
     def __init__(self, model: str, tokenizer: Tokenizer, end: int, folder: Path):
         from transformers import AutoModelForCausalLM
@@ -28,12 +29,6 @@ class RemoteEngine:
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         place = self.published[ref] = self.folder / f"{ref.run_id}@{ref.version}"
         weights.export(place, place)
-
-    def state(self) -> dict:
-        return {}
-
-    def restore(self, state: dict) -> None:
-        pass
 
     def sample(self, requests: list[SampleRequest], *, max_rows=None, finished=None) -> list[list[Action]]:
         groups = []
@@ -53,7 +48,7 @@ class RemoteEngine:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(self.base, str(self.published[request.policy]))
-        ids, logprobs = list(request.prompt_ids), []
+        prompt, ids, logprobs = len(request.prompt_ids), list(request.prompt_ids), []
         for u in uniforms(request.max_tokens, *request.stream, k):
             logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double() / request.temperature, -1)
             ids.append(int(torch.searchsorted(logp.exp().cumsum(0), float(u)).clamp(max=len(logp) - 1)))
@@ -61,5 +56,5 @@ class RemoteEngine:
             if ids[-1] == self.end:
                 break
         model.unload()
-        own = ids[len(request.prompt_ids) :]
-        return json.dumps({"ids": own, "logprobs": logprobs, "stop": "stop" if own[-1] == self.end else "length"})
+        stop = "stop" if ids[-1] == self.end else "length"
+        return json.dumps({"ids": ids[prompt:], "logprobs": logprobs, "stop": stop})

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Generator
-from select import select
 
 from retrain.campaign.running.executor import InProcess
 from retrain.campaign.running.protocol import Event, Job, from_json, to_json
@@ -14,26 +13,21 @@ from retrain.errors import UsageError
 
 
 class Child:
-    """A process that does one job; at the end of its standard input it is asked to stop."""
+    """A process that does one job. It goes on when an event was heard, and stops at the end of its standard input."""
 
     id = "1"
 
     def __init__(self, job: Job):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, __file__], **pipes, start_new_session=True)
-        self.process.stdin.write(json.dumps(to_json(job)) + "\n")
-        self.process.stdin.flush()
-
-    def stop(self) -> None:
-        self.process.stdin.close()
+        print(json.dumps(to_json(job)), file=self.process.stdin, flush=True)
+        self.stop = self.process.stdin.close
 
 
 class Processes:
     def __init__(self) -> None:
         self.children: list[Child] = []
-
-    def has_gpu(self) -> bool:
-        return False
+        self.has_gpu = lambda: False
 
     def submit(self, job: Job) -> Child:
         self.children.append(Child(job))
@@ -43,7 +37,10 @@ class Processes:
         while self.children:
             with self.children.pop(0).process as process:
                 try:
-                    yield from (from_json(json.loads(line)) for line in process.stdout)
+                    for line in process.stdout:
+                        yield from_json(json.loads(line))
+                        if not process.stdin.closed:
+                            print(file=process.stdin, flush=True)
                     if process.wait():
                         raise UsageError(f"the child ended with status {process.returncode}")
                 finally:
@@ -58,5 +55,5 @@ if __name__ == "__main__":
     handle = executor.submit(from_json(json.loads(sys.stdin.readline())))
     for event in executor.events():
         print(json.dumps(to_json(event)), flush=True)
-        if select([sys.stdin], [], [], 0)[0]:
+        if not sys.stdin.readline():
             handle.stop()
