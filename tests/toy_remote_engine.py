@@ -34,14 +34,13 @@ class RemoteEngine:
         groups = []
         for place, request in enumerate(requests):
             answers = [json.loads(self._answer(request, k)) for k in range(request.samples)]
-            groups.append([self._action(one, request.policy.version) for one in answers])
+            groups.append([self._action(**one, version=request.policy.version) for one in answers])
             if finished is not None:
                 finished(place, groups[-1])
         return groups
 
-    def _action(self, one: dict, version: int) -> Action:
-        text = self.tokenizer.decode(one["ids"])
-        return Action(one["ids"], text, np.array(one["logprobs"]), None, one["stop"], policy_version=version)
+    def _action(self, ids: list[int], logprobs: list[float], stop: str, version: int) -> Action:
+        return Action(ids, self.tokenizer.decode(ids), np.array(logprobs), None, stop, policy_version=version)
 
     @torch.no_grad()
     def _answer(self, request: SampleRequest, k: int) -> str:
