@@ -27,7 +27,7 @@ from retrain.engines import dense, graphs, slots
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.step import decode_steps
-from retrain.errors import ConfigError, DeviceLost, RetrainError, RunFailed, UsageError
+from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.gpus import build_fault, cpu_build, lost, nvidia_gpus, usable_gpu
 from retrain.policy import arithmetic
 from retrain.policy import device as devices
@@ -373,6 +373,18 @@ def test_a_gpu_is_called_by_its_kind_and_what_drives_it_is_kept(monkeypatch):
     assert [line.partition(":")[0] for line in other] == ["device", "CUDA"]
 
 
+@pytest.mark.parametrize("message", ["CUDA out of memory", STICKY])
+def test_what_a_full_or_lost_device_says_of_a_product_is_not_remembered(monkeypatch, message):
+    """Logits would be rounded from then on, and another way than before a resume."""
+    arithmetic.multiplies_into_fp32.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", lambda *args, **options: (_ for _ in ()).throw(RuntimeError(message)))
+        with pytest.raises(RuntimeError, match=message.splitlines()[0]):
+            arithmetic.multiplies_into_fp32("cpu")
+    assert not arithmetic.multiplies_into_fp32("cpu")
+    assert arithmetic.multiplies_into_fp32.cache_info().currsize == 1
+
+
 def test_shared_heads_are_repeated_where_no_kernel_takes_them(monkeypatch):
     taken = {(device, dtype) for device in ("cpu", "cuda") for dtype in (torch.float32, torch.float64, torch.bfloat16)
              if arithmetic.wants_every_head(device, dtype)}  # fmt: skip
@@ -453,7 +465,3 @@ def test_after_a_cohort_memory_is_back_at_the_base(tmp_path, model, monkeypatch)
     assert first - sum(others.values()) <= 1.05 * base_bytes
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
-
-
-def test_device_lost_is_nobody_s_fault():
-    assert DeviceLost("CUDA error").shared

@@ -17,6 +17,7 @@ import typer
 from retrain import __version__
 from retrain.errors import UsageError
 from retrain.extras import EXTRAS
+from retrain.gpus import build_fault
 
 REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
@@ -183,9 +184,10 @@ def device_lines() -> list[tuple[str, str, bool | None]]:
 
     lines.append(("torch threads", str(torch.get_num_threads()), True))
     if not torch.cuda.is_available():
-        lines.append(("gpu", 'none found by torch: runs use the CPU ([backend] devices = "auto")', True))
+        fault = build_fault("auto")
+        lines.append(("gpu", fault or 'none found by torch: runs use the CPU ([backend] devices = "auto")', not fault))
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16"
         lines.append((f"gpu:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}", True))
     return lines

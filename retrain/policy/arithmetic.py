@@ -11,6 +11,8 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from retrain.gpus import lost
+
 FULL = (torch.float32, torch.float64)
 """Dtypes in which models compute at the precision of their results."""
 
@@ -72,5 +74,11 @@ def multiplies_into_fp32(device: str) -> bool:
     square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         return torch.mm(square, square, out_dtype=torch.float32).dtype == torch.float32
-    except (RuntimeError, NotImplementedError, TypeError):
+    except TypeError:  # torch before 2.8
+        return False
+    except RuntimeError as error:
+        from retrain.policy.budget import is_out_of_memory  # which imports the base, and that this module
+
+        if is_out_of_memory(error) or lost(error):  # says nothing of the device, and would be remembered
+            raise
         return False
