@@ -4,6 +4,7 @@ something else is refused, and no kernel that a GPU runs in any order decides a 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -22,7 +23,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import Product, product
 from retrain.policy import arithmetic
-from retrain.policy.arithmetic import fp32_product, rms, rotation
+from retrain.policy.arithmetic import fp32_product, linear, packed, rms, rotation
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.fused import adapted_linear, rms_norm
@@ -33,6 +34,7 @@ from retrain.policy.packing import packed_layout, padded_layout, predicting
 from retrain.types import Sample
 
 BF16 = torch.bfloat16
+needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
 
 
 def test_in_bf16_sampler_and_trainer_agree_end_to_end(tmp_path):
@@ -180,7 +182,7 @@ def test_in_bf16_an_adapter_adds_the_same_in_sampler_and_trainer(dropout):
     linear = torch.nn.Linear(24, 40, bias=False, dtype=BF16).requires_grad_(False)
     x, a, b, scale = torch.randn(7, 24, dtype=BF16), torch.randn(3, 24), torch.randn(40, 3), 8 / 3
     stacked = ((b.t() * scale).to(BF16))[None]
-    expected = product(x, Product(linear.weight, None, [40], a.t().to(BF16)[None].contiguous(), [stacked]))
+    expected = product(x, Product(linear.weight, None, a.t().to(BF16)[None].contiguous(), stacked))
     assert torch.equal(adapted_linear(linear, x, a, b, scale, dropout), expected)
 
 
@@ -195,7 +197,7 @@ def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tmp
     assert head is not None
     for logits in (head.logits(hidden), fp32_product(hidden, base.head_weight)):
         assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits.double(), exact, rtol=2**-16, atol=2**-16)
     engine = LocalEngine(base, Lanes(base))
     assert engine.decoder is not None
     assert engine.decoder.frame.head.weight is base.head_weight is head.product_VH  # one copy for all
@@ -260,13 +262,84 @@ class WithHead:
         return self
 
 
-def test_a_device_that_cannot_rounds_alike_on_both_sides(no_memory_of_devices):
+def scripted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function as a decode step runs it on a CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function)
+
+
+@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_packing)])
+def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_product(pack, no_memory_of_devices):
     assert not arithmetic.multiplies_into_fp32("cpu")
-    x, weight = torch.randn(5, 8, dtype=BF16), torch.randn(11, 8, dtype=BF16)
-    rounded = fp32_product(x, weight)
-    assert rounded.dtype == torch.float32
-    assert torch.equal(rounded, F.linear(x, weight).float())
-    assert torch.equal(Head(weight).logits(x), rounded)
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(70, 96, dtype=BF16), torch.randn(110, 96, dtype=BF16), torch.randn(110, dtype=BF16)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    weight = packed(weight) if pack else weight
+    assert weight.is_mkldnn == pack
+    for product_of in (fp32_product, scripted(fp32_product)):
+        logits = product_of(x, weight, bias)
+        assert logits.dtype == torch.float32
+        assert float((logits - exact).abs().max()) < 2**-16 * float(exact.abs().max())
+    assert torch.equal(Head(weight, bias_V=bias).logits(x), logits)
+
+
+# -- weights laid out for few rows -----------------------------------------------------------------------------------
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 32, 200])
+def test_a_packed_weight_gives_the_same_product(dtype, rows):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 64), (96, 64), (96,)))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    for function in (linear, scripted(linear)):
+        made = function(x, packed(weight), bias)
+        assert made.dtype == dtype
+        torch.testing.assert_close(made.double(), exact, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-2)
+
+
+def test_what_has_no_such_layout_stays_as_it_is(monkeypatch):
+    double = torch.randn(5, 6, dtype=torch.float64)
+    assert packed(double) is double
+    monkeypatch.setattr(arithmetic, "HAS_PACKED", False)
+    arithmetic.packs.cache_clear()
+    single = torch.randn(5, 6)
+    assert packed(single) is single
+    arithmetic.packs.cache_clear()
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("family", DENSE)
+def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeypatch, family, runs, dtype):
+    """Merged for one adapter in fp32, beside the lanes' products else."""
+    monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 0)
+    base = tiny(family, dtype)
+    lanes = Lanes(base)
+    adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]
+    engine = LocalEngine(base, lanes)
+    assert engine.decoder is not None
+    blocks = engine.decoder.blocks([adapter.frozen() for adapter in adapters])
+    assert all(part.weight.is_mkldnn for block in blocks for part in block[:4])
+    assert {block.qkv.a is None for block in blocks} == {runs == 1 and dtype == torch.float32}
+    assert engine.decoder.frame.head.weight.is_mkldnn
+    asked = [SampleRequest(ref(lane), tuple(range(3, 9)), 6, 20, 1.0, ("packed", lane)) for lane in range(runs)]
+    gaps = []
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
+        own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
+        batch = collate(own, base)
+        with torch.no_grad(), lanes.single(adapters[int(request.policy.run_id)]):
+            logprobs_BT, _ = token_logprobs(base, batch, 1.0)
+        gaps.append((logprobs_BT - batch.sampler_logprobs_BT)[batch.action_BT])
+    if dtype == BF16:
+        assert float(torch.cat(gaps).square().mean()) / 2 < 5e-5
+    else:
+        assert float(torch.cat(gaps).abs().max()) < 1e-4
+
+
 
 
 # -- the probe -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ arithmetic of a step is in ``engines.step``.
 
 Lanes: with one adapter on a CPU in full precision the adapter is merged into a copy of the weights for the length of
 one ``sample`` call; otherwise its product is added for all lanes at once (see ``policy.lora``). Merging is never done
-in bfloat16, where adding a small ΔW to a large weight would round most of it away.
+in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
+from a copy whose layout suits products of few rows (``policy.arithmetic.packed``).
 
 ``dense_decoder`` answers None for a model that it does not know, or whose own forward pass it does not reproduce.
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,14 +42,11 @@ from retrain.engines.step import (
     rotated,
 )
 from retrain.models.targets import DENSE_FAMILIES
-from retrain.policy.arithmetic import causal_attention, fp32_product, rms
+from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
-from retrain.policy.memory import total_memory
 from retrain.rng import generator
 
-MERGE_SHARE = 0.25
-"""Weights are merged only where the copy takes less than this share of the machine's memory."""
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
 """Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -59,6 +58,13 @@ root of their number. Measured per root: 0.0001 to 0.0025 on random models, 0.00
 with the scaling of attention off by a tenth."""
 PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
+
+
+class Way(NamedTuple):
+    """How adapters and weights come together: ``merged`` into one matrix, and whether that is ``packed``."""
+
+    merged: bool
+    packed: bool
 
 
 class Projection:
@@ -79,28 +85,41 @@ class Projection:
                 ]
             )
 
-    def of(self, adapters: Sequence[LoraWeights], merge: bool = False) -> Product:
-        """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
-        base's own."""
+    @cached_property
+    def packed(self) -> torch.Tensor:
+        """The weight as products of few rows read it fastest."""
+        return packed(self.weight)
+
+    def of(self, adapters: Sequence[LoraWeights], way: Way) -> Product:
+        """The product with what these adapters add; with none, the base's own."""
+        weight = self.packed if way.packed else self.weight
         used = [name for name in self.names if name is not None]
         if not (used and adapters):
-            return Product(self.weight, self.bias, self.sizes, None, [])
-        if merge:  # the copy lies [in, out], which multiplies few rows faster
-            adapter, merged, begin = adapters[0], self.weight.t().contiguous(), 0
-            for name, size in zip(self.names, self.sizes, strict=True):
-                if name is not None:
-                    a, b = adapter.A[name].to(merged.dtype), adapter.B[name].to(merged.dtype)
-                    merged[:, begin : begin + size].addmm_(a.t(), b.t(), alpha=adapter.scale)
-                begin += size
-            merged = merged.t()
-            return Product(merged, self.bias, self.sizes, None, [])
-        rank, dtype = max(adapter.rank for adapter in adapters), self.weight.dtype
-        a = torch.cat([Lanes.padded([ad.A[name].t() for ad in adapters], rank, 1) for name in used], dim=2)
-        b = [
-            None if name is None else Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0).to(dtype)
-            for name in self.names
-        ]
-        return Product(self.weight, self.bias, self.sizes, a.to(dtype).contiguous(), b)
+            return Product(weight, self.bias, None, None)
+        if way.merged:
+            return Product(self._merged(adapters[0], way.packed), self.bias, None, None)
+        rank, dtype, lanes = max(adapter.rank for adapter in adapters), self.weight.dtype, len(adapters)
+        a = torch.cat([Lanes.padded([ad.A[name].t() for ad in adapters], rank, 1) for name in used], dim=2).to(dtype)
+        b = torch.zeros(lanes, a.shape[2], len(self.weight), dtype=dtype, device=self.weight.device)
+        begin = row = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name is not None:
+                own = Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0)
+                b[:, row : row + rank, begin : begin + size] = own
+                row += rank
+            begin += size
+        return Product(weight, self.bias, a.contiguous(), b)
+
+    def _merged(self, adapter: LoraWeights, pack: bool) -> torch.Tensor:
+        """The weight plus what the adapter adds to it, in a copy."""
+        # One that is not packed lies [in, out], which multiplies few rows faster.
+        merged, begin = self.weight.clone().t() if pack else self.weight.t().contiguous(), 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name is not None:
+                a, b = adapter.A[name].to(merged.dtype), adapter.B[name].to(merged.dtype)
+                merged[:, begin : begin + size].addmm_(a.t(), b.t(), alpha=adapter.scale)
+            begin += size
+        return packed(merged.t()) if pack else merged.t()
 
 
 class Layer:
@@ -122,9 +141,9 @@ class Layer:
         """In the order in which a block uses them."""
         return self.qkv, self.out, self.gate_up, self.down
 
-    def of(self, adapters: Sequence[LoraWeights], merge: bool = False) -> Block:
+    def of(self, adapters: Sequence[LoraWeights], way: Way) -> Block:
         """The block with what these adapters add."""
-        qkv, out, gate_up, down = (projection.of(adapters, merge) for projection in self.projections)
+        qkv, out, gate_up, down = (projection.of(adapters, way) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
@@ -161,11 +180,14 @@ class DenseDecoder:
         attention = body.layers[0].self_attn
         self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
+        # Merging in half precision would lose the adapter's small numbers.
+        self.merges = base.copies and base.device.type == "cpu" and base.dtype in FULL
+        self.packs = base.packs
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
             embedding=body.embed_tokens.weight,
             norm=body.norm.weight,
-            head=Projection(base, [model.lm_head]).of([])._replace(weight=base.head_weight),
+            head=Product(base.head_weight, model.lm_head.bias, None, None),
             cos=none,
             sin=none,
             heads=heads,
@@ -178,16 +200,9 @@ class DenseDecoder:
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> list[Block]:
         """The blocks with what these adapters add, prepared once for many decode steps."""
-        merge = self._merges(len(adapters))
+        way = Way(merged=self.merges and len(adapters) == 1, packed=self.packs)
         with torch.no_grad():
-            return [layer.of(adapters, merge) for layer in self.layers]
-
-    def _merges(self, lanes: int) -> bool:
-        if lanes != 1 or self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
-            return False
-        weights = [projection.weight for layer in self.layers for projection in layer.projections]
-        copy = sum(weight.numel() * weight.element_size() for weight in weights)
-        return copy <= MERGE_SHARE * total_memory(self.device)
+            return [layer.of(adapters, way) for layer in self.layers]
 
     @staticmethod
     def of_lanes(blocks: list[Block], places: Sequence[int], lanes: int) -> list[Block]:
@@ -201,7 +216,7 @@ class DenseDecoder:
             if given.a is None:
                 return given
             index = slice(first, last) if whole else torch.tensor(places, device=given.a.device)
-            return given._replace(a=given.a[index], b=[None if part is None else part[index] for part in given.b])
+            return given._replace(a=given.a[index], b=None if given.b is None else given.b[index])
 
         return [
             block._replace(

@@ -22,7 +22,6 @@ from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
 from retrain.policy.base import BaseModel
-from retrain.policy.threads import is_small
 from retrain.rng import uniforms
 from retrain.types import Action
 
@@ -69,7 +68,7 @@ class SlotBatch:
         used = [requests[row.request] for row in work]
         self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
         self.graphs, self.columns_by = graphs, COLUMNS[base.device.type]
-        self.steps = BURST if is_small(base) and self.columns_by == 1 else 1
+        self.steps = BURST if base.small and self.columns_by == 1 else 1
         self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
         self._new_outputs(used)
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))

@@ -15,21 +15,20 @@ from torch.nn import functional as F
 
 from retrain.engines.draw import draw
 from retrain.engines.truncation import Kept, remember
-from retrain.policy.arithmetic import fp32_product, rms, rotation
+from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
 
 
 class Product(NamedTuple):
-    """Linear layers that read the same input as one product: weight [Σ out, in], cut into ``sizes``. Lanes add
-    ``a`` [L, in, Σ r] and ``b`` (per part [L, r, out], None where a part is no target)."""
+    """Linear layers that read the same input as one product: weight [Σ out, in], maybe ``packed``. Lanes add the
+    product of ``a`` [L, in, Σ r] and ``b`` [L, Σ r, Σ out], a block per layer on its diagonal."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    sizes: list[int]
     a: torch.Tensor | None
-    b: list[torch.Tensor | None]
+    b: torch.Tensor | None
 
 
 class Block(NamedTuple):
@@ -95,18 +94,14 @@ class Sampled(NamedTuple):
 
 def product(x: torch.Tensor, given: Product) -> torch.Tensor:
     """x [rows, in], lane by lane → [rows, Σ out]."""
-    out = F.linear(x, given.weight, given.bias)
-    a = given.a
-    if a is not None:
-        lanes = a.shape[0]
-        low = torch.bmm(x.view(lanes, -1, x.shape[1]), a)
-        out_LSO = out.view(lanes, -1, out.shape[1])
-        at, rank_at = 0, 0
-        for size, b in zip(given.sizes, given.b):  # noqa: B905 - TorchScript knows no strict
-            if b is not None:
-                out_LSO[:, :, at : at + size].baddbmm_(low[:, :, rank_at : rank_at + b.shape[1]], b)
-                rank_at += b.shape[1]
-            at += size
+    out = linear(x, given.weight, given.bias)
+    a, b = given.a, given.b
+    if a is None or b is None:
+        return out
+    if a.shape[0] == 1:
+        return out.addmm_(torch.mm(x, a[0]), b[0])
+    low = torch.bmm(x.view(a.shape[0], -1, x.shape[1]), a)
+    out.view(a.shape[0], -1, out.shape[1]).baddbmm_(low, b)
     return out
 
 

@@ -32,9 +32,18 @@ from retrain.policy.packing import (
     predicting,
     register_attention,
 )
+from retrain.rng import generator
 from retrain.types import Sample
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+PROBE_LENGTH = 36
+"""Tokens of the longest sequence that is packed and padded by way of trial."""
+PROBE_QUANTILE = 0.9
+"""Share of places at which hidden states have to be the same, packed and padded, ..."""
+PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""... up to a difference of this share of their norm, ..."""
+PROBE_HALF_GAP = 5e-2
+"""... and of this one in half precision; 30 layers in bf16 differ by 1 to 3 %."""
 
 
 class _Mode(threading.local):
@@ -139,17 +148,21 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     base.model.set_attn_implementation(NAME)
     if base.model.config._attn_implementation != NAME:
         return False
-    top = base.vocab_size
+    noise = generator("probe of packed sequences")
+    most = min(PROBE_LENGTH, base.context_length, getattr(config, "sliding_window", None) or PROBE_LENGTH)
+    prompts = [noise.integers(0, base.vocab_size, length).tolist() for length in (most // 2, most // 4)]
     samples = [
-        Sample.single_turn([i % top for i in prompt], [i % top for i in action], zeros := np.zeros(len(action)), zeros)
-        for prompt, action in (((3, 1, 4), (1, 5)), ((3, 1, 4), (9, 2, 6)), ((5, 3), (5, 8, 9, 7)))
+        Sample.single_turn(prompt, noise.integers(0, base.vocab_size, length).tolist(), zeros := np.zeros(length), zeros)
+        for prompt, length in ((prompts[0], most // 3), (prompts[0], most // 2), (prompts[1], most // 2))
     ]
     backbone = Backbone(decoder, None, True, 1 << 30, ())
     with torch.no_grad():
         packed = backbone.hidden(packed_layout(samples, base.device))
         padded = backbone.hidden(padded_layout(samples, base.device, base.pad_id))
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(base.dtype, 5e-2)
-    if float((packed - padded).norm()) <= tolerance * float(padded.norm()):
+    # In half precision a deep model makes much of a rounding here and there, though not at most places; attending to
+    # the wrong tokens shows at every place that follows.
+    gap_M = ((packed - padded).float().norm(dim=1) / padded.float().norm(dim=1)).quantile(PROBE_QUANTILE)
+    if float(gap_M) <= PROBE_GAPS.get(base.dtype, PROBE_HALF_GAP):
         base.on_release(partial(base.model.set_attn_implementation, before))
         return True
     base.model.set_attn_implementation(before)

@@ -16,10 +16,13 @@ from retrain.config import Config
 from retrain.errors import ModelError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
-from retrain.policy.arithmetic import FULL
-from retrain.policy.device import resolve_device, resolve_dtype, set_up
+from retrain.models.sizes import SMALL_MODEL_BYTES
+from retrain.policy.arithmetic import packed, packs
+from retrain.policy.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.tokenizer import Tokenizer
 
+COPY_SHARE = 0.25
+"""Weights are copied, merged with an adapter or packed, only where that takes less than this share of the memory."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,11 +67,25 @@ class BaseModel:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
+    def small(self) -> bool:
+        """Whether a CPU's cores hold the weights in their caches, so that each does best with work of its own."""
+        return self.device.type == "cpu" and self.weight_bytes <= SMALL_MODEL_BYTES
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether memory holds a second copy of the weights beside the first."""
+        return self.weight_bytes <= COPY_SHARE * total_memory(self.device)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether products of few rows read a copy of their weights that is laid out for them."""
+        return packs(self.device.type, self.dtype) and not self.small and self.copies
+
+    @cached_property
     def head_weight(self) -> torch.Tensor:
-        """The output layer's weight as ``fp32_product`` takes it: on a CPU, which multiplies half precision into half
-        precision alone, a copy in fp32."""
+        """The output layer's weight as ``fp32_product`` reads it fastest."""
         weight = self.model.get_output_embeddings().weight.detach()
-        return weight.float() if self.device.type == "cpu" and weight.dtype not in FULL else weight
+        return packed(weight) if self.packs else weight
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -37,6 +37,15 @@ def resolve_device(devices: str) -> torch.device:
     return torch.device(f"cuda:{index}")
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that the device has, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU that computes in it, else float32. Raises UsageError for bfloat16 on a GPU that
     would emulate it."""

@@ -13,6 +13,7 @@ import torch
 
 from retrain.models import sizes
 from retrain.policy.base import BaseModel
+from retrain.policy.device import total_memory
 
 SAMPLING_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Of the memory beside base and lanes, for the keys, values and logits of a decode batch. The rest is for the states of
@@ -34,15 +35,6 @@ def available_memory(device: torch.device | None = None) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of memory that the device has, used or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 def head_size(config: Any) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.policy.arithmetic import causal_attention
+from retrain.policy.fused import attention
 from retrain.types import Sample
 
 
@@ -173,7 +173,7 @@ def _packed_attention(
 ) -> torch.Tensor:
     """Causal attention of each sequence by itself: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
     q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
-    out = causal_attention(q, k, v, scaling)
+    out = attention(q, k, v, scaling)
     return _Gather.apply(out.transpose(1, 2), layout)[None]  # pyright: ignore[reportOptionalSubscript]
 
 

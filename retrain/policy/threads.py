@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import torch
 
-from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.policy.base import BaseModel
 
 T = TypeVar("T")
@@ -57,15 +56,10 @@ class Workers:
             torch.set_num_threads(self._threads_after)
 
 
-def is_small(base: BaseModel) -> bool:
-    """Whether each core of a CPU does best with a piece of its own."""
-    return base.device.type == "cpu" and base.weight_bytes <= SMALL_MODEL_BYTES
-
-
 def workers_for(base: BaseModel) -> Workers:
     """One worker per core for a small model (torch itself then uses one thread), else one worker."""
     cores = torch.get_num_threads()
-    if not is_small(base) or cores == 1:
+    if not base.small or cores == 1:
         return Workers(1)
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)
