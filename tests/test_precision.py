@@ -340,8 +340,6 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeyp
         assert float(torch.cat(gaps).abs().max()) < 1e-4
 
 
-
-
 # -- the probe -----------------------------------------------------------------------------------------------------
 
 

@@ -152,7 +152,9 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     most = min(PROBE_LENGTH, base.context_length, getattr(config, "sliding_window", None) or PROBE_LENGTH)
     prompts = [noise.integers(0, base.vocab_size, length).tolist() for length in (most // 2, most // 4)]
     samples = [
-        Sample.single_turn(prompt, noise.integers(0, base.vocab_size, length).tolist(), zeros := np.zeros(length), zeros)
+        Sample.single_turn(
+            prompt, noise.integers(0, base.vocab_size, length).tolist(), zeros := np.zeros(length), zeros
+        )
         for prompt, length in ((prompts[0], most // 3), (prompts[0], most // 2), (prompts[1], most // 2))
     ]
     backbone = Backbone(decoder, None, True, 1 << 30, ())

@@ -46,9 +46,10 @@ def same_text(answer: str | None, reference: str) -> bool:
     return bool(given) and given == normalise(reference)
 
 
-def has_answer_format(completion: str, problem: Problem) -> bool:
-    r"""Whether the completion marks an answer that is not blank: a closed ``\boxed{…}``, or the data set's ``####``."""
-    return bool((answer_text(completion, problem) or "").strip())
+def has_answer_format(completion: str, problem: Problem, strict: bool = True) -> bool:
+    r"""Whether the completion has an answer that is not blank: a closed ``\boxed{…}``, or the data set's ``####``; not
+    ``strict``: anything that ``answer_text`` takes for one."""
+    return bool((answer_text(completion, problem, strict) or "").strip())
 
 
 class MatchReward(Reward):
@@ -65,7 +66,8 @@ class MatchReward(Reward):
     def grade(self, problem: Problem, completion: str) -> RewardResult:
         """Total 0 or 1, ``correct`` and ``format_ok`` set; linear in the completion's length."""
         correct = same_text(answer_text(completion, problem, self.strict), problem.answer)
-        return RewardResult(float(correct), correct=correct, format_ok=has_answer_format(completion, problem))
+        format_ok = has_answer_format(completion, problem, self.strict)
+        return RewardResult(float(correct), correct=correct, format_ok=format_ok)
 
 
 class FormatReward(Reward):

@@ -54,7 +54,7 @@ class MathReward(Reward):
             verdicts[pair] = reply.value is True if reply.error is None else reply.error
         results = []
         for pair, (problem, completion) in zip(pairs, items, strict=True):
-            verdict, format_ok = verdicts[pair], has_answer_format(completion, problem)
+            verdict, format_ok = verdicts[pair], has_answer_format(completion, problem, self.strict)
             if isinstance(verdict, str):
                 result = failed(verdict)
                 result.format_ok = format_ok
