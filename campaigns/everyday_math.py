@@ -20,8 +20,8 @@ MOST = {"train": 6000, "test": 600}
 TRIES = 20_000
 HELDOUT_SHARE = 0.1
 
-NAMES = "Ana Ben Carla David Emma Felix Grace Hugo Iris Jack Kira Leo Mia Noah".split()
-THINGS = "apples books cards coins cookies eggs flowers marbles pencils shells stamps stickers".split()
+NAMES = ("Ana", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Kira", "Leo", "Mia", "Noah")
+THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "flowers", "marbles", "pencils", "shells", "stamps")
 
 Made = tuple[str, int]
 """A question and its answer."""

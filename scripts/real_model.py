@@ -79,6 +79,7 @@ def convert(wheel: Path, out: Path) -> None:
         model.tie_weights()
         model.generation_config = read.generation_config
         tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
+        tokenizer.clean_up_tokenization_spaces = False  # spaces before punctuation are the model's own
         made = Path(temporary) / "model"
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)

@@ -105,8 +105,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] times weight [out, in], as ``packed`` gives it or not: fp32 for half-precision x, in x's own precision
-    otherwise."""
+    """x [rows, in] times weight [out, in], packed or not: fp32 for half-precision x, else in x's own precision."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return linear(x, weight, bias)
     if torch.jit.is_scripting():  # on CPUs alone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ import torch
 from retrain.errors import UsageError
 from retrain.gpus import cpu_build, nvidia_gpus
 
+TRIES = 9
+"""Products of each kind that are timed."""
+WORTH_SAYING = 1.5
+"""Gain of products from which on a whole step is faster; what else a step does gains nothing."""
 ALLOCATOR = "expandable_segments:True"
 """Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
 
@@ -55,6 +61,38 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "bfloat16" and not native:
         raise UsageError(f'{described(device)} has no bfloat16 arithmetic: type dtype = "float32" in [inference]')
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
+
+
+@functools.cache
+def bfloat16_gain() -> float:
+    """How many times as fast this machine's CPU multiplies matrices in bfloat16 as in float32: well above 1 where it
+    has units for it, below 1 where it has none. By the fastest of a few products: what else
+    runs can only slow them down."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
+        took = []
+        for _ in range(TRIES):
+            begin = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            took.append(time.perf_counter() - begin)
+        seconds[dtype] = min(took)
+    return seconds[torch.float32] / seconds[torch.bfloat16]
+
+
+def bfloat16_advice(dtype: str) -> str | None:
+    """What to say to someone who trains a larger model on a CPU with this ``[inference] dtype``; None: nothing."""
+    if dtype == "auto" and (gain := bfloat16_gain()) >= WORTH_SAYING:
+        return (
+            f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32: [inference] dtype = "
+            '"bfloat16" is faster here, with results of another rounding'
+        )
+    if dtype == "bfloat16" and (gain := bfloat16_gain()) < 1:
+        return (
+            f"this processor multiplies in bfloat16 at {gain:.1f} of the speed of float32: [inference] dtype = "
+            '"float32" is faster here'
+        )
+    return None
 
 
 def set_up(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
-from retrain.policy.device import described, gpu_facts
+from retrain.policy.device import bfloat16_advice, described, gpu_facts
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
@@ -145,7 +145,11 @@ class Bases:
             self._base = self._base or self._load(config)
         else:
             files = self.look(config)
-            self._base = self._base or load_weights(files, config.backend.devices, config.inference.dtype)
+            if self._base is None:
+                self._base = load_weights(files, config.backend.devices, config.inference.dtype)
+                larger = self._base.device.type == "cpu" and not self._base.small
+                if larger and (advice := bfloat16_advice(config.inference.dtype)):
+                    tell(advice)
         if self._prepared is None or targets != self._targets:
             self._prepared = None
             self._base.release()
