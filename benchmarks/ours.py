@@ -64,7 +64,9 @@ class TimedEngine:
         return groups
 
 
-def toml(setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[str, str]], device: str) -> str:
+def toml(
+    setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[str, str]], device: str, dtype: str
+) -> str:
     """The campaign (or, with one condition, the single run) of this setting."""
     lines = []
     if len(conditions) > 1:
@@ -76,7 +78,7 @@ def toml(setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[s
     lines += [
         f"[model]\nmodel = {json.dumps(str(model))}\nlora_rank = {RANK}\n[lora]\nalpha = {float(ALPHA)}",
         f"[data]\nsource = {json.dumps(str(data))}\n[evaluation]\nproblems = 0",
-        f"[backend]\ndevices = {json.dumps(device)}",
+        f"[backend]\ndevices = {json.dumps(device)}\n[inference]\ndtype = {json.dumps(dtype)}",
         f"[training]\nbatch_size = {setting.prompts}\ngroup_size = {setting.samples}\nlr = {LR}\nsave_every = 0",
         f"max_tokens = {setting.new_tokens}\nmax_steps = 1000000",
     ]
@@ -85,7 +87,11 @@ def toml(setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[s
 
 @contextmanager
 def cohort(
-    setting: Setting, models: Path, conditions: Sequence[tuple[str, str]] = FIVE[:1], device: str = "cpu"
+    setting: Setting,
+    models: Path,
+    conditions: Sequence[tuple[str, str]] = FIVE[:1],
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> Iterator[Any]:
     """A cohort of one run per condition, ready to step; its run directories go with it."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
@@ -93,7 +99,7 @@ def cohort(
         rows = [{"prompt": text, "answer": "1"} for text in workload.prompt_texts(setting, 8 * setting.prompts)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = workload.model_directory(models, setting.shape)
-        (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device))
+        (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device, dtype))
         plan = Plan.of(load(folder / "bench.toml"), folder / "out")
         made = assemble(CohortJob.of(plan, plan.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
@@ -133,6 +139,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="as in [inference]")
     parser.add_argument("--first", type=int, default=0, help="number of the first of the five standard conditions")
     parser.add_argument("--runs", type=int, default=1, help="how many of them step together")
     options = parser.parse_args()
@@ -145,7 +152,7 @@ def main() -> None:
 
     imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts
     setting, conditions = Setting.parse(options.serve), FIVE[options.first : options.first + options.runs]
-    with cohort(setting, options.models, conditions, options.device) as made:
+    with cohort(setting, options.models, conditions, options.device, options.dtype) as made:
         base = sum(p.numel() * p.element_size() for p in made.engine.base.model.parameters())
         workload.serve(lambda: step(made), imported_mib=imported, base_mib=base / 2**20, run_mib=run_mib(made, setting))
 

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="not heard: it has none")
     options = parser.parse_args()
     sys.stdout = sys.stderr
     from retrain.local_train_helper import LocalTrainHelper  # pyright: ignore[reportMissingImports]

@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: the fastest")
-    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast")
     options = parser.parse_args()
     sys.stdout = sys.stderr
     torch.set_num_threads(options.threads)
     setting = Setting.parse(options.serve)
-    precision = options.precision
+    precision = options.dtype
     if precision == "auto":
         precision = workload.faster_dtype(SHAPES[setting.shape].hidden, options.device)
     micro = options.micro or setting.rows

@@ -33,11 +33,23 @@ class Side:
         models: Path,
         threads: int,
         device: str = "cpu",
+        dtype: str = "auto",
         ours: bool = True,
         runs: int = 1,
     ):
         self.name, self.setting, self.runs, self.steps = name, setting, runs, list[Measured]()
-        where = ["--serve", setting.name, "--models", models, "--threads", threads, "--device", device]
+        where = [
+            "--serve",
+            setting.name,
+            "--models",
+            models,
+            "--threads",
+            threads,
+            "--device",
+            device,
+            "--dtype",
+            dtype,
+        ]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent) if ours else ""}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process

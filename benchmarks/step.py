@@ -25,7 +25,13 @@ from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from sides import HERE, Side, medians, take_turns
 from workload import Measured, Setting
 
-SIDES = {"ours": "ours.py", "limit": "limit.py", "trl": "peer_trl.py", "retrain03": "peer_retrain03.py"}
+SIDES = {
+    "ours": "ours.py",
+    "limit": "limit.py",
+    "trl": "peer_trl.py",
+    "retrain03": "peer_retrain03.py",
+    "vllm": "peer_vllm.py",
+}
 SETTINGS = ("256x64", "256x256", "512x64", "512x256")
 GPU_SETTINGS = ("1.7bx256",)
 ENVIRONMENTS = {
@@ -33,15 +39,18 @@ ENVIRONMENTS = {
     "trl": ("trl", "peft"),
     "retrain03": ("retrain==0.3.0",),
 }
-"""What is installed for a side, after torch; ours and the limit share one, or run in the one that runs this."""
+"""What is installed for a side, after torch; ours and the limit share one, or run in the one that runs this. That of
+vLLM, which has a build for CPUs of its own, has to be there."""
 BAR_LIMIT, BAR_TRL, BAR_RETRAIN03 = 1.15, 1.2, 3.5
+BAR_VLLM = {"float32": 2.5, "bfloat16": 2.0}
+"""How many times as fast as vLLM sampling alone has to be."""
 
 
 def run(setting: Setting, pythons: dict[str, Path], options: argparse.Namespace) -> dict[str, list[Measured]]:
     """The measured steps of every side at one setting."""
     workload.model_directory(options.models, setting.shape)
     sides: list[Side] = []
-    common = {"models": options.models, "threads": options.threads, "device": options.device}
+    common = {key: getattr(options, key) for key in ("models", "threads", "device", "dtype")}
     try:
         for name, python in pythons.items():
             sides.append(Side(name, [python, HERE / SIDES[name]], setting, ours=name == "ours", **common))
@@ -52,21 +61,23 @@ def run(setting: Setting, pythons: dict[str, Path], options: argparse.Namespace)
     return {side.name: side.steps for side in sides}
 
 
-def report(results: dict[str, dict[str, list[Measured]]]) -> str:
-    """Markdown: seconds of each side and how many times ours they are, then the verdicts."""
+def report(results: dict[str, dict[str, list[Measured]]], dtype: str) -> str:
+    """Markdown: seconds of each side and how many times ours they are, then the verdicts. vLLM samples and does not
+    train."""
     rows = []
     for setting, sides in results.items():
         ours = medians(sides["ours"])["step_s"] if "ours" in sides else None
         for name, steps in sides.items():
             m = medians(steps)
-            seconds = [f"{m[key]:.2f}" for key in ("sampling_s", "update_s", "step_s", "step_cpu_s")]
-            ratio = f"{m['step_s'] / ours:.2f}×" if ours else ""
+            keys = ("sampling_s",) if name == "vllm" else ("sampling_s", "update_s", "step_s", "step_cpu_s")
+            seconds = [f"{m[key]:.2f}" for key in keys] + [""] * (4 - len(keys))
+            ratio = f"{m['step_s'] / ours:.2f}×" if ours and name != "vllm" else ""
             rows.append([setting, name, *seconds, f"{m['tokens']:.0f}", f"{m['peak_mib']:.0f}", ratio])
     head = ("setting", "side", "sampling s", "update s", "step s", "processor s", "tokens", "peak MiB", "to ours")
-    return with_verdicts(table(head, rows, left=2), verdicts(results))
+    return with_verdicts(table(head, rows, left=2), verdicts(results, dtype))
 
 
-def verdicts(results: dict[str, dict[str, list[Measured]]]) -> list[str]:
+def verdicts(results: dict[str, dict[str, list[Measured]]], dtype: str) -> list[str]:
     """Each bar with what was measured, met or missed."""
     lines = []
     for setting, sides in results.items():
@@ -81,6 +92,9 @@ def verdicts(results: dict[str, dict[str, list[Measured]]]) -> list[str]:
             if peer in found:
                 ratio = found[peer]["step_s"] / ours["step_s"]
                 lines.append(bar(f"{setting}: {ratio:.2f}× as fast as {peer} (bar ≥ {least})", ratio >= least))
+        if "vllm" in found:
+            ratio, least = found["vllm"]["sampling_s"] / ours["sampling_s"], BAR_VLLM[dtype]
+            lines.append(bar(f"{setting}: samples {ratio:.2f}× as fast as vllm (bar ≥ {least})", ratio >= least))
         if "trl" in found:
             peak, theirs = ours["peak_mib"], found["trl"]["peak_mib"]
             lines.append(bar(f"{setting}: peak {peak:.0f} MiB (bar ≤ TRL's {theirs:.0f})", peak <= theirs))
@@ -101,7 +115,7 @@ def make_environments(root: Path) -> None:
 
 def python_of(side: str, envs: Path | None) -> Path | None:
     """The interpreter of a side; None when it has no environment."""
-    name = side if side in ENVIRONMENTS else "ours"
+    name = "ours" if side in ("ours", "limit") else side
     made = None if envs is None else envs / name / "bin" / "python"
     if made is not None and made.is_file():
         return made
@@ -112,6 +126,7 @@ def main() -> None:
     parser = parser_of(__doc__, f"on cuda, settings {','.join(GPU_SETTINGS)}")
     parser.add_argument("--settings", help=f"comma-separated SHAPExTOKENS; default {','.join(SETTINGS)}")
     parser.add_argument("--only", help=f"comma-separated sides of {','.join(SIDES)}; default: all with an environment")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all sides; default: bfloat16 on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--envs", type=Path, metavar="DIR", help="where the environments of the sides lie")
@@ -134,12 +149,14 @@ def main() -> None:
             raise SystemExit(f"{side} has no environment: --envs DIR, made with --make")
     pythons = {side: python for side, python in found.items() if side in wanted and python}
     with opened(options):
+        options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
         results = {name: run(Setting.parse(name), pythons, options) for name in names}
     steps = {
         setting: {name: [asdict(m) for m in measured] for name, measured in sides.items()}
         for setting, sides in results.items()
     }
-    publish(options, "step", report(results), {"repeats": options.repeats, "settings": steps})
+    mark = "step" if not {setting.rpartition("x")[0] for setting in names} <= {"smollm2"} else f"step {options.dtype}"
+    publish(options, mark, report(results, options.dtype), {"repeats": options.repeats, "settings": steps})
 
 
 if __name__ == "__main__":
