@@ -65,7 +65,7 @@ class TimedEngine:
 
 
 def toml(
-    setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[str, str]], device: str, dtype: str
+    setting: Setting, model: Path, data: Path, conditions: Sequence[tuple[str, str]], device: str, dtype: str = "auto"
 ) -> str:
     """The campaign (or, with one condition, the single run) of this setting."""
     lines = []

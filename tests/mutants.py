@@ -78,6 +78,32 @@ MUTANTS = [
         ("test_engine.py::test_logprobs_and_entropy_equal_a_fresh_forward",),
     ),
     Mutant(
+        "product in two: the second is not of what was left", "retrain/policy/arithmetic.py",
+        "rest = _packed_sum(x, weight, -rounded)", "rest = _packed_sum(x, weight, rounded)",
+        ("test_precision.py::test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_product",),
+    ),
+    Mutant(
+        "attention in half precision: the gradient of another scale", "retrain/policy/fused.py",
+        "out = causal_attention(wide[0], wide[1], wide[2], ctx.scale)",
+        "out = causal_attention(wide[0], wide[1], wide[2], None)",
+        ("test_precision.py::test_attention_in_half_precision_has_the_gradient_of_fp32",),
+    ),
+    Mutant(
+        "decoding: the blocks of several layers' B overlap", "retrain/engines/dense.py",
+        "                row += rank\n", "",
+        ("test_precision.py::test_a_larger_model_decodes_from_packed_weights_what_the_update_sees",),
+    ),
+    Mutant(
+        "decoding: a packed weight without its adapter", "retrain/engines/dense.py",
+        "return packed(merged.t()) if pack else merged.t()", "return self.packed if pack else merged.t()",
+        ("test_precision.py::test_a_larger_model_decodes_from_packed_weights_what_the_update_sees",),
+    ),
+    Mutant(
+        "packing: one place alike is enough", "retrain/policy/backbone.py",
+        "PROBE_QUANTILE = 0.9", "PROBE_QUANTILE = 0.0",
+        ("test_precision.py::test_packing_that_computes_something_else_is_refused",),
+    ),
+    Mutant(
         "draw: the largest u reaches the total", "retrain/engines/draw.py",
         "    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))\n",
         "    return aim_R1\n",

@@ -17,6 +17,7 @@ from retrain.cli import app
 from retrain.commands import setup
 from retrain.config import load
 from retrain.errors import ConfigError, Interrupted, RunFailed
+from retrain.policy import device
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
@@ -213,6 +214,28 @@ def test_doctor_names_every_package_and_extra():
     assert result.exit_code == 0
     for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
         assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gain", "said"),
+    [
+        ("auto", 3.4, 'multiplies in bfloat16 3.4 times as fast as in float32: [inference] dtype = "bfloat16" is'),
+        ("auto", 1.4, None),
+        ("float32", 3.4, None),
+        ("bfloat16", 3.4, None),
+        ("bfloat16", 0.4, 'at 0.4 of the speed of float32: [inference] dtype = "float32" is faster here'),
+    ],
+)
+def test_what_bfloat16_brings_is_told_where_it_matters(monkeypatch, dtype, gain, said):
+    monkeypatch.setattr(device, "bfloat16_gain", lambda: gain)
+    advice = device.bfloat16_advice(dtype)
+    assert (advice is None) if said is None else (said in (advice or ""))
+    assert f"bfloat16             multiplied {gain} times as fast" in run("doctor").output
+
+
+def test_the_gain_of_bfloat16_is_measured():
+    assert 0 < device.bfloat16_gain() < 1000
+    assert device.bfloat16_gain() == device.bfloat16_gain()  # once
 
 
 def test_doctor_says_ok_of_what_is_there_only(monkeypatch):

@@ -121,7 +121,7 @@ def test_the_shipped_campaigns_are_designs_that_can_answer(path):
     assert f"retrain train campaigns/{path.name}" in text
     assert re.search(r"^# (Hypothesis|Question)", text, re.MULTILINE)
     assert re.search(r"^# Cost", text, re.MULTILINE)
-    if len(labels) > 1 and path.name != "quickstart.toml":
+    if len(labels) > 1 and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
         assert len(seeds) >= pairs_for_verdict(len(labels) - 1)
         assert not [line for line in loaded.warnings if "campaign.seeds" in line]
     result = CliRunner().invoke(app, ["explain", str(path)])

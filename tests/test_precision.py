@@ -22,11 +22,11 @@ from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import Product, product
-from retrain.policy import arithmetic
-from retrain.policy.arithmetic import fp32_product, linear, packed, rms, rotation
+from retrain.policy import arithmetic, packing
+from retrain.policy.arithmetic import causal_attention, fp32_product, linear, packed, rms, rotation
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, load_base
-from retrain.policy.fused import adapted_linear, rms_norm
+from retrain.policy.fused import adapted_linear, attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Lanes
@@ -174,6 +174,25 @@ def test_the_gradient_of_the_norm_is_computed_in_fp32():
     assert half.grad is not None
     assert half.grad.dtype == BF16
     torch.testing.assert_close(half.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)  # one rounding, at the end
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_in_half_precision_has_the_gradient_of_fp32(heads):
+    """Of the same output as the sampler's, with several heads of queries to one of keys and with one."""
+    torch.manual_seed(0)
+    sizes = ((2, 4, 30, 16), (2, heads, 30, 16), (2, heads, 30, 16))
+    half = [torch.randn(*size, dtype=BF16).requires_grad_() for size in sizes]
+    grad = torch.randn(2, 4, 30, 16, dtype=BF16)
+    out = attention(half[0], half[1], half[2], 0.3)
+    assert torch.equal(out, causal_attention(half[0], half[1], half[2], 0.3))
+    out.backward(grad)
+    exact = [x.detach().double().requires_grad_() for x in half]
+    causal_attention(exact[0], exact[1], exact[2], 0.3).backward(grad.double())
+    for mine, wanted in zip(half, exact, strict=True):
+        assert mine.grad is not None
+        assert wanted.grad is not None
+        assert mine.grad.dtype == BF16
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)  # one rounding, at the end
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-12])
@@ -338,6 +357,32 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeyp
         assert float(torch.cat(gaps).square().mean()) / 2 < 5e-5
     else:
         assert float(torch.cat(gaps).abs().max()) < 1e-4
+
+
+# -- packed sequences ------------------------------------------------------------------------------------------------
+
+
+def sees_what_follows(q, k, v, scale):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+
+def scaled_otherwise(q, k, v, scale):
+    return causal_attention(q, k, v, 1.3 * (scale or q.shape[-1] ** -0.5))
+
+
+def right_in_one_sequence_alone(q, k, v, scale):
+    return torch.cat([causal_attention(q[:1], k[:1], v[:1], scale), scaled_otherwise(q[1:], k[1:], v[1:], scale)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_packing_that_computes_something_else_is_refused(family, dtype, monkeypatch):
+    assert backbone_of(tiny(family, dtype)).packs
+    for fault in (sees_what_follows, scaled_otherwise, right_in_one_sequence_alone):
+        monkeypatch.setattr(packing, "attention", fault)
+        backbone = backbone_of(tiny(family, dtype))
+        assert not backbone.packs
+        assert "does not take packed sequences" in backbone.notes[0]
 
 
 # -- the probe -----------------------------------------------------------------------------------------------------

@@ -207,6 +207,15 @@ def test_match_grades_correctness_and_format() -> None:
     assert grader.names == ("match",)
 
 
+def test_a_lenient_reward_has_the_format_wherever_it_reads_an_answer() -> None:
+    """Else a run whose answers are right without a box would be told that hardly any can be right."""
+    for kind in ("match", "math"):
+        with build_grader(tasks.Reward(type=kind, strict=False)) as grader:
+            found = grader.grade([(ADD, "it is 42"), (ADD, "it is 41"), (ADD, "no number")])
+        assert [result.format_ok for result in found] == [True, True, False]
+        assert [result.correct for result in found] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [(r"\boxed{x}", 1), (r"\boxed{ }", 0), (r"\boxed{1", 0), ("1", 0), (r"\boxed{1} \boxed{}", 0)],

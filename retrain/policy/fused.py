@@ -123,9 +123,14 @@ class _HalfAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = [x.float().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
+        # Hooks that somebody has put around the backward pass are not for what is gone at the end of this one.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             out = causal_attention(wide[0], wide[1], wide[2], ctx.scale)
         return *(each.to(grad.dtype) for each in torch.autograd.grad(out, wide, grad.float())), None
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
