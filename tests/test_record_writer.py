@@ -99,6 +99,20 @@ def test_a_barrier_syncs_every_file_written_since_the_last(tmp_path, monkeypatch
     recorder.close()
 
 
+def test_files_do_not_wait_for_the_disk_without_end(tmp_path, monkeypatch):
+    """A run that saves no checkpoint, and so never flushes, names new files with every step."""
+    monkeypatch.setattr(writer, "UNSYNCED", 10)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    files, waiting = RecordFiles(tmp_path), []
+    for i in range(35):
+        files.write(lambda i=i: files.append(f"step_{i}.jsonl", [{"x": i}]))
+        files.write(lambda: waiting.append(len(files._unsynced)))
+    assert files.close()
+    assert max(waiting) == 10
+    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{step}.jsonl" for i in range(35))
+
+
 def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
     (tmp_path / "emergence").write_text("a file where a folder must be")
     recorder = RunRecorder(tmp_path, context())

@@ -19,6 +19,8 @@ from retrain.record.trackers import Tracker, start_tracker, tracker_values
 
 WAITING_STEPS = 16
 """Events of a run that may wait for the disk; training waits while there are more."""
+UNSYNCED = 256
+"""Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
 WAITING_ROWS = 1000
 """Rows that may wait for a tracker before it is given up."""
 FINISH_SECONDS = 120.0
@@ -113,7 +115,7 @@ class RecordFiles:
         path = self.directory / name
         with writing(path):
             append_jsonl(path, rows)
-        self._unsynced.add(path)
+        self.wrote(path)
 
     def append_text(self, name: str, text: str) -> None:
         """Add text to ``name`` (on the thread)."""
@@ -122,11 +124,13 @@ class RecordFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.write(text)
-        self._unsynced.add(path)
+        self.wrote(path)
 
     def wrote(self, *paths: Path) -> None:
         """These files were written (on the thread) without waiting for the disk: the next ``flush`` does."""
         self._unsynced.update(paths)
+        if len(self._unsynced) > UNSYNCED:
+            self._sync()
 
     def flush(self) -> None:
         """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
