@@ -110,7 +110,7 @@ def test_files_do_not_wait_for_the_disk_without_end(tmp_path, monkeypatch):
         files.write(lambda: waiting.append(len(files._unsynced)))
     assert files.close()
     assert max(waiting) == 10
-    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{step}.jsonl" for i in range(35))
+    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{i}.jsonl" for i in range(35))
 
 
 def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
