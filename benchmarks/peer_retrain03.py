@@ -6,10 +6,8 @@ log-probabilities and advantages padded by zeros over the prompt.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,7 @@ from workload import ALPHA, LR, RANK, Measured, Setting
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="SETTING", required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto", help="not heard: it has none")
-    options = parser.parse_args()
+    options = workload.side_parser(__doc__).parse_args()  # it has no choice of --dtype
     sys.stdout = sys.stderr
     from retrain.local_train_helper import LocalTrainHelper  # pyright: ignore[reportMissingImports]
 

@@ -8,10 +8,8 @@ the whole batch on a GPU, autocast to bf16 only where the device is faster at it
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,18 +67,13 @@ class OneStepAtATime(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="SETTING", required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
+    parser = workload.side_parser(__doc__)
     parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: the fastest")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast")
     options = parser.parse_args()
     sys.stdout = sys.stderr
     torch.set_num_threads(options.threads)
     setting = Setting.parse(options.serve)
-    precision = options.dtype
+    precision = options.dtype  # bfloat16: autocast
     if precision == "auto":
         precision = workload.faster_dtype(SHAPES[setting.shape].hidden, options.device)
     micro = options.micro or setting.rows

@@ -6,33 +6,21 @@ no end token; its prefix cache may keep what it wants.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+import workload
+
+os.environ |= workload.VLLM_SETTINGS
 
 import torch
-import workload
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 from workload import Measured, Setting
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="SETTING", required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    options = parser.parse_args()
+    options = workload.side_parser(__doc__).parse_args()
     sys.stdout = sys.stderr
     torch.set_num_threads(options.threads)
     setting = Setting.parse(options.serve)

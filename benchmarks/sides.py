@@ -38,18 +38,8 @@ class Side:
         runs: int = 1,
     ):
         self.name, self.setting, self.runs, self.steps = name, setting, runs, list[Measured]()
-        where = [
-            "--serve",
-            setting.name,
-            "--models",
-            models,
-            "--threads",
-            threads,
-            "--device",
-            device,
-            "--dtype",
-            dtype,
-        ]
+        asked = {"serve": setting.name, "models": models, "threads": threads, "device": device, "dtype": dtype}
+        where = [word for name, value in asked.items() for word in (f"--{name}", value)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent) if ours else ""}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process

@@ -155,7 +155,8 @@ def main() -> None:
         setting: {name: [asdict(m) for m in measured] for name, measured in sides.items()}
         for setting, sides in results.items()
     }
-    mark = "step" if not {setting.rpartition("x")[0] for setting in names} <= {"smollm2"} else f"step {options.dtype}"
+    real = all(name.startswith("smollm2x") for name in names)
+    mark = f"step {options.dtype}" if real else "step"
     publish(options, mark, report(results, options.dtype), {"repeats": options.repeats, "settings": steps})
 
 

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from workload import VLLM_SETTINGS
+
 MOST = 1e-4
 PROMPTS, SAMPLES, TOKENS = 4, 3, 32
 TEMPERATURES = (1.0, 0.7)
@@ -57,21 +59,18 @@ def differences(source: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
     """The largest difference of a token's log-probability, by whether the adapter was on and by temperature."""
     import numpy as np
     import torch
-    from safetensors.torch import load_file
 
+    from retrain.campaign.adapters.talk import lane_adapter
+    from retrain.policy.adapter_stream import AdapterFile
     from retrain.policy.base import load_base
     from retrain.policy.logprobs import collate, token_logprobs
     from retrain.policy.lora import Lanes
     from retrain.types import Sample
 
-    config = json.loads((source.adapter / "adapter_config.json").read_text())
     base = load_base(source.base, devices="cpu", dtype="float32")
-    lanes, stored = Lanes(base), load_file(source.adapter / "adapter_model.safetensors")
-    trained, none = (lanes.new_adapter(config["r"], float(config["lora_alpha"])) for _ in range(2))
-    with torch.no_grad():
-        for half, views in (("A", trained.A), ("B", trained.B)):
-            for name, view in views.items():
-                view.copy_(stored[f"base_model.model.{name}.lora_{half}.weight"])
+    with AdapterFile(source.adapter) as file:
+        lanes = Lanes(base, list(file.modules))
+        trained, none = lane_adapter(file, lanes), lanes.new_adapter(1, 1.0)
     found: dict[str, float] = {}
     for row in rows:
         theirs = np.array(row["logprobs"])
@@ -111,13 +110,9 @@ def main() -> None:
         "rank": json.loads((source.adapter / "adapter_config.json").read_text())["r"],
         "prompts": [list(each["input_ids"]) for each in prompts],
     }
-    settings = {
-        "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
     done = subprocess.run(
         [options.vllm, __file__, "--sample"], input=json.dumps(asked), capture_output=True, text=True, check=False,
-        env=os.environ | settings,
+        env=os.environ | VLLM_SETTINGS,
     )  # fmt: skip
     told = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
     if not told:

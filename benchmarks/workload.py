@@ -10,6 +10,7 @@ Nothing heavy is imported at the top: peers load this file from their own enviro
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import resource
@@ -22,6 +23,14 @@ from typing import Any
 
 RANK, ALPHA, LR = 16, 32, 1e-4
 PAD = 0
+VLLM_SETTINGS = {
+    "TORCHDYNAMO_DISABLE": "1",  # the first request takes a minute else
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment variables with which vLLM runs on a CPU, in the process that imports it."""
 MICRO_TOKENS = 1536
 """Tokens of a micro-batch on a CPU: the fastest of 192 to 1,536 measured at hidden 256, for the limit and for TRL."""
 
@@ -86,6 +95,17 @@ class Setting:
         if shape not in SHAPES or not tokens.isdigit():
             raise SystemExit(f"no such setting {name!r}: SHAPExTOKENS with a shape of {', '.join(SHAPES)}")
         return cls(shape, int(tokens))
+
+
+def side_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that every side of ``step.py`` is started with (``sides.Side``)."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--serve", metavar="SETTING", required=True)
+    made.add_argument("--models", type=Path, required=True)
+    made.add_argument("--threads", type=int, required=True)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    return made
 
 
 def prompt_ids(setting: Setting, count: int | None = None) -> list[list[int]]:

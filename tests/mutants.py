@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: a packed weight without its adapter", "retrain/engines/dense.py",
-        "return packed(merged.t()) if pack else merged.t()", "return self.packed if pack else merged.t()",
+        "return packed(merged.t()) if pack else merged.t()", "return packed(self.weight) if pack else merged.t()",
         ("test_precision.py::test_a_larger_model_decodes_from_packed_weights_what_the_update_sees",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from lane_cases import ref, sample, trained, update
+from lane_cases import lane_of, ref, sample, trained, update
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ from retrain.policy.base import BaseModel, load_base
 from retrain.policy.fused import adapted_linear, attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
-from retrain.policy.lora import Lanes
+from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.packing import packed_layout, padded_layout, predicting
 from retrain.types import Sample
 
@@ -109,6 +109,18 @@ def tiny(family: str, dtype: torch.dtype, size: float = TRAINED) -> BaseModel:
     return BaseModel("toy", model.to(dtype), Words(), torch.device("cpu"), dtype, (1,), 0, "")
 
 
+def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapters: list[Adapter]) -> torch.Tensor:
+    """Differences of the log-probabilities of every token that is sampled."""
+    base, lanes, differences = engine.base, engine.lanes, []
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
+        own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
+        batch = collate(own, base)
+        with torch.no_grad(), lanes.single(adapters[lane_of(request)]):
+            logprobs_BT, _ = token_logprobs(base, batch, 1.0)
+        differences.append((logprobs_BT - batch.sampler_logprobs_BT)[batch.action_BT])
+    return torch.cat(differences)
+
+
 # -- the same numbers on both sides --------------------------------------------------------------------------------
 
 
@@ -118,18 +130,12 @@ def test_in_bf16_every_family_trains_on_the_logprobs_that_it_sampled(family, den
     base = tiny(family, BF16)
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=3, size=0.05) for seed in (1, 2)]
-    engine, differences = LocalEngine(base, lanes, dense=dense_path), []
+    engine = LocalEngine(base, lanes, dense=dense_path)
     assert engine.fast == dense_path
     asked = [
         SampleRequest(ref(lane), tuple(range(3, 3 + n)), 6, 24, 1.0, ("half", n)) for lane in (0, 1) for n in (4, 9)
     ]
-    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
-        own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
-        batch = collate(own, base)
-        with torch.no_grad(), lanes.single(adapters[int(request.policy.run_id)]):
-            logprobs_BT, _ = token_logprobs(base, batch, 1.0)
-        differences.append((logprobs_BT - batch.sampler_logprobs_BT)[batch.action_BT])
-    squares = torch.cat(differences).square()
+    squares = trainer_minus_sampler(engine, asked, adapters).square()
     if "moe" in family:  # a last bit that decides between two experts moves some tokens by more
         squares = squares[squares < squares.quantile(0.9)]
     assert float(squares.mean()) / 2 < 5e-5
@@ -316,16 +322,27 @@ def test_a_packed_weight_gives_the_same_product(dtype, rows):
     for function in (linear, scripted(linear)):
         made = function(x, packed(weight), bias)
         assert made.dtype == dtype
-        torch.testing.assert_close(made.double(), exact, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-2)
+        torch.testing.assert_close(made.double(), exact, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-4)
 
 
-def test_what_has_no_such_layout_stays_as_it_is(monkeypatch):
-    double = torch.randn(5, 6, dtype=torch.float64)
-    assert packed(double) is double
-    monkeypatch.setattr(arithmetic, "HAS_PACKED", False)
+@pytest.mark.parametrize("why", ["no oneDNN", "a processor without a kernel", "fp64", "no memory for a copy", "small"])
+def test_weights_are_read_as_they_are_where_packing_does_not_help(why, monkeypatch):
+    def no_kernel(*arguments):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 1 << 30 if why == "small" else 0)
+    if why == "no oneDNN":
+        monkeypatch.setattr(arithmetic, "HAS_PACKED", False)
+    elif why == "a processor without a kernel":
+        monkeypatch.setattr(arithmetic, "packed", no_kernel)
+    elif why == "no memory for a copy":
+        monkeypatch.setattr("retrain.policy.base.total_memory", lambda device: 1000)
     arithmetic.packs.cache_clear()
-    single = torch.randn(5, 6)
-    assert packed(single) is single
+    base = tiny("llama", torch.float64 if why == "fp64" else torch.float32)
+    assert not base.packs
+    decoder = dense_decoder(base)
+    assert decoder is not None
+    assert not any(part.weight.is_mkldnn for block in decoder.blocks([]) for part in block[:4])
     arithmetic.packs.cache_clear()
 
 
@@ -346,17 +363,11 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeyp
     assert {block.qkv.a is None for block in blocks} == {runs == 1 and dtype == torch.float32}
     assert engine.decoder.frame.head.weight.is_mkldnn
     asked = [SampleRequest(ref(lane), tuple(range(3, 9)), 6, 20, 1.0, ("packed", lane)) for lane in range(runs)]
-    gaps = []
-    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
-        own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
-        batch = collate(own, base)
-        with torch.no_grad(), lanes.single(adapters[int(request.policy.run_id)]):
-            logprobs_BT, _ = token_logprobs(base, batch, 1.0)
-        gaps.append((logprobs_BT - batch.sampler_logprobs_BT)[batch.action_BT])
+    gaps = trainer_minus_sampler(engine, asked, adapters)
     if dtype == BF16:
-        assert float(torch.cat(gaps).square().mean()) / 2 < 5e-5
+        assert float(gaps.square().mean()) / 2 < 5e-5
     else:
-        assert float(torch.cat(gaps).abs().max()) < 1e-4
+        assert float(gaps.abs().max()) < 1e-4
 
 
 # -- packed sequences ------------------------------------------------------------------------------------------------

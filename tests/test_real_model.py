@@ -18,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from retrain.campaign.adapters.talk import lane_adapter
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_jsonl
+from retrain.policy.adapter_stream import AdapterFile
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
@@ -150,12 +152,9 @@ def test_peft_has_the_logprobs_of_the_sampler(run):
     from transformers import AutoModelForCausalLM
 
     base = load_base(str(MODEL), devices="cpu")
-    lanes, stored = Lanes(base), load_file(run / "final" / "adapter_model.safetensors")
-    adapter = lanes.new_adapter(8, 32.0)
-    with torch.no_grad():
-        for half, views in (("A", adapter.A), ("B", adapter.B)):
-            for name, view in views.items():
-                view.copy_(stored[f"base_model.model.{name}.lora_{half}.weight"])
+    lanes = Lanes(base)
+    with AdapterFile(run / "final") as file:
+        adapter = lane_adapter(file, lanes)
     engine = LocalEngine(base, lanes)
     assert engine.fast
     engine.publish(PolicyRef("real", 0), LocalSnapshot(adapter.frozen(), {}))

@@ -9,7 +9,7 @@ arithmetic of a step is in ``engines.step``.
 Lanes: with one adapter on a CPU in full precision the adapter is merged into a copy of the weights for the length of
 one ``sample`` call; otherwise its product is added for all lanes at once (see ``policy.lora``). Merging is never done
 in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
-from a copy whose layout suits products of few rows (``policy.arithmetic.packed``).
+from a copy whose layout suits products of few rows (``policy.arithmetic.packed``), made for one call too.
 
 ``dense_decoder`` answers None for a model that it does not know, or whose own forward pass it does not reproduce.
 """
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,13 +59,6 @@ PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
 
 
-class Way(NamedTuple):
-    """How adapters and weights come together: ``merged`` into one matrix, and whether that is ``packed``."""
-
-    merged: bool
-    packed: bool
-
-
 class Projection:
     """Linear layers that read the same input, as one matrix product: weight [Σ out, in], cut into ``sizes``."""
 
@@ -85,19 +77,15 @@ class Projection:
                 ]
             )
 
-    @cached_property
-    def packed(self) -> torch.Tensor:
-        """The weight as products of few rows read it fastest."""
-        return packed(self.weight)
-
-    def of(self, adapters: Sequence[LoraWeights], way: Way) -> Product:
-        """The product with what these adapters add; with none, the base's own."""
-        weight = self.packed if way.packed else self.weight
+    def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Product:
+        """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
+        base's own. ``pack``: the copy, or one of the weight, is laid out for few rows."""
         used = [name for name in self.names if name is not None]
+        if merge and used and adapters:
+            return Product(self._merged(adapters[0], pack), self.bias, None, None)
+        weight = packed(self.weight) if pack else self.weight
         if not (used and adapters):
             return Product(weight, self.bias, None, None)
-        if way.merged:
-            return Product(self._merged(adapters[0], way.packed), self.bias, None, None)
         rank, dtype, lanes = max(adapter.rank for adapter in adapters), self.weight.dtype, len(adapters)
         a = torch.cat([Lanes.padded([ad.A[name].t() for ad in adapters], rank, 1) for name in used], dim=2).to(dtype)
         b = torch.zeros(lanes, a.shape[2], len(self.weight), dtype=dtype, device=self.weight.device)
@@ -141,9 +129,9 @@ class Layer:
         """In the order in which a block uses them."""
         return self.qkv, self.out, self.gate_up, self.down
 
-    def of(self, adapters: Sequence[LoraWeights], way: Way) -> Block:
+    def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Block:
         """The block with what these adapters add."""
-        qkv, out, gate_up, down = (projection.of(adapters, way) for projection in self.projections)
+        qkv, out, gate_up, down = (projection.of(adapters, merge, pack) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
@@ -200,9 +188,9 @@ class DenseDecoder:
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> list[Block]:
         """The blocks with what these adapters add, prepared once for many decode steps."""
-        way = Way(merged=self.merges and len(adapters) == 1, packed=self.packs)
+        merge = self.merges and len(adapters) == 1
         with torch.no_grad():
-            return [layer.of(adapters, way) for layer in self.layers]
+            return [layer.of(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod
     def of_lanes(blocks: list[Block], places: Sequence[int], lanes: int) -> list[Block]:

@@ -13,8 +13,8 @@ import torch
 from retrain.errors import UsageError
 from retrain.gpus import cpu_build, nvidia_gpus
 
-TRIES = 9
-"""Products of each kind that are timed."""
+GAIN_TRIES = 9
+"""Products in each dtype that are timed for ``bfloat16_gain``."""
 WORTH_SAYING = 1.5
 """Gain of products from which on a whole step is faster; what else a step does gains nothing."""
 ALLOCATOR = "expandable_segments:True"
@@ -66,13 +66,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 @functools.cache
 def bfloat16_gain() -> float:
     """How many times as fast this machine's CPU multiplies matrices in bfloat16 as in float32: well above 1 where it
-    has units for it, below 1 where it has none. By the fastest of a few products: what else
-    runs can only slow them down."""
+    has units for it, below 1 where it has none. By the fastest of a few products: what else runs only slows them."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
         took = []
-        for _ in range(TRIES):
+        for _ in range(GAIN_TRIES):
             begin = time.perf_counter()
             torch.nn.functional.linear(x, weight)
             took.append(time.perf_counter() - begin)

@@ -51,7 +51,7 @@ def answers(
             file.require_plain()
             lanes = Lanes(base, _layers(file, base))
             stack.callback(lanes.detach)
-            adapters = [lanes.new_adapter(1, 1.0), _loaded(file, lanes)]  # one of zeros is the base
+            adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # one of zeros is the base
         workers = workers_for(base)
         stack.callback(workers.close)
         engine = LocalEngine(base, lanes, workers=workers, tell=tell)
@@ -109,7 +109,7 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
     return list(file.modules)
 
 
-def _loaded(file: AdapterFile, lanes: Lanes) -> Adapter:
+def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
     """The adapter on the lanes, every module at the highest rank and the one scale."""
     scale, pairs = uniform(file, file.rank)
     adapter = lanes.new_adapter(file.rank, scale * file.rank)
