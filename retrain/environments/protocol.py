@@ -1,6 +1,7 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
-``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
+An environment of the user's own is a class with ``problems`` and ``start``; the rest has defaults (``Hosted`` fills them
+in). ``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
 """
 
 from __future__ import annotations
@@ -17,22 +18,33 @@ Range = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Observation:
-    """What an episode begins with: the whole prompt as a conversation."""
+    """What an episode begins with: the whole prompt as a conversation, and the tools that the policy may call, as JSON
+    schemas of functions (``{"type": "function", "function": {"name", "description", "parameters"}}``)."""
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """The messages that answer an action, whether the episode is over, and numbers of the turn."""
+    """What an action leads to.
 
-    messages: tuple[Message, ...] = ()
+    ``messages`` answer it; ``done``: the episode is over. ``reward`` is what this turn alone was worth, None where the
+    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. Where the
+    environment has rewritten what was said before, ``conversation`` is all of it as the policy shall read it next;
+    ``messages`` are not used then.
+    """
+
+    messages: Sequence[Message] = ()
     done: bool = True
+    reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, str] = field(default_factory=dict)
+    conversation: Sequence[Message] | None = None
 
 
 class Episode(Protocol):
-    """One rollout's side of the conversation."""
+    """One rollout's side of the conversation. One that has a method ``close`` is closed when it has ended."""
 
     def observe(self) -> Observation:
         """The prompt. All episodes of a group begin alike: they are started with the same seed."""
@@ -52,6 +64,9 @@ class Environment(Protocol):
 
     reward_range: tuple[float, float] | None
     metrics_ranges: Mapping[str, Range]
+    exact: bool
+    """Whether all that an episode answers is a function of problem, seed and actions, so that a run which is resumed
+    equals one that was not interrupted."""
 
     def problems(self, split: str) -> Sequence[Problem]:
         """The problems of ``train``, or of a held-out set by its name."""

@@ -17,6 +17,7 @@ class SingleTurn:
 
     def __init__(self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader):
         self.splits, self.data, self.grader = splits, data, grader
+        self.exact = True
         ends = grader.ranges.get("reward", {})
         self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
         self.metrics_ranges: Mapping[str, Range] = {
