@@ -37,6 +37,8 @@ class SampleRequest:
     top_k: int = 0
     """0: no bound."""
     min_p: float = 0.0
+    keeps: bool = False
+    """The sequence may go on: an engine may keep what it has computed of it until the policy's weights change."""
 
     @property
     def truncates(self) -> bool:
