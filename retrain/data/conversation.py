@@ -57,6 +57,9 @@ class Conversation:
         if rest is None:
             return self._anew()
         self._read.append(rest)
+        end = self.renderer.end_text
+        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates set what was said in spaces
+            rest = rest.lstrip(" ")
         token_ids = self.renderer.ids(rest)
         if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
             token_ids = token_ids[1:]
