@@ -29,8 +29,8 @@ ADD = {
     },
 }
 PROBLEM = Problem("p", "12+34=?", "46")
-MARKUP = """<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <s> </s> [INST] [/INST] <|user|>
-<|assistant|> <|end|> [TOOL_RESULTS] [/TOOL_RESULTS]""".split()
+MARKUP = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>"]
+MARKUP += ["<|assistant|>", "<|end|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 
 
 def tokenizer(template: str, end: str):
@@ -95,7 +95,7 @@ def test_a_template_that_wants_calls_before_their_answers():
     assert fresh == [False] * 2
     assert made.decode(ids).count("[AVAILABLE_TOOLS]") == 1
     # With tools, a new question moves the list of them: the policy reads all of it anew ...
-    ids, fresh, conversation = read_whole(made, [("46", AGAIN), ("47", AGAIN)], (ADD,))
+    ids, fresh, conversation = read_whole(made, [("46", AGAIN), ("47", [{"role": "user", "content": "check"}])], (ADD,))
     assert fresh == [True, True]
     assert made.decode(ids) == whole(made, conversation)
     # ... which this template refuses of a call that it did not write.
