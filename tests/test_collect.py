@@ -83,6 +83,9 @@ class Scripted:
         self.rows: list[int | None] = []
         self.sync_seconds: float | None = 0.25
 
+    def forget_sequences(self):
+        self.forgotten = len(self.requests)
+
     def publish(self, ref, weights):
         raise AssertionError("nothing is published while rollouts are sampled")
 

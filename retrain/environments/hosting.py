@@ -40,8 +40,8 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 
 
 def _native(made: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """An object with ``problems`` and ``start``. Raises PluginError for arguments that it does not take."""
-    if not all(hasattr(made, name) for name in ("problems", "start")):
+    """An object with ``start``. Raises PluginError for arguments that it does not take."""
+    if not hasattr(made, "start"):
         from retrain.environments.providers.styles import adapt
 
         return adapt(made, arguments)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from retrain.config.tasks import Data
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import Hosted, HostedEpisode
-from retrain.environments.protocol import Episode, Observation, Step
+from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.rewards import Grader
 from retrain.types import Action, Problem, RewardResult
@@ -20,7 +20,7 @@ class WithTools(SingleTurn):
     def __init__(self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader, tools: Hosted):
         super().__init__(splits, data, grader)
         self.tools, self.exact, self.parallel = tools, tools.exact, tools.parallel
-        self.metrics_ranges = {**self.metrics_ranges, **tools.metrics_ranges}
+        self.metrics_ranges: Mapping[str, Range] = {**self.metrics_ranges, **tools.metrics_ranges}
 
     def start(self, problem: Problem, seed: int) -> WithToolsEpisode:
         """See ``Environment.start``."""

@@ -170,8 +170,10 @@ class _Open:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, request.limits.tokens - one.length))
         stream = request.stream if sample is None else (*request.stream, "turn", turn, sample)
         count = request.samples if sample is None else 1
-        keeps = self.request.limits.turns != 1
-        return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, keeps=keeps, **vars(sampling))
+        asked = range(request.samples) if sample is None else [sample]
+        goes_on = self.request.limits.turns is None or turn + 1 < self.request.limits.turns
+        names = tuple((*request.stream, each) for each in asked) if goes_on or turn else ()
+        return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, sequences=names, **vars(sampling))
 
     @property
     def living(self) -> list[int]:
@@ -226,6 +228,7 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
             spans += [("rollout", start, sampled), ("score", sampled, time.time())]
             if not asked:
                 break
+        engine.forget_sequences()
     ended: list[Group | Exception] = [group.error or group.group() for group in groups]
     return Collected(ended, spans, sum(syncs) if syncs else None)
 
