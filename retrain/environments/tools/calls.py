@@ -11,7 +11,8 @@
 
 Special tokens may have been taken out of the text, so that a message which as a whole is JSON of calls counts without
 ``<|python_tag|>`` and ``[TOOL_CALLS]``. An answer that only has JSON in it, or JSON that is no call, does not. Nor does
-what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``).
+what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``, unless that
+begins with a call).
 All work is linear in the length of the text, times ``MAX_CALLS``.
 """
 
@@ -130,7 +131,9 @@ def _fault(reason: str, form: str) -> str:
 
 
 def _after_thought(text: str) -> str:
-    """The text without a thought that the prompt has opened."""
+    """The text without a thought that the prompt has opened; one that begins with a call is no thought."""
+    if _MARKER.match(text, _skip(text, 0)):
+        return text
     for opener, closer in _THOUGHTS.items():
         end, begin = text.find(closer), text.find(opener)
         if end >= 0 and (begin < 0 or end < begin):

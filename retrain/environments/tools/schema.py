@@ -102,9 +102,9 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean …?`` where one of ``known`` is near, else ""."""
+    """`` (did you mean …?)`` where one of ``known`` is near, else ""."""
     close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
