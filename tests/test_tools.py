@@ -349,6 +349,23 @@ def test_settings_are_those_of_the_constructor() -> None:
 # Arguments.
 
 
+def odd_names(schema: int, model_config: str, copy: int = 7, json: str = "", _hidden: bool = False) -> str:
+    """Names that a pydantic model has for itself."""
+    return f"{schema} {model_config} {copy} {json} {_hidden}"
+
+
+def test_arguments_may_have_any_name() -> None:
+    tool = tool_of(odd_names)
+    assert list(tool.schema["function"]["parameters"]["properties"]) == [
+        *("schema", "model_config", "copy", "json", "_hidden")
+    ]
+    assert tool.schema["function"]["parameters"]["properties"]["copy"] == {"type": "integer"}
+    given = tool.checked({"schema": "1", "model_config": "x", "_hidden": True})
+    assert odd_names(**given) == "1 x 7  True"
+    with pytest.raises(ToolError, match="no argument 'argument_0'"):
+        tool.checked({"argument_0": 1, "model_config": "x"})
+
+
 def test_arguments_are_taken_as_models_write_them() -> None:
     given = {"a": "3", "b": 2, "c": 5, "d": "true", "e": "[1, 2]", "f": '{"k": 1}', "g": "x", "h": "1"}
     expected = {"a": 3, "b": 2.0, "c": "5", "d": True, "e": [1, 2], "f": {"k": 1.0}, "g": "x", "h": "1"}

@@ -1,1 +1,1 @@
-"""Tools that a language model may call, as typed Python functions and classes."""
+"""Tools that the policy may call during an episode."""

@@ -1,7 +1,7 @@
-"""The error whose text a model reads."""
+"""What a tool tells the policy of a call that it cannot carry out."""
 
 from __future__ import annotations
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; its text says to the model what was wrong and what to write instead."""
+    """The policy called a tool wrongly; the text is what it reads as the tool's answer."""

@@ -16,12 +16,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, get_type_hints
+from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 from pydantic.json_schema import GenerateJsonSchema, PydanticInvalidForJsonSchema
-from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from retrain.environments.tools.errors import ToolError
 from retrain.errors import PluginError, RetrainError
@@ -51,21 +50,27 @@ class Tool:
     schema: Mapping[str, Any]
     exact: bool
     open: Callable[[], Callable[..., Any]]
-    _arguments: TypeAdapter[Any]
+    _arguments: type[BaseModel]
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call as their annotations want them. Raises ToolError, which names what is wrong."""
         given = dict(arguments)
         try:
-            return self._arguments.validate_python(given)
+            return self._validated(given)
         except ValidationError as error:
             texts = {each["loc"][0] for each in error.errors() if isinstance(given.get(str(each["loc"][0])), str)}
         given |= {str(name): _decoded(given[str(name)]) for name in texts}
         try:
-            return self._arguments.validate_python(given)
+            return self._validated(given)
         except ValidationError as error:
             wrong = [self._described(each) for each in error.errors(include_url=False)[:5]]
         raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}")
+
+    def _validated(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that are given; for the rest the function has its own defaults."""
+        model = self._arguments.model_validate(given)
+        fields = self._arguments.model_fields
+        return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
 
     def takes(self) -> str:
         """Its arguments in words."""
@@ -111,8 +116,8 @@ def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool
     if settings:
         raise PluginError(f"a function has no settings, such as {next(iter(settings))!r}; only a class takes them")
     name = getattr(function, "__name__", type(function).__name__)
-    adapter, schema = _schema(name, function, inspect.getdoc(function) or "")
-    return Tool(name, schema, bool(getattr(function, "exact", True)), lambda: function, adapter)
+    model, schema = _schema(name, function, inspect.getdoc(function) or "")
+    return Tool(name, schema, bool(getattr(function, "exact", True)), lambda: function, model)
 
 
 def _class(made: type, settings: Mapping[str, Any]) -> Tool:
@@ -126,7 +131,7 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
         raise PluginError(f"settings: {error}; those of {made.__name__} are: {takes}") from None
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", made.__name__).lower()
     doc = inspect.cleandoc(call.__doc__ or "") or inspect.cleandoc(made.__doc__ or "")
-    adapter, schema = _schema(name, call, doc, besides=inspect.signature(made).parameters)
+    model, schema = _schema(name, call, doc, besides=inspect.signature(made).parameters)
 
     def opened() -> Callable[..., Any]:
         try:
@@ -136,12 +141,12 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
         except (Exception, SystemExit) as error:
             raise PluginError(f"tool {name!r} cannot be made: {described(error)}") from error
 
-    return Tool(name, schema, bool(getattr(made, "exact", True)), opened, adapter)
+    return Tool(name, schema, bool(getattr(made, "exact", True)), opened, model)
 
 
 def _schema(
     name: str, function: Callable[..., Any], doc: str, besides: Collection[str] = ()
-) -> tuple[TypeAdapter[Any], dict[str, Any]]:
+) -> tuple[type[BaseModel], dict[str, Any]]:
     """What checks the arguments of ``function``, and the schema that describes it. ``besides`` are other names that
     ``doc`` may describe: the settings of a class."""
     if not NAME.fullmatch(name):
@@ -156,18 +161,14 @@ def _schema(
     annotations = _annotations(name, function)
     if stray := [argument for argument in documented if argument not in annotations and argument not in besides]:
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
-    fields: dict[str, Any] = {
-        argument: annotation if required else NotRequired[annotation]
-        for argument, (annotation, required) in annotations.items()
-    }
-    adapter, parameters = _adapted(name, fields)
+    model, parameters = _model(name, annotations)
     for argument, (_, required) in annotations.items():
         own = parameters["properties"][argument] if required else _without_null(parameters["properties"][argument])
         text = documented.get(argument)
         own = {key: own[key] for key in sorted(own, key=lambda key: key != "type")}
         parameters["properties"][argument] = own | ({"description": text} if text else {})
     function_schema = {"name": name, "description": description, "parameters": parameters}
-    return adapter, {"type": "function", "function": function_schema}
+    return model, {"type": "function", "function": function_schema}
 
 
 def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
@@ -187,12 +188,15 @@ def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any
     return {each.name: (hints[each.name], each.default is each.empty) for each in parameters}
 
 
-def _adapted(name: str, fields: Mapping[str, Any]) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    made: Any = TypedDict("Arguments", dict(fields))  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
-    made.__pydantic_config__ = _CONFIG
+def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """A pydantic model of the arguments, and its JSON schema. The arguments are aliases: their names are any."""
+    fields: dict[str, Any] = {
+        f"argument_{number}": (annotation, Field(alias=argument) if required else Field(None, alias=argument))
+        for number, (argument, (annotation, required)) in enumerate(annotations.items())
+    }
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(made)
-        schema = adapter.json_schema(schema_generator=_Untitled)
+        model = create_model("Arguments", __config__=_CONFIG, **fields)
+        schema = model.model_json_schema(schema_generator=_Untitled)
     except (
         PydanticSchemaGenerationError,
         PydanticInvalidForJsonSchema,
@@ -201,8 +205,12 @@ def _adapted(name: str, fields: Mapping[str, Any]) -> tuple[TypeAdapter[Any], di
     ) as error:
         reason = str(error).splitlines()[0]
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
-    parameters = {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
-    return adapter, parameters | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
+    properties = {
+        argument: {key: value for key, value in own.items() if key != "default"}  # None, for the lack of one
+        for argument, own in schema.get("properties", {}).items()
+    }
+    parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+    return model, parameters | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
