@@ -223,10 +223,11 @@ class SlotBatch:
     def _keep(self, rows: np.ndarray) -> None:
         """Keep what was computed of ended sequences that may go on: of all their tokens but the last, which nothing has
         read."""
-        going = [row for row in rows.tolist() if self.requests[self.work[self.sequence[row]].request].sequences]
         by_policy: dict[PolicyRef, list[int]] = {}
-        for row in going:
-            by_policy.setdefault(self.requests[self.work[self.sequence[row]].request].policy, []).append(row)
+        for row, sequence in zip(rows.tolist(), self.sequence[rows].tolist(), strict=True):
+            request = self.requests[self.work[sequence].request]
+            if request.sequences:
+                by_policy.setdefault(request.policy, []).append(row)
         for ref, own in by_policy.items():
             index, sequences = torch.tensor(own, device=self.base.device), self.sequence[own].tolist()
             sampled = self.sampled.tokens_NT[torch.tensor(sequences, device=index.device)].tolist()
