@@ -4,8 +4,8 @@
     source = "calculations:problems"
 
 Products of two-digit numbers, and a sum or a difference with them: ``38*47-128=?`` (kind ``two_steps``) and
-``38*47+29*6=?`` (``three_steps``). Which split a problem belongs to, ``train`` or ``test``, follows from its text alone,
-so that no held-out problem is ever trained on. The lists are the same on every machine.
+``38*47+29*6=?`` (``three_steps``). Which split a problem belongs to, ``train`` or ``test``, follows from its text
+alone, so that no held-out problem is ever trained on. The lists are the same on every machine.
 """
 
 from __future__ import annotations

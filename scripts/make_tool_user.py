@@ -32,7 +32,7 @@ from retrain.types import Action, Problem
 
 ROOT = Path(__file__).parent.parent
 BUNDLE = ROOT / "retrain" / "models" / "tiny_tool_user"
-STEPS, BATCH = 400, 48
+STEPS, BATCH = 300, 48
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ PRACTICE = Habits(0.6, 0.4, 0.0, 0.0)
 """First it copies and reads without slips, and always calls."""
 PUPIL = Habits(0.22, 0.12, 0.12, 0.08)
 """Then its real habits."""
-PRACTICE_SHARE = 0.75
+PRACTICE_SHARE = 0.7
 
 
 def call(expression: str) -> str:
@@ -59,10 +59,10 @@ def call(expression: str) -> str:
 
 
 def slipped(text: str, rng: Random) -> str:
-    """With one digit changed."""
+    """With one digit changed, to none that a number cannot begin with."""
     places = [i for i, c in enumerate(text) if c.isdigit()]
     place = rng.choice(places)
-    return text[:place] + rng.choice("0123456789".replace(text[place], "")) + text[place + 1 :]
+    return text[:place] + rng.choice("123456789".replace(text[place], "")) + text[place + 1 :]
 
 
 def worked(expression: str) -> str:
@@ -152,9 +152,9 @@ library_name: transformers
 ---
 # tiny-tool-user
 
-`tiny-reasoner`, shown {steps} batches of conversations in which a pupil works out expressions such as `38*47-128`, which
-it cannot do in its head: seldom by calling a calculator, and then often with a slip. It exists to learn by reinforcement
-that calling pays (`campaigns/calculator.toml`). A call looks like this:
+`tiny-reasoner`, shown {steps} batches of conversations in which a pupil works out expressions such as `38*47-128`,
+which it cannot do in its head: seldom by calling a calculator, and then often with a slip. It exists to learn by
+reinforcement that calling pays (`campaigns/calculator.toml`). A call looks like this:
 
     ```tool
     calculator(expression="38*47")
