@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -54,3 +55,15 @@ def table(value: Any, name: str, owner: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{owner}: {name} is {value!r}, not a table")
     return dict(value)
+
+
+def ends(value: Any, name: str, owner: str) -> tuple[float, float] | None:
+    """A range, its lower end first, or None. Raises UsageError, which begins with ``owner``, for anything else."""
+    if value is None:
+        return None
+    known = list(value) if isinstance(value, list | tuple) else []
+    if len(known) != 2 or not all(type(end) in (int, float) and math.isfinite(end) for end in known):
+        raise UsageError(f"{owner}: {name} is {value!r}, not a list of two numbers")
+    if known[0] >= known[1]:
+        raise UsageError(f"{owner}: {name} is {value!r}, whose first number is not below its second")
+    return float(known[0]), float(known[1])
