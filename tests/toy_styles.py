@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 
-@dataclass
-class Sample:
-    prompt: Any
-    answer: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
+def Sample(prompt: Any, answer: str, metadata: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(prompt=prompt, answer=answer, metadata=metadata or {})
 
 
-@dataclass
-class RewardResult:
-    total_reward: float
-    sample_metrics: dict[str, float] = field(default_factory=dict)
-    sample_tags: dict[str, str] = field(default_factory=dict)
+def RewardResult(total: float, metrics: dict[str, float] | None = None, tags: dict[str, str] | None = None) -> Any:
+    return SimpleNamespace(total_reward=total, sample_metrics=metrics or {}, sample_tags=tags or {})
 
 
 class Squares:
@@ -30,10 +24,10 @@ class Squares:
     def __init__(self, largest: int = 20):
         self.largest = largest
 
-    def load_dataset(self, num_samples: int = -1) -> list[Sample]:
+    def load_dataset(self, num_samples: int = -1) -> list[Any]:
         return [Sample(f"{n}²?", str(n * n), {"n": n}) for n in range(self.largest)]
 
-    async def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+    async def compute_reward(self, completion: str, sample: Any, eos_token: str = "") -> Any:
         right = float(int(completion) == sample.metadata["n"] ** 2)
         return RewardResult(
             right, {"length": len(completion)}, {"parity": "even" if sample.metadata["n"] % 2 == 0 else "odd"}
@@ -43,9 +37,7 @@ class Squares:
 class Echo:
     """Several turns: say the word that was asked for, three tries, one tool."""
 
-    max_turns = 3
-
-    def load_dataset(self, num_samples: int = -1) -> list[Sample]:
+    def load_dataset(self, num_samples: int = -1) -> list[Any]:
         return [Sample([{"role": "user", "content": f"say w{n}"}], f"w{n}") for n in range(4)]
 
     async def env_response(self, messages: list[dict[str, Any]], state: Any) -> list[dict[str, Any]]:
@@ -57,12 +49,10 @@ class Echo:
         )
 
     def is_done(self, state: Any) -> tuple[bool, str | None]:
-        return state.custom["said"] or state.num_turns >= self.max_turns, "said" if state.custom[
-            "said"
-        ] else "max_turns"
+        return state.custom["said"] or state.num_turns >= 3, "said" if state.custom["said"] else "max_turns"
 
     def get_tool_metrics(self, state: Any) -> dict[str, float]:
         return {"total_tool_calls": float(state.num_turns)}
 
-    async def compute_reward(self, state: Any, eos_token: str = "") -> RewardResult:
+    async def compute_reward(self, state: Any, eos_token: str = "") -> Any:
         return RewardResult(1 / state.num_turns if state.custom.get("said") else 0.0)

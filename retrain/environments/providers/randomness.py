@@ -7,9 +7,10 @@ game left behind, and its answers would depend on who else is playing.
 from __future__ import annotations
 
 import random
-import sys
 import zlib
 from typing import Any
+
+import numpy.random
 
 
 class OwnRandomness:
@@ -19,24 +20,17 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: str):
-        self.seed = seed
         self._python: Any = random.Random(seed).getstate()
-        self._numpy: Any = None
+        self._numpy: Any = numpy.random.RandomState(zlib.crc32(seed.encode())).get_state()
         self._outside: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> OwnRandomness:
-        numpy = sys.modules.get("numpy.random")
-        self._outside = random.getstate(), numpy.get_state() if numpy else None
+        self._outside = random.getstate(), numpy.random.get_state()
         random.setstate(self._python)
-        if numpy is not None and self._numpy is None:
-            numpy.seed(zlib.crc32(self.seed.encode()))
-        elif numpy is not None:
-            numpy.set_state(self._numpy)
+        numpy.random.set_state(self._numpy)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        numpy, (python_before, numpy_before) = sys.modules.get("numpy.random"), self._outside
-        self._python, self._numpy = random.getstate(), numpy.get_state() if numpy else None
-        random.setstate(python_before)
-        if numpy is not None and numpy_before is not None:
-            numpy.set_state(numpy_before)
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        random.setstate(self._outside[0])
+        numpy.random.set_state(self._outside[1])
