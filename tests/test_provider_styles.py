@@ -66,6 +66,24 @@ def test_several_turns_that_are_graded():
     assert lost.result().total_reward == 0
 
 
+class Limited(Echo):
+    """Ended by the number of its turns alone."""
+
+    is_done = None
+    max_turns = 2
+
+
+def test_turns_are_limited_by_max_turns():
+    environment = adapt(Limited, {})
+    episode = environment.start(environment.problems("train")[0], 0)
+    assert [move(episode, "w9").done for _ in range(2)] == [False, True]
+    endless = Limited()
+    endless.max_turns = None
+    episode = adapt(endless, {}).start(environment.problems("train")[0], 0)
+    with pytest.raises(PluginError, match="neither is_done nor max_turns to end it"):
+        move(episode, "w9")
+
+
 @dataclass
 class StepResult:  # as tinker_cookbook.rl.types and message_env have it
     reward: float
