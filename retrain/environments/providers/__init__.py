@@ -1,4 +1,4 @@
-"""Environments of other people's libraries, each behind our protocol."""
+"""Environments of other people's libraries behind ``environments.protocol``; one file for each, none imported here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,34 @@ from typing import NamedTuple
 
 
 class Provider(NamedTuple):
-    """``target`` is the ``module:Class`` of the adapter."""
+    """``target`` is ``module:Class``; ``module`` what the library is imported as, ``extra`` what installs it."""
 
     target: str
+    module: str
+    extra: str
+    purpose: str
 
 
-PROVIDERS: dict[str, Provider] = {}
+_HERE = "retrain.environments.providers"
+
+PROVIDERS = {
+    "reasoning_gym": Provider(
+        f"{_HERE}.reasoning_gym:ReasoningGym",
+        "reasoning_gym",
+        "gym",
+        "a hundred kinds of generated problems with verifiable answers, one turn each",
+    ),
+    "openenv": Provider(
+        f"{_HERE}.openenv:OpenEnv",
+        "openenv",
+        "openenv",
+        "environments behind an OpenEnv server, one that runs or one that each worker starts",
+    ),
+    "textarena": Provider(
+        f"{_HERE}.textarena:TextArena",
+        "textarena",
+        "textarena",
+        "text games for one player, such as GuessTheNumber-v0",
+    ),
+}
+"""By the name that a configuration uses."""
