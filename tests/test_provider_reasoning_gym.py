@@ -164,5 +164,5 @@ def test_what_a_problem_carries_is_its_entry(sums):
 
 
 def test_the_table_names_the_class():
-    module, _, name = PROVIDERS["reasoning-gym"].target.partition(":")
+    module, _, name = PROVIDERS["reasoning_gym"].target.partition(":")
     assert getattr(sys.modules[module], name) is ReasoningGym

@@ -17,7 +17,7 @@ from retrain.errors import MissingExtra
 from retrain.extras import EXTRAS
 
 ARGUMENTS = {
-    "reasoning-gym": {"id": "chain_sum"},
+    "reasoning_gym": {"id": "chain_sum"},
     "openenv": {"url": "http://127.0.0.1:9"},
     "textarena": {"id": "GuessTheNumber-v0"},
 }
