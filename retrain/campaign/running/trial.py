@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
 from typing import Any
 
 from retrain.campaign.adapters.talk import answer, as_read
@@ -32,12 +33,14 @@ from retrain.record.observer import NullObserver
 from retrain.record.samples import EQUAL_REWARDS
 from retrain.rewards import Grader
 from retrain.rewards.base import failed
-from retrain.rollouts.collect import RolloutRequest
+from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.run import Run
-from retrain.types import Action, Prompt, RewardResult
+from retrain.trainer import Cohort
+from retrain.types import Action, Prompt, RewardResult, Rollout
 
 ANSWERS = 4
 """Answers for each problem, or the group size where that is smaller."""
+WAITS = ("rollout", "score")
 PATIENCE_S = 30.0
 """Seconds spent on grading without one grade, after which the rest is not tried."""
 POOLED = ("math", "judge", "custom")
@@ -74,23 +77,13 @@ def trial(
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
-        environment = run.environments["train"]
-        assert isinstance(environment, SingleTurn)
         asked: list[RolloutRequest] = []
         while len(asked) < problems:
             asked += run.rollout_requests()
         asked = asked[:problems]
-        prompts = [run.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked]
         cohort.engine.publish(run.policy_ref, run.policy.snapshot())
-        begin = time.perf_counter()
-        sampled = cohort.engine.sample(
-            [
-                SampleRequest(run.policy_ref, prompt.token_ids, samples, stream=each.stream, **asdict(each.sampling))
-                for each, prompt in zip(asked, prompts, strict=True)
-            ]
-        )
-        sampling_s = time.perf_counter() - begin
-        graded = _grade(environment.grader, prompts, sampled)
+        asked = [replace(each, samples=samples) for each in asked]
+        prompts, sampled, graded, sampling_s = (_episodes if run.config.environment.hosted else _answers)(cohort, asked)
         return {
             "run": spec.run_id,
             "seed": spec.seed,
@@ -144,6 +137,54 @@ def others(plan: Plan, condition: str | None) -> list[str]:
 
 Graded = tuple[list[RewardResult], list[float]]
 """The results of one prompt's answers, and the seconds that each took; NaN for one that was not tried."""
+Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
+"""Prompts, the answers to each and what they are worth, and the seconds of sampling."""
+
+
+def _answers(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
+    """Answers in one turn, graded one after the other."""
+    run = cohort.runs[0]
+    environment = run.environments["train"]
+    assert isinstance(environment, SingleTurn)
+    prompts = [run.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked]
+    begin = time.perf_counter()
+    sampled = cohort.engine.sample(
+        [
+            SampleRequest(each.policy, prompt.token_ids, each.samples, stream=each.stream, **asdict(each.sampling))
+            for each, prompt in zip(asked, prompts, strict=True)
+        ]
+    )
+    seconds = time.perf_counter() - begin
+    return prompts, sampled, _grade(environment.grader, prompts, sampled), seconds
+
+
+def _episodes(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
+    """Whole episodes; each has the mean of the seconds that their environments took. Raises what the chat template or a
+    grader raises."""
+    collected = collect(cohort.engine, asked)
+    groups = []
+    for group in collected.groups:
+        if isinstance(group, Exception):
+            raise group
+        groups.append(group)
+    seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
+    each = seconds["score"] / max(1, sum(len(group.rollouts) for group in groups))
+    graded = [([one.reward for one in group.rollouts], [each] * len(group.rollouts)) for group in groups]
+    talks = [[_told(rollout) for rollout in group.rollouts] for group in groups]
+    return [group.prompt for group in groups], talks, graded, seconds["rollout"]
+
+
+def _told(rollout: Rollout) -> Action:
+    """An episode as one text: what the model said, and between, indented, what it read."""
+    lines = []
+    for index, turn in enumerate(rollout.turns):
+        if index:
+            for message in turn.messages:
+                who = " ".join(filter(None, (message["role"], message.get("name"))))
+                lines.append(indent(f"[{who}] {message['content']}", "    "))
+        lines.append(turn.action.text)
+    ended = "" if rollout.ended == "done" else f"\n[ended by {rollout.ended}]"
+    return Action(rollout.token_ids, "\n".join(lines) + ended, rollout.logprobs_T, None, rollout.stop_reason)
 
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
