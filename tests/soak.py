@@ -3,9 +3,9 @@
     python -m tests.soak --kills 100 --minutes 30
 
 Every life of a run is a child of a process that has imported everything (``fork``), so that a kill costs about a
-second. Single runs and campaigns take turns. What is compared, time fields aside: every row of every record, the
-checkpoints' lines, the last checkpoint's and the final adapter's bytes, the states in the manifest. Prints one JSON
-line; exit status 1 at the first difference, with the directories left as they are.
+second. Single runs, campaigns and episodes with a tool take turns. What is compared, time fields aside: every row of
+every record, the checkpoints' lines, the last checkpoint's and the final adapter's bytes, the states in the manifest.
+Prints one JSON line; exit status 1 at the first difference, with the directories left as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 POINTS = (
-    "time", "sampling", "update", "record", "torn record", "torn checkpoint", "before rename", "after rename",
+    "time", "sampling", "turn", "update", "record", "torn record", "torn checkpoint", "before rename", "after rename",
     "before line", "final", "manifest", "pruning", "resuming", "any rename", "any sync", "terminate",
 )  # fmt: skip
 """Where a life ends: ``time`` anywhere, ``any rename`` and ``any sync`` before or after that call for whatever file,
@@ -58,8 +58,37 @@ workers = 1
 [squeeze]
 enabled = false
 """
+EPISODES = """
+{head}
+[model]
+model = "tiny-tool-user"
+lora_rank = 2
+[environment]
+tools = ["calculator"]
+tools_prompt = ""
+max_turns = 3
+[data]
+source = "{data}"
+tags_column = "kind"
+[training]
+batch_size = 2
+group_size = 4
+max_tokens = 48
+lr = 0.001
+save_every = 2
+eval_every = 3
+keep_every = 4
+[evaluation]
+problems = 4
+[squeeze]
+enabled = false
+"""
+"""Episodes of several turns with a tool, with credit for episodes and for turns."""
+KINDS = ("single", "campaign", "episodes")
 SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
 CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_sepa"))
+CONDITION = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nturn_credit = "{}"\n'
+TURN_CREDIT = "".join(map(CONDITION.format, ("episode", "turn")))
 REWARD = "def score(completion, answer):\n    return len(completion) % 5 / 4\n"
 
 
@@ -69,10 +98,13 @@ def prepare(folder: Path) -> dict[str, Path]:
 
     qwen3_directory(folder / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
     (folder / "soakreward.py").write_text(REWARD)
+    shutil.copy(Path(__file__).parents[1] / "campaigns" / "calculations.py", folder)
     values = {"model": folder / "model", "module": folder / "soakreward.py"}
-    files = {"single": folder / "single.toml", "campaign": folder / "campaign.toml"}
+    files = {kind: folder / f"{kind}.toml" for kind in KINDS}
     head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=6, lanes=2)
     files["single"].write_text(TOML.format(head=SINGLE, steps="max_steps = 7\nseed = 3\n", **values))
+    turns = "[campaign]\nseeds = [1]\nmax_steps = 5\n" + TURN_CREDIT
+    files["episodes"].write_text(EPISODES.format(head=turns, data="calculations:problems"))
     files["campaign"].write_text(TOML.format(head=head, steps="", **values))
     return files
 
@@ -97,6 +129,7 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.record.writer as writer
     import retrain.run as run
     from retrain.engines.local import LocalEngine
+    from retrain.rollouts.collect import _Open
 
     def at(owner: Any, name: str, times: int, act: Callable[..., None] = die, after: bool = False) -> None:
         original, left = getattr(owner, name), [1 + int(moment * times)]
@@ -131,6 +164,7 @@ def set_trap(point: str, moment: float) -> None:
     late = moment * 101 % 1 > 0.5
     traps: dict[str, Callable[[], None]] = {
         "sampling": lambda: at(LocalEngine, "sample", 8, soon),
+        "turn": lambda: at(_Open, "step", 60, soon),
         "update": lambda: at(policy, "train_step", 12, soon),
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
@@ -214,7 +248,7 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
     ``stopped``: a SIGTERM has left checkpoints between the scheduled ones; their lines are left out.
     """
     from retrain.files import ASIDE
-    from tests.timing_keys import is_timing_key
+    from tests.timing_keys import is_timing_key, without_clock
 
     found: dict[str, Any] = {}
     manifest = json.loads((out / "manifest.json").read_text())
@@ -223,7 +257,7 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
         run = out / entry["path"]
         for path in sorted([*run.glob("*.jsonl"), *(run / "emergence").glob("*.jsonl")]):
             name = f"{entry['run_id']}/{path.name}"
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            rows = [without_clock(json.loads(line)) for line in path.read_text().splitlines()]
             if path.name == "timing_spans.jsonl":
                 rows = [row["step"] for row in rows]
             elif path.name == "checkpoints.jsonl" and stopped:
@@ -261,7 +295,7 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
     builder = child(lambda: files.update(prepare(folder)), log)
     if ended(builder, LIFE_SECONDS) != 0:
         return {"wrong": [f"the model could not be made: {log}"]}
-    files = {"single": folder / "single.toml", "campaign": folder / "campaign.toml"}
+    files = {kind: folder / f"{kind}.toml" for kind in KINDS}
     reference, typical = {}, {}
     for kind, toml in files.items():
         start = time.monotonic()
@@ -273,7 +307,7 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
         reference[kind, True] = records(folder / f"reference_{kind}", stopped=True)
     points, done, wrong, number = Counter[str](), Counter[str](), [], 0
     while not wrong and sum(points.values()) < kills and time.monotonic() - begin < 60 * minutes:
-        kind = ("single", "campaign")[number % 2]
+        kind = KINDS[number % len(KINDS)]
         out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
         while True:
             lives += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from retrain.record.catalogue import METRICS
 
 UNITS = {"s", "tokens/s", "completions/s", "GiB", "share of peak"}
@@ -13,4 +15,11 @@ TIMING_KEYS |= {alias for metric in TIMED for names in metric.aliases.values() f
 
 def is_timing_key(key: str) -> bool:
     """Whether the value under ``key`` may differ between two otherwise identical runs."""
-    return key in TIMING_KEYS or key.startswith(("time/", "timing_", "perf/"))
+    return key in TIMING_KEYS or key.startswith(("time/", "timing_", "perf/")) or "tools/tool_time" in key
+
+
+def without_clock(value: Any) -> Any:
+    """Nested data without the seconds that tools took."""
+    if isinstance(value, dict):
+        return {key: without_clock(inner) for key, inner in value.items() if "tools/tool_time" not in key}
+    return [without_clock(inner) for inner in value] if isinstance(value, list) else value
