@@ -2,8 +2,8 @@
 
 ``sandbox.py`` hands this file's text to a Python with nothing but its standard library, so it imports nothing of
 retrain. Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The interpreter that
-runs the policy's code is a fork with neither pipe; this process cannot be traced or read by it (it is not dumpable),
-and what it can do to it, a signal, ends the sandbox.
+runs the policy's code is a fork with neither pipe. It cannot trace or read this process, which is not dumpable, nor
+end or stop it, for it is the first of its process namespace; when it ends, because its stdin does, all end.
 
 With ``keep_state`` one fork runs one call after the other. Between calls everything but this process is stopped;
 without it everything but this process is killed when the call ends.
@@ -34,7 +34,7 @@ FLOOD = 1 << 20  # characters of output that are read, and counted, before the c
 FRAMES = 8  # of a traceback, the innermost
 FILES = 256  # open at once in one process
 WRITABLE = ("/tmp", "/dev/shm")
-PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
         if interpreter is None:
             interpreter = Interpreter(setup["keep_state"], (calls, replies))
         interpreter.order(call["code"])
-        reply = interpreter.watch(deadline, setup)
+        reply = interpreter.watch(deadline, setup, calls)
         if not interpreter.alive:
             interpreter = None
             reply["clean"] = contents() == clean
@@ -67,7 +67,7 @@ def main() -> None:
 
 def confine(setup: dict[str, Any]) -> None:
     """Give up what root has, set the limits that hold for this process and all that it forks."""
-    if (os.getpid(), os.getppid()) != (2, 1):
+    if (os.getpid(), os.getppid()) != (1, 0):
         raise PermissionError("this is not a process namespace of its own")  # end() would kill what is not ours
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when the machine runs out of memory, this goes first
@@ -80,7 +80,7 @@ def confine(setup: dict[str, Any]) -> None:
     limits = {
         "RLIMIT_AS": setup["memory_mb"] << 20,
         "RLIMIT_FSIZE": setup["file_mb"] << 20,
-        "RLIMIT_NPROC": setup["processes"] + 2,  # bubblewrap's first process, and this one
+        "RLIMIT_NPROC": setup["processes"] + 1,  # this one
         "RLIMIT_NOFILE": FILES,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
@@ -91,6 +91,8 @@ def confine(setup: dict[str, Any]) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, kind), (value, value))
     dumpable(False)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # become() has cleared what bubblewrap set
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process does not get
 
 
 def become(uids: list[int]) -> None:
@@ -108,15 +110,20 @@ def become(uids: list[int]) -> None:
 
 def dumpable(value: bool) -> None:
     """Whether others of the same user may trace this process and read its memory."""
-    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(value), 0, 0, 0) != 0:
-        raise OSError("prctl(PR_SET_DUMPABLE) is refused")
+    prctl(PR_SET_DUMPABLE, int(value))
+
+
+def prctl(option: int, value: int) -> None:
+    """See prctl(2)."""
+    if ctypes.CDLL(None).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(f"prctl({option}, {value}) is refused")
 
 
 class Interpreter:
     """A fork that runs the policy's code: one piece of it, or with ``keep_state`` one after the other."""
 
     def __init__(self, keep_state: bool, private: tuple[int, ...]):
-        self.keep_state, self.alive = keep_state, True
+        self.alive, self.status = True, 0
         self.output, theirs = os.pipe()
         orders, self.orders = os.pipe()
         self.done, done = os.pipe()
@@ -128,6 +135,7 @@ class Interpreter:
                 os.dup2(theirs, descriptor)
             os.close(theirs)
             dumpable(True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             serve(orders, done, keep_state)
         for descriptor in (theirs, orders, done):
             os.close(descriptor)
@@ -141,16 +149,22 @@ class Interpreter:
         with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: watch() sees that
             send(self.orders, code)
 
-    def watch(self, deadline: float, setup: dict[str, Any]) -> dict[str, Any]:
-        """The reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``)."""
+    def watch(self, deadline: float, setup: dict[str, Any], calls: int) -> dict[str, Any]:
+        """The reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
+
+        Leaves, and with it all that runs, when nobody is at the other end of ``calls`` any more.
+        """
         text, ended, status = Excerpt(setup["output_characters"]), "", 0
         poll = select.poll()
         for descriptor in (self.output, self.done, self.process):
             poll.register(descriptor, select.POLLIN)
+        poll.register(calls, 0)
         look = time.monotonic() + LOOK_MS / 1000
         while not ended:
             ready = dict(poll.poll(LOOK_MS))
             now = time.monotonic()
+            if calls in ready:
+                os._exit(0)
             if self.output in ready and not text.read(self.output):
                 poll.unregister(self.output)  # the code closed its stdout and stderr
             if self.process in ready:
@@ -167,12 +181,13 @@ class Interpreter:
                 ended = "time"
             elif now >= look:
                 look = now + LOOK_MS / 1000
+                self.reap(os.WNOHANG)
                 ended = "memory" if memory() > setup["memory_mb"] << 20 else ""
         if ended != "done":
             status = self.end()
         else:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGSTOP)  # all but this process and the first one: nothing runs between calls
+                os.kill(-1, signal.SIGSTOP)  # nothing but this process runs between calls
         while text.length <= FLOOD and text.read(self.output):
             pass
         if not self.alive:
@@ -185,19 +200,26 @@ class Interpreter:
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
+        self.reap(0)
+        return os.waitstatus_to_exitcode(self.status)
+
+    def reap(self, options: int) -> None:
+        """Take leave of processes that have ended: it, and those whose parents have ended. 0 waits for all."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, options))[0]:
+                if ended[0] == self.pid:
+                    self.status = ended[1]
 
 
 def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
     """The fork's side."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    number = 0
+    number, own = 0, os.getpid()
     while (code := receive(orders)) is not None:
         number += 1
         status = execute(code, module.__dict__, f"<code {number}>" if keep_state else "<code>")
-        if not keep_state:
+        if not keep_state or os.getpid() != own:  # the code forked
             leave(status)
         flush()
         os.write(done, bytes([status & 255]))
@@ -291,7 +313,7 @@ def memory() -> int:
     """Bytes of private and shared memory in use by all processes here; pages that forks share count for each."""
     total = 0
     for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) not in (1, os.getpid()):
+        if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{name}/status") as file:  # it may have ended
                 lines = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]
                 total += sum(int(line[1]) for line in lines) * 1024

@@ -6,7 +6,8 @@ import math
 import signal
 
 from retrain.environments.tools.errors import ToolError
-from retrain.environments.tools.sandbox import FLOOD, Limits, Outcome, Sandbox, SandboxFailed
+from retrain.environments.tools.inside import FLOOD
+from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox, SandboxFailed
 from retrain.errors import UsageError
 
 AT_LEAST = {"memory_mb": 64, "output_characters": 1, "processes": 1, "file_mb": 1}
@@ -42,6 +43,8 @@ class Python:
         for name, least in AT_LEAST.items():
             if (value := getattr(self.limits, name)) < least:
                 raise UsageError(f"tool python: {name} = {value} must be at least {least}")
+        if output_characters > FLOOD:
+            raise UsageError(f"tool python: output_characters = {output_characters} must be at most {FLOOD}")
         self.keep_state = keep_state
         self._sandbox = Sandbox(self.limits, keep_state)
         self._called = False

@@ -2,7 +2,7 @@
 
 Inside there is no network, no process, no file and no environment variable of the host: only the system's libraries
 and programs, and the Python installation that runs retrain, all read-only, and two small directories in memory. The
-code is a user without capabilities whose system calls are filtered (``FILTERED``). ``inside.py`` runs there and holds
+code is a user without capabilities whose system calls are filtered (``syscalls``). ``inside.py`` runs there and holds
 the limits; from here the whole sandbox is killed when it does not answer, and the kernel kills it with this process.
 
 Root starts bubblewrap as root, which leaves it for a user number of its own inside, because the limit of processes
@@ -22,18 +22,18 @@ import os
 import platform
 import selectors
 import shutil
-import struct
+import signal
 import subprocess
 import sys
 import sysconfig
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.environments.tools.inside import FLOOD, HEADER
+from retrain.environments.tools.inside import HEADER
+from retrain.environments.tools.syscalls import MACHINES, seccomp_program
 from retrain.errors import MissingExtra, UsageError
 from retrain.extras import missing
 
@@ -49,81 +49,6 @@ ADVICE = (
     "kernel.apparmor_restrict_unprivileged_userns=0), or in a container start it with --privileged, or with "
     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 )
-
-
-class Calls(NamedTuple):
-    """Numbers of system calls on one kind of machine."""
-
-    audit: int
-    clone: int
-    clone3: int
-    socket: int
-    refused: tuple[int, ...]
-
-
-FILTERED = {
-    "x86_64": {
-        **{"acct": 163, "add_key": 248, "bpf": 321, "delete_module": 176, "fanotify_init": 300, "finit_module": 313},
-        **{"fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "init_module": 175, "io_uring_enter": 426},
-        **{"io_uring_register": 427, "io_uring_setup": 425, "kcmp": 312, "kexec_file_load": 320, "kexec_load": 246},
-        **{"keyctl": 250, "memfd_create": 319, "memfd_secret": 447, "mount": 165, "mount_setattr": 442},
-        **{"move_mount": 429, "mq_open": 240, "msgget": 68, "open_by_handle_at": 304, "open_tree": 428},
-        **{"perf_event_open": 298, "pidfd_getfd": 438, "pivot_root": 155, "process_vm_readv": 310},
-        **{"process_vm_writev": 311, "ptrace": 101, "quotactl": 179, "request_key": 249, "semget": 64, "setns": 308},
-        **{"shmget": 29, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272, "userfaultfd": 323},
-    },
-    "aarch64": {
-        **{"acct": 89, "add_key": 217, "bpf": 280, "delete_module": 106, "fanotify_init": 262, "finit_module": 273},
-        **{"fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "init_module": 105, "io_uring_enter": 426},
-        **{"io_uring_register": 427, "io_uring_setup": 425, "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104},
-        **{"keyctl": 219, "memfd_create": 279, "memfd_secret": 447, "mount": 40, "mount_setattr": 442},
-        **{"move_mount": 429, "mq_open": 180, "msgget": 186, "open_by_handle_at": 265, "open_tree": 428},
-        **{"perf_event_open": 241, "pidfd_getfd": 438, "pivot_root": 41, "process_vm_readv": 270},
-        **{"process_vm_writev": 271, "ptrace": 117, "quotactl": 60, "request_key": 218, "semget": 190, "setns": 268},
-        **{"shmget": 194, "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282},
-    },
-}
-"""System calls that answer "not permitted": they reach into other processes, into the kernel, or for memory that no
-limit counts."""
-MACHINES = {
-    "x86_64": Calls(0xC000003E, 56, 435, 41, tuple(FILTERED["x86_64"].values())),
-    "aarch64": Calls(0xC00000B7, 220, 435, 198, tuple(FILTERED["aarch64"].values())),
-}
-FAMILIES = (1, 2, 10)  # of sockets: Unix and the two of an internet that is not there; others may reach the host
-NEW_NAMESPACES = 0x7E020000  # the flags of clone() that ask for one, and 0x80 for time
-EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
-
-
-def seccomp_program(calls: Calls) -> bytes:
-    """The filter of system calls, as classic BPF: see seccomp(2)."""
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, errno, kill = 0x7FFF0000, 0x00050000, 0x80000000
-    number, architecture, first_argument = 0, 4, 16  # offsets in struct seccomp_data
-    code = [
-        (load, 0, 0, architecture),
-        (equal, 1, 0, calls.audit),
-        (answer, 0, 0, kill),
-        (load, 0, 0, number),
-        (at_least, 0, 1, 0x40000000),  # the x32 interface, where the numbers are others
-        (answer, 0, 0, errno | ENOSYS),
-        (equal, 0, 1, calls.clone3),  # its flags cannot be seen; the C library goes back to clone
-        (answer, 0, 0, errno | ENOSYS),
-    ]
-    for call in calls.refused:
-        code += [(equal, 0, 1, call), (answer, 0, 0, errno | EPERM)]
-    code += [
-        (equal, 0, 4, calls.clone),
-        (load, 0, 0, first_argument),
-        (any_bit, 0, 1, NEW_NAMESPACES),
-        (answer, 0, 0, errno | EPERM),
-        (answer, 0, 0, allow),
-        (equal, 0, len(FAMILIES) + 2, calls.socket),
-        (load, 0, 0, first_argument),
-        *((equal, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)),
-        (answer, 0, 0, errno | EAFNOSUPPORT),
-        (answer, 0, 0, allow),
-    ]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 @dataclass(frozen=True)
@@ -221,20 +146,31 @@ def _try(way: Launch) -> None:
         raise SandboxFailed(f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}")
 
 
-def _command(way: Launch, limits: Limits, filter_descriptor: int) -> list[str]:
-    """The command line: what the code sees, and the Python that serves it."""
+def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list[str]:
+    """The command line: what the code sees, and the Python that serves it. bubblewrap reads the filter of system calls
+    from one descriptor and writes to the other which process it has started."""
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
-    command = [way.bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command = [
+        way.bwrap,
+        "--unshare-pid",
+        "--as-pid-1",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if way.user == "root":
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    command += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(filter_descriptor)]
+    command += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(calls_filter)]
+    command += ["--info-fd", str(about)]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for place in ("/dev/shm", "/tmp"):
         command += ["--perms", "1777", "--size", size, "--tmpfs", place]
+    command += ["--perms", "0755", "--dir", "/usr", "--perms", "0755", "--dir", "/etc"]
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):
             command += ["--symlink", os.readlink(path), path]
@@ -307,6 +243,8 @@ class Sandbox:
             status, clean = int(reply["status"]), bool(reply["clean"])  # type: ignore[index]
         except (TypeError, KeyError, ValueError):  # what answers is not to be trusted
             return None
+        if len(head) + len(tail) > self.limits.output_characters:
+            return None
         if not clean or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
             self.close()
         text = f"{head}\n[{left_out} characters left out]\n{tail}" if left_out else head + tail
@@ -315,26 +253,37 @@ class Sandbox:
     def _start(self) -> None:
         """Raises SandboxFailed with what bubblewrap, or the Python in it, says."""
         readable, writable = os.pipe()
+        about, theirs = os.pipe()
         with open(writable, "wb") as file:
-            file.write(seccomp_program(MACHINES[platform.machine()]))
-        outside = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
+            file.write(seccomp_program(platform.machine()))
+        nobody = self.way.user == "nobody"
         try:
             process = subprocess.Popen(
-                _command(self.way, self.limits, readable),
+                _command(self.way, self.limits, readable, theirs),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[readable],
+                pass_fds=[readable, theirs],
                 env={},  # bubblewrap's own environment can be read inside
                 cwd="/",
                 start_new_session=True,
-                **outside,
+                user=NOBODY if nobody else None,
+                group=NOBODY if nobody else None,
+                extra_groups=[] if nobody else None,
             )
         except OSError as error:
+            os.close(about)
             raise SandboxFailed(str(error)) from error
         finally:
             os.close(readable)
-        self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
+            os.close(theirs)
+        with open(about) as file:
+            told = file.read()  # until bubblewrap closes it: no code runs yet
+        try:
+            first = os.pidfd_open(json.loads(told)["child-pid"])
+        except (ValueError, KeyError, OSError):
+            first = None
+        self._process, self._finalizer = process, weakref.finalize(self, _kill, process, first)
         # Two candidates: in a container few user numbers may exist.
         uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
         setup = {"keep_state": self.keep_state, "uids": uids, **asdict(self.limits)}
@@ -381,11 +330,15 @@ class Sandbox:
             return None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The kernel kills all that is inside when bubblewrap's process ends."""
+def _kill(process: subprocess.Popen[bytes], first: int | None) -> None:
+    """Kill the first process inside (a pidfd), with which the kernel kills all others there, and bubblewrap's."""
+    if first is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(first, signal.SIGKILL)
+        os.close(first)
     process.kill()
     process.wait()
-    streams: Sequence[Any] = (process.stdin, process.stdout, process.stderr)
-    for stream in streams:
-        with contextlib.suppress(BrokenPipeError):  # what was not yet written
-            stream.close()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not yet written
+                stream.close()
