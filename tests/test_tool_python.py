@@ -660,15 +660,23 @@ def test_a_call_costs_less_than_ten_milliseconds(tool, keep_state):
     python = tool(keep_state=keep_state)
     python("0")
     medians = []
-    for _ in range(10):  # the least of ten, since other work on the machine is not ours to measure
-        seconds = []
+    for _ in range(10):
+        seconds, slower = [], others()
         for n in range(100):
             start = time.perf_counter()
             assert python(f"{n} + 1") == f"{n + 1}\n"
             seconds.append(time.perf_counter() - start)
-        medians.append(statistics.median(seconds))
-    print(f"median ms per call, of each 100: {[round(1000 * median, 2) for median in medians]}")
-    assert min(medians) < 0.010
+        medians.append((statistics.median(seconds), max(slower, others())))
+    print([f"{1000 * median:.2f} ms per call, machine {slower:.1f} times slower" for median, slower in medians])
+    assert min(median / slower for median, slower in medians) < 0.010
+
+
+def others() -> float:
+    """How many times longer work takes here than its processor time, for all else that runs on this processor."""
+    start, used = time.perf_counter(), time.process_time()
+    while time.process_time() - used < 0.05:
+        pass
+    return max(1.0, (time.perf_counter() - start) / (time.process_time() - used))
 
 
 # Where there is no sandbox

@@ -15,6 +15,7 @@ import ast
 import codecs
 import contextlib
 import ctypes
+import gc
 import json
 import linecache
 import os
@@ -34,6 +35,7 @@ FLOOD = 1 << 20  # characters of output that are read, and counted, before the c
 FRAMES = 8  # of a traceback, the innermost
 FILES = 256  # open at once in one process
 WRITABLE = ("/tmp", "/dev/shm")
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
@@ -51,6 +53,7 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore
     sys.path.insert(0, "/tmp")
     clean = contents()
+    gc.freeze()  # else a collection in a fork would copy all of this process
     interpreter = None
     send(replies, {"ready": True})
     while (call := receive(calls)) is not None:
@@ -115,7 +118,7 @@ def dumpable(value: bool) -> None:
 
 def prctl(option: int, value: int) -> None:
     """See prctl(2)."""
-    if ctypes.CDLL(None).prctl(option, value, 0, 0, 0) != 0:
+    if LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(f"prctl({option}, {value}) is refused")
 
 

@@ -237,14 +237,10 @@ class Sandbox:
         reply = None
         if self._send({"code": code}):
             reply = self._receive(self.limits.timeout_s + GRACE_SECONDS)
-        try:
-            left_out = int(reply["left_out"])  # type: ignore[index]
-            head, tail, ended = str(reply["head"]), str(reply["tail"]), str(reply["ended"])  # type: ignore[index]
-            status, clean = int(reply["status"]), bool(reply["clean"])  # type: ignore[index]
-        except (TypeError, KeyError, ValueError):  # what answers is not to be trusted
+        if not isinstance(reply, dict):
             return None
-        if len(head) + len(tail) > self.limits.output_characters:
-            return None
+        head, tail, left_out = reply["head"], reply["tail"], reply["left_out"]
+        ended, status, clean = reply["ended"], reply["status"], reply["clean"]
         if not clean or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
             self.close()
         text = f"{head}\n[{left_out} characters left out]\n{tail}" if left_out else head + tail
@@ -283,13 +279,13 @@ class Sandbox:
             first = os.pidfd_open(json.loads(told)["child-pid"])
         except (ValueError, KeyError, OSError):
             first = None
-        self._process, self._finalizer = process, weakref.finalize(self, _kill, process, first)
+        self._process, self._finalizer = process, weakref.finalize(self, _release, process, first)
         # Two candidates: in a container few user numbers may exist.
         uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
         setup = {"keep_state": self.keep_state, "uids": uids, **asdict(self.limits)}
         ready = self._receive(START_SECONDS) if self._send(setup) else None
         if ready != {"ready": True}:
-            process.kill()
+            _end(process, first)
             said = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
             self.close()
             raise SandboxFailed((said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1])
@@ -330,14 +326,20 @@ class Sandbox:
             return None
 
 
-def _kill(process: subprocess.Popen[bytes], first: int | None) -> None:
+def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
     """Kill the first process inside (a pidfd), with which the kernel kills all others there, and bubblewrap's."""
     if first is not None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(first, signal.SIGKILL)
-        os.close(first)
     process.kill()
     process.wait()
+
+
+def _release(process: subprocess.Popen[bytes], first: int | None) -> None:
+    """End it and close what was held of it."""
+    _end(process, first)
+    if first is not None:
+        os.close(first)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):  # what was not yet written

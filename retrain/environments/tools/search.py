@@ -16,6 +16,7 @@ from retrain.extras import is_installed, missing
 
 SUFFIXES = (".txt", ".md")
 WORD = re.compile(r"\w+")
+BEGINNING = re.compile(r"\b\w")
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_QUERY_WORDS = 1000
 
@@ -195,7 +196,7 @@ def words(text: str) -> list[str]:
 
 
 def passage(text: str, wanted: list[str], characters: int) -> str:
-    """The part of ``text``, at most so long, with the most of the wanted words; the first such, from a word on."""
+    """The part of ``text``, at most so long, with the most of the wanted words: the first such, from a word on."""
     text = text.strip()
     if len(text) <= characters:
         return text
@@ -211,6 +212,7 @@ def passage(text: str, wanted: list[str], characters: int) -> str:
         if count > most:
             best, most = start, count
         within[word] -= 1
-    best = min(best, len(text) - characters)
+    if best > len(text) - characters and (near := BEGINNING.search(text, len(text) - characters)):
+        best = min(best, near.start())  # more before it, rather than less than there is room for
     part = text[best : best + characters].strip()
     return f"{'… ' if best else ''}{part}{' …' if best + characters < len(text) else ''}"
