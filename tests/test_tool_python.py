@@ -394,6 +394,14 @@ def test_a_memory_bomb_of_many_processes_is_bounded(run):
     assert "used more than 200 MiB of memory" in shared
 
 
+def test_many_small_files_are_bounded(run):
+    code = "n = 0\nwhile True: open(f'/tmp/{(n := n + 1)}', 'w').close()"
+    (answer, seconds), (after, _) = run(code, "import os; os.listdir('/tmp')", memory_mb=64, timeout_s=60.0)
+    assert answer == "[The code was stopped: it used more than 64 MiB of memory.]"
+    assert seconds < 50
+    assert after == "[]\n"
+
+
 def test_files_are_bounded(run):
     code = """
 def fill(path):
@@ -559,6 +567,7 @@ def test_a_traceback_shows_the_policys_own_lines(tool):
         f'  File "<code>", line {number}, in {name}' for number, name in ((5, "<module>"), (2, "outer"), (4, "inner"))
     ]
     assert "    return {}['key']" in lines
+    assert "1 / 0\n    ~~^~~\n" in tool()("1 / 0")
     assert lines[-1] == "KeyError: 'key'"
     deep = tool()("def f(n): return f(n + 1)\nf(0)")
     assert deep.endswith("RecursionError: maximum recursion depth exceeded\n")
@@ -707,7 +716,7 @@ def test_a_bubblewrap_that_fails_is_not_the_last_word(anew, monkeypatch, tmp_pat
         assert sandbox.launch().bwrap != str(program)  # the package's works
     monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
     sandbox._attempts.cache_clear()
-    with pytest.raises(UsageError, match=r"bwrap as \w+: bwrap: it is forbidden.*allow user namespaces"):
+    with pytest.raises(UsageError, match=r"bwrap as \w+: a sandbox does not start: bwrap: it is forbidden.*allow user namespaces"):
         Python()
 
 

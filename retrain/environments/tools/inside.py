@@ -33,6 +33,7 @@ HEADER = struct.Struct(">I")
 LOOK_MS = 25  # how often memory is measured
 FLOOD = 1 << 20  # characters of output that are read, and counted, before the code is stopped
 FRAMES = 8  # of a traceback, the innermost
+FILE_BYTES = 1024  # about what the kernel holds of a file besides its content
 FILES = 256  # open at once in one process
 WRITABLE = ("/tmp", "/dev/shm")
 LIBC = ctypes.CDLL(None)
@@ -259,7 +260,7 @@ def execute(code: str, namespace: dict[str, Any], name: str) -> int:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             sys.stderr.write("".join(traceback.format_exception_only(error)))
             return 1
-        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        linecache.cache[name] = (len(code), None, [f"{line}\n" for line in code.splitlines()], name)
         exec(body, namespace)
         if shown is not None:
             exec(shown, namespace)
@@ -313,8 +314,11 @@ class Excerpt:
 
 
 def memory() -> int:
-    """Bytes of private and shared memory in use by all processes here; pages that forks share count for each."""
+    """Bytes in use by all processes and files here; pages that forks share count for each."""
     total = 0
+    for path in WRITABLE:
+        seen = os.statvfs(path)
+        total += (seen.f_blocks - seen.f_bfree) * seen.f_frsize + (seen.f_files - seen.f_ffree) * FILE_BYTES
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{name}/status") as file:  # it may have ended

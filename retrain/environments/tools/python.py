@@ -7,7 +7,7 @@ import signal
 
 from retrain.environments.tools.errors import ToolError
 from retrain.environments.tools.inside import FLOOD
-from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox, SandboxFailed
+from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
 from retrain.errors import UsageError
 
 AT_LEAST = {"memory_mb": 64, "output_characters": 1, "processes": 1, "file_mb": 1}
@@ -25,7 +25,8 @@ class Python:
 
     What is printed, to stdout and stderr, is the answer. A last line that is an expression is shown as at Python's
     prompt: its ``repr``, unless it is None. An error is its traceback's last lines. Raises MissingExtra where
-    bubblewrap is not installed, UsageError where it cannot isolate, and for a limit that cannot be.
+    bubblewrap is not installed, UsageError where it cannot isolate, and for a limit that cannot be; a call raises
+    SandboxFailed when the machine has no room for another sandbox.
     """
 
     def __init__(
@@ -53,14 +54,11 @@ class Python:
         """Run Python code and return what it prints.
 
         Args:
-            code: The program. The value of a last line that is an expression is shown too.
+            code: The program, of the standard library only. A last line that is an expression shows its value too.
         """
         if not isinstance(code, str):
             raise ToolError(f"code must be a text, not {type(code).__name__}")
-        try:
-            outcome = self._sandbox.run(code)
-        except SandboxFailed as error:
-            raise ToolError(f"the interpreter does not start: {error}") from error
+        outcome = self._sandbox.run(code)
         anew = ANEW if self.keep_state and self._called and outcome.fresh else ""
         self._called = True
         return anew + self._told(outcome)

