@@ -152,22 +152,13 @@ def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
-    command = [
-        way.bwrap,
-        "--unshare-pid",
-        "--as-pid-1",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
+    command = [way.bwrap, "--unshare-pid", "--as-pid-1", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     if way.user == "root":
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    command += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(calls_filter)]
-    command += ["--info-fd", str(about)]
-    command += ["--proc", "/proc", "--dev", "/dev"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    command += ["--seccomp", str(calls_filter), "--info-fd", str(about), "--proc", "/proc", "--dev", "/dev"]
     for place in ("/dev/shm", "/tmp"):
         command += ["--perms", "1777", "--size", size, "--tmpfs", place]
     command += ["--perms", "0755", "--dir", "/usr", "--perms", "0755", "--dir", "/etc"]
@@ -177,9 +168,10 @@ def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list
         else:
             command += ["--ro-bind-try", path, path]
     library = sysconfig.get_path("stdlib", vars={"base": prefix, "installed_base": prefix})
-    own = [path for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program) if os.path.exists(path)]
-    for path in own:
-        if not any(path == place or path.startswith(f"{place}/") for place in SYSTEM):
+    bound = list(SYSTEM)
+    for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program):
+        if os.path.exists(path) and not any(path == place or path.startswith(f"{place}/") for place in bound):
+            bound.append(path)
             for parent in reversed(Path(path).parents[:-1]):  # readable, also where the host's is not
                 command += ["--perms", "0755", "--dir", str(parent)]
             command += ["--ro-bind", path, path]
@@ -214,11 +206,11 @@ class Sandbox:
     def run(self, code: str) -> Outcome:
         """Run ``code``. Raises SandboxFailed when no sandbox can be started any more."""
         fresh = self._process is None
-        if fresh:
-            self._start()
         try:
+            if fresh:
+                self._start()
             outcome = self._call(code, fresh)
-        except BaseException:  # interrupted between call and reply: the next call must not read this one's
+        except BaseException:  # interrupted before the reply: the next call must not read this one's
             self.close()
             raise
         if outcome is None:
@@ -260,7 +252,7 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[readable, theirs],
-                env={},  # bubblewrap's own environment can be read inside
+                env={},  # it has no need of ours
                 cwd="/",
                 start_new_session=True,
                 user=NOBODY if nobody else None,
@@ -287,7 +279,6 @@ class Sandbox:
         if ready != {"ready": True}:
             _end(process, first)
             said = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
-            self.close()
             reason = (said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
