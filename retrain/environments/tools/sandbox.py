@@ -168,7 +168,7 @@ def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list
         else:
             command += ["--ro-bind-try", path, path]
     library = sysconfig.get_path("stdlib", vars={"base": prefix, "installed_base": prefix})
-    bound = list(SYSTEM)
+    bound: list[str] = [*SYSTEM]
     for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program):
         if os.path.exists(path) and not any(path == place or path.startswith(f"{place}/") for place in bound):
             bound.append(path)
