@@ -376,6 +376,19 @@ print(forks)
     assert until(lambda: not marked(mark))
 
 
+def test_orphans_that_have_ended_do_not_count(run):
+    code = """
+import os, time
+for _ in range(12):
+    if (child := os.fork()) == 0:
+        os._exit(os.fork() * 0)
+    os.waitpid(child, 0)
+    time.sleep(0.15)
+print("done")
+"""
+    assert run(code, processes=4, timeout_s=30.0)[0][0] == "done\n"
+
+
 def test_a_memory_bomb_is_bounded(run):
     one = "kept = []\nwhile True: kept.append(bytearray(10**6))"
     (answer, _), (large, _) = run(one, "x = b'x' * 10**12", memory_mb=100)
@@ -458,6 +471,7 @@ def test_a_child_does_not_outlive_its_call(tool, mark, keep_state):
     code = f"import subprocess; child = subprocess.Popen(['sleep', {mark!r}], start_new_session=True)\n'started'"
     assert python(code) == "'started'\n"
     if keep_state:  # it stands still until the next call
+        assert until(lambda: len(marked(mark)) == 1)
         (child,) = marked(mark)
         assert until(lambda: Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
         assert python("child.poll() is None") == "True\n"
@@ -492,7 +506,7 @@ def test_the_sandbox_dies_with_its_worker(mark):
 def test_a_tool_that_is_forgotten_is_closed(tool, mark):
     python = Python(keep_state=True)
     python(f"import subprocess; child = subprocess.Popen(['sleep', {mark!r}])")
-    assert marked(mark)
+    assert until(lambda: bool(marked(mark)))
     del python
     assert until(lambda: not marked(mark))
 
