@@ -640,6 +640,9 @@ def test_state_is_kept(tool):
 @pytest.mark.parametrize("ending", ["while True: pass", "import os; os._exit(1)", "import os; os.kill(os.getpid(), 9)"])
 def test_state_that_is_lost_is_told(tool, ending):
     python = tool(keep_state=True, timeout_s=1)
+    python("x = 1")
+    python(ending)
+    assert python("2") == ANEW + "2\n"
     assert python("x = 1\n[open('a', 'w').close()] and None") == "[No output]"
     python(ending)
     answer = python("import os; print(os.listdir('.'))\nx")
