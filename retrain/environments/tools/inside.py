@@ -1,0 +1,365 @@
+"""What runs inside the sandbox: a process that forks one interpreter for each call, and watches it.
+
+``sandbox.py`` hands this file's text to a Python with nothing but its standard library, so it imports nothing of
+retrain. Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The interpreter that
+runs the policy's code is a fork with neither pipe. It cannot trace or read this process, which is not dumpable, nor
+end or stop it, for it is the first of its process namespace; when it ends, because its stdin does, all end.
+
+With ``keep_state`` one fork runs one call after the other. Between calls everything but this process is stopped;
+without it everything but this process is killed when the call ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import contextlib
+import ctypes
+import gc
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+HEADER = struct.Struct(">I")
+LOOK_MS = 25  # how often memory is measured
+FLOOD = 1 << 20  # characters of output that are read, and counted, before the code is stopped
+FRAMES = 8  # of a traceback, the innermost
+FILE_BYTES = 1024  # about what the kernel holds of a file besides its content
+FILES = 256  # open at once in one process
+WRITABLE = ("/tmp", "/dev/shm")
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+
+def main() -> None:
+    """Answer calls until stdin ends."""
+    setup = receive(0)
+    if setup is None:
+        return
+    confine(setup)
+    calls, replies = os.dup(0), os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(null, descriptor)
+    os.close(null)
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore
+    sys.path.insert(0, "/tmp")
+    clean = contents()
+    gc.freeze()  # else a collection in a fork would copy all of this process
+    interpreter = None
+    send(replies, {"ready": True})
+    while (call := receive(calls)) is not None:
+        deadline = time.monotonic() + setup["timeout_s"]
+        if interpreter is None:
+            interpreter = Interpreter(setup["keep_state"], (calls, replies))
+        interpreter.order(call["code"])
+        reply = interpreter.watch(deadline, setup, calls)
+        if not interpreter.alive:
+            interpreter = None
+            reply["clean"] = contents() == clean
+        send(replies, reply)
+
+
+def confine(setup: dict[str, Any]) -> None:
+    """Give up what root has, set the limits that hold for this process and all that it forks."""
+    if (os.getpid(), os.getppid()) != (1, 0):
+        raise PermissionError("this is not a process namespace of its own")  # end() would kill what is not ours
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # when the machine runs out of memory, this goes first
+    if setup["uids"]:
+        become(setup["uids"])
+    with open("/proc/self/status") as file:
+        capabilities = [line.split()[1] for line in file if line.startswith(("CapPrm", "CapEff", "CapAmb"))]
+    if any(int(mask, 16) for mask in capabilities):
+        raise PermissionError("the sandbox still has capabilities")
+    limits = {
+        "RLIMIT_AS": setup["memory_mb"] << 20,
+        "RLIMIT_FSIZE": setup["file_mb"] << 20,
+        "RLIMIT_NPROC": setup["processes"] + 1,  # this one
+        "RLIMIT_NOFILE": FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(getattr(resource, kind))
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(getattr(resource, kind), (value, value))
+    dumpable(False)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # become() has cleared what bubblewrap set
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process does not get
+
+
+def become(uids: list[int]) -> None:
+    """The first of these users that exists here. Each sandbox has its own: the limit of processes counts by user."""
+    for number, uid in enumerate(uids, start=1):
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            return
+        except OSError:
+            if number == len(uids):
+                raise
+
+
+def dumpable(value: bool) -> None:
+    """Whether others of the same user may trace this process and read its memory."""
+    prctl(PR_SET_DUMPABLE, int(value))
+
+
+def prctl(option: int, value: int) -> None:
+    """See prctl(2)."""
+    if LIBC.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(f"prctl({option}, {value}) is refused")
+
+
+class Interpreter:
+    """A fork that runs the policy's code: one piece of it, or with ``keep_state`` one after the other."""
+
+    def __init__(self, keep_state: bool, private: tuple[int, ...]):
+        self.alive, self.status = True, 0
+        self.output, theirs = os.pipe()
+        orders, self.orders = os.pipe()
+        self.done, done = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for descriptor in (*private, self.output, self.orders, self.done):
+                os.close(descriptor)
+            for descriptor in (1, 2):
+                os.dup2(theirs, descriptor)
+            os.close(theirs)
+            dumpable(True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            serve(orders, done, keep_state)
+        for descriptor in (theirs, orders, done):
+            os.close(descriptor)
+        self.process = os.pidfd_open(self.pid)
+        os.set_blocking(self.output, False)
+
+    def order(self, code: str) -> None:
+        """Have it run ``code``; what an earlier call stopped goes on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: watch() sees that
+            send(self.orders, code)
+
+    def watch(self, deadline: float, setup: dict[str, Any], calls: int) -> dict[str, Any]:
+        """The reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
+
+        Leaves, and with it all that runs, when nobody is at the other end of ``calls`` any more.
+        """
+        text, ended, status = Excerpt(setup["output_characters"]), "", 0
+        poll = select.poll()
+        for descriptor in (self.output, self.done, self.process):
+            poll.register(descriptor, select.POLLIN)
+        poll.register(calls, 0)
+        look = time.monotonic() + LOOK_MS / 1000
+        while not ended:
+            ready = dict(poll.poll(LOOK_MS))
+            now = time.monotonic()
+            if calls in ready:
+                os._exit(0)
+            if self.output in ready and not text.read(self.output):
+                poll.unregister(self.output)  # the code closed its stdout and stderr
+            if self.process in ready:
+                ended = "exit"
+            elif self.done in ready:
+                said = os.read(self.done, 1)
+                if said:
+                    ended, status = "done", said[0]
+                else:  # the code closed it, or the interpreter is about to end
+                    poll.unregister(self.done)
+            elif text.length > FLOOD:
+                ended = "output"
+            elif now >= deadline:
+                ended = "time"
+            elif now >= look:
+                look = now + LOOK_MS / 1000
+                self.reap(os.WNOHANG)
+                ended = "memory" if memory() > setup["memory_mb"] << 20 else ""
+        if ended != "done":
+            status = self.end()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGSTOP)  # nothing but this process runs between calls
+        while text.length <= FLOOD and text.read(self.output):
+            pass
+        if not self.alive:
+            for descriptor in (self.output, self.done, self.orders, self.process):
+                os.close(descriptor)
+        return {"ended": ended, "status": status, "clean": True, **text.shown()}
+
+    def end(self) -> int:
+        """Kill it and all that it started; its exit status, negative for a signal."""
+        self.alive = False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        self.reap(0)
+        return os.waitstatus_to_exitcode(self.status)
+
+    def reap(self, options: int) -> None:
+        """Take leave of processes that have ended: it, and those whose parents have ended. 0 waits for all."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, options))[0]:
+                if ended[0] == self.pid:
+                    self.status = ended[1]
+
+
+def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
+    """The fork's side."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    number, own = 0, os.getpid()
+    while (code := receive(orders)) is not None:
+        number += 1
+        status = execute(code, module.__dict__, f"<code {number}>" if keep_state else "<code>")
+        if not keep_state or os.getpid() != own:  # the code forked
+            leave(status)
+        flush()
+        os.write(done, bytes([status & 255]))
+    os._exit(0)
+
+
+def leave(status: int) -> NoReturn:
+    """End as a script does: threads are waited for, ``atexit`` runs. Modules are not torn down, which takes 20 ms."""
+    for module, function in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
+        if module in sys.modules:
+            try:
+                getattr(sys.modules[module], function)()
+            except BaseException as error:
+                report(error)
+    flush()
+    os._exit(status & 255)
+
+
+def flush() -> None:
+    """Let out what is printed, unless the code closed or replaced the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+
+
+def execute(code: str, namespace: dict[str, Any], name: str) -> int:
+    """Run ``code``; a last expression is shown as at Python's prompt. Errors are printed. Returns the exit status."""
+    try:
+        try:
+            tree = ast.parse(code, name)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            body = compile(tree, name, "exec", dont_inherit=True)
+            shown = compile(ast.Interactive([last]), name, "single", dont_inherit=True) if last else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            sys.stderr.write("".join(traceback.format_exception_only(error)))
+            return 1
+        linecache.cache[name] = (len(code), None, [f"{line}\n" for line in code.splitlines()], name)
+        exec(body, namespace)
+        if shown is not None:
+            exec(shown, namespace)
+        return 0
+    except SystemExit as leaving:
+        if isinstance(leaving.code, int) or leaving.code is None:
+            return leaving.code or 0
+        sys.stderr.write(f"{leaving.code}\n")
+        return 1
+    except BaseException as error:
+        report(error)
+        return 1
+
+
+def report(error: BaseException) -> None:
+    """The traceback from the policy's code on."""
+    try:
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
+        sys.stderr.write("".join(lines))
+    except BaseException:  # out of memory or of stack, or the error's own text raises
+        os.write(2, f"{type(error).__name__}\n".encode())
+
+
+class Excerpt:
+    """The first and the last characters of a stream of any length."""
+
+    def __init__(self, characters: int):
+        self.head_size = characters // 2
+        self.tail_size = characters - self.head_size
+        self.head = self.tail = ""
+        self.length = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, descriptor: int) -> bool:
+        """Take what is there; False at the end, or when nothing is there."""
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        text = self.decoder.decode(data, not data)
+        self.length += len(text)
+        missing = self.head_size - len(self.head)
+        self.head += text[:missing]
+        self.tail = (self.tail + text[missing:])[-self.tail_size :]
+        return bool(data)
+
+    def shown(self) -> dict[str, Any]:
+        """Both parts, and the number of characters between them."""
+        return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
+
+
+def memory() -> int:
+    """Bytes in use by all processes and files here; pages that forks share count for each."""
+    total = 0
+    for path in WRITABLE:
+        seen = os.statvfs(path)
+        total += (seen.f_blocks - seen.f_bfree) * seen.f_frsize + (seen.f_files - seen.f_ffree) * FILE_BYTES
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/status") as file:  # it may have ended
+                lines = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]
+                total += sum(int(line[1]) for line in lines) * 1024
+    return total
+
+
+def contents() -> list[tuple[str, int, list[str]]]:
+    """What a call may leave behind for the next."""
+    return [(path, os.stat(path).st_mode, sorted(os.listdir(path))) for path in WRITABLE]
+
+
+def receive(descriptor: int) -> Any:
+    """The next frame; None at the end."""
+    header = exactly(descriptor, HEADER.size)
+    if header is None:
+        return None
+    payload = exactly(descriptor, HEADER.unpack(header)[0])
+    return None if payload is None else json.loads(payload)
+
+
+def exactly(descriptor: int, size: int) -> bytes | None:
+    """So many bytes, None when the stream ends before."""
+    parts = []
+    while size:
+        part = os.read(descriptor, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def send(descriptor: int, value: Any) -> None:
+    """Write one frame."""
+    payload = json.dumps(value).encode()
+    data = memoryview(HEADER.pack(len(payload)) + payload)
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The tool that runs Python code."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools.inside import FLOOD
+from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
+from retrain.errors import UsageError
+
+AT_LEAST = {"memory_mb": 64, "output_characters": 1, "processes": 1, "file_mb": 1}
+ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
+
+
+class Python:
+    """Python for one episode, in a sandbox (see ``sandbox``): standard library only, no network, no files but its own.
+
+    ``keep_state``: variables and files live from call to call, and between calls everything stands still; else each
+    call finds an interpreter and directories as they were at first. ``timeout_s``: wall-clock seconds of a call.
+    ``memory_mb``: of each process, and of all of them. ``output_characters``: how much of the output is shown, its
+    first and last half. ``processes``: processes and threads at a time. ``file_mb``: of each file, and of all of them
+    in /tmp and in /dev/shm.
+
+    What is printed, to stdout and stderr, is the answer. A last line that is an expression is shown as at Python's
+    prompt: its ``repr``, unless it is None. An error is its traceback's last lines. Raises MissingExtra where
+    bubblewrap is not installed, UsageError where it cannot isolate, and for a limit that cannot be; a call raises
+    SandboxFailed when the machine has no room for another sandbox.
+    """
+
+    def __init__(
+        self,
+        keep_state: bool = False,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        output_characters: int = 4000,
+        processes: int = 32,
+        file_mb: int = 16,
+    ):
+        self.limits = Limits(timeout_s, memory_mb, output_characters, processes, file_mb)
+        if not 0 < timeout_s < math.inf:
+            raise UsageError(f"tool python: timeout_s = {timeout_s} must be a number of seconds above 0")
+        for name, least in AT_LEAST.items():
+            if (value := getattr(self.limits, name)) < least:
+                raise UsageError(f"tool python: {name} = {value} must be at least {least}")
+        if output_characters > FLOOD:
+            raise UsageError(f"tool python: output_characters = {output_characters} must be at most {FLOOD}")
+        self.keep_state = keep_state
+        self._sandbox = Sandbox(self.limits, keep_state)
+        self._called = False
+
+    def __call__(self, code: str) -> str:
+        """Run Python code and return what it prints.
+
+        Args:
+            code: The program, of the standard library only. A last line that is an expression shows its value too.
+        """
+        if not isinstance(code, str):
+            raise ToolError(f"code must be a text, not {type(code).__name__}")
+        outcome = self._sandbox.run(code)
+        anew = ANEW if self.keep_state and self._called and outcome.fresh else ""
+        self._called = True
+        return anew + self._told(outcome)
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self._sandbox.close()
+
+    def _told(self, outcome: Outcome) -> str:
+        """Output and, where the code did not end by itself, why not."""
+        output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
+        ending = {
+            "time": f"it took longer than {self.limits.timeout_s:g} s",
+            "memory": f"it used more than {self.limits.memory_mb} MiB of memory",
+            "output": f"it printed more than {FLOOD} characters",
+            "lost": "it ended the interpreter, or took longer than "
+            f"{self.limits.timeout_s:g} s, or used more than {self.limits.memory_mb} MiB of memory",
+        }.get(outcome.ended)
+        if ending is not None:
+            note = f"[The code was stopped: {ending}.]"
+        elif outcome.status < 0:
+            note = f"[The interpreter was ended by {_name(-outcome.status)}.]"
+        elif outcome.status > 1 or (outcome.status == 1 and not output):
+            note = f"[Exit status {outcome.status}]"
+        else:
+            return output or "[No output]"
+        return f"{output}\n{note}" if output and not output.endswith("\n") else output + note
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

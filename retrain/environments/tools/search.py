@@ -1,0 +1,218 @@
+"""The tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup and not a loop per query)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.environments.tools.errors import ToolError
+from retrain.errors import DataError, UsageError
+from retrain.extras import is_installed, missing
+
+SUFFIXES = (".txt", ".md")
+WORD = re.compile(r"\w+")
+BEGINNING = re.compile(r"\b\w")
+SURROGATES = re.compile("[\ud800-\udfff]")
+MAX_QUERY_WORDS = 1000
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Of each file: path, time of the last change (ns), bytes."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One entry of a corpus."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Search:
+    """BM25 over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line (without an id its line
+    number), or a directory whose .txt and .md files, also in directories below, are one document each.
+
+    ``k``: how many documents a call finds at most; ``characters``: how much of each is shown, from where it has most
+    of the query's words. All searches of a process over an unchanged corpus share one index.
+
+    Words are runs of letters and digits, in lower case, no stop words. Documents of the same score come in the order
+    of their ids. Raises MissingExtra without bm25s, UsageError for a number that cannot be, DataError with file and
+    line for a corpus that cannot be read.
+    """
+
+    def __init__(self, corpus: str, k: int = 3, characters: int = 1000):
+        for name, value in (("k", k), ("characters", characters)):
+            if value < 1:
+                raise UsageError(f"tool search: {name} = {value} must be at least 1")
+        self.k, self.characters = k, characters
+        self._index = _index(Path(corpus))
+
+    def __call__(self, query: str) -> str:
+        """Search the documents and return the passages that fit best.
+
+        Args:
+            query: The words to look for.
+        """
+        if not isinstance(query, str):
+            raise ToolError(f"query must be a text, not {type(query).__name__}")
+        wanted = words(query)[:MAX_QUERY_WORDS]
+        if not wanted:
+            raise ToolError("query has no words")
+        found = self._index.best(wanted, self.k)
+        if not found:
+            return "[Nothing found]"
+        return "\n\n".join(self._shown(number, document, wanted) for number, document in enumerate(found, start=1))
+
+    def close(self) -> None:
+        """Nothing to do: the index is the process's."""
+
+    def _shown(self, number: int, document: Document, wanted: list[str]) -> str:
+        title = f" {document.title}" if document.title else ""
+        return f"[{number}] {document.id}{title}\n{passage(document.text, wanted, self.characters)}"
+
+
+class Index:
+    """The documents of a corpus in the order of their ids, and bm25s's scores of their words."""
+
+    def __init__(self, documents: list[Document]):
+        import bm25s
+
+        self.documents = sorted(documents, key=_order)
+        self.scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
+        self.scores.index([words(f"{d.title} {d.text}") for d in self.documents], show_progress=False)
+
+    def best(self, wanted: list[str], k: int) -> list[Document]:
+        """Up to ``k`` documents with any of the words, best first, of equal score by id."""
+        import numpy as np
+
+        known = [word for word in wanted if word in self.scores.vocab_dict]
+        if not known:
+            return []
+        scores = self.scores.get_scores(known)
+        hits = np.flatnonzero(scores > 0)
+        if len(hits) > k:  # only those not below the k-th best are sorted
+            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
+        order = np.argsort(-scores[hits], kind="stable")[:k]
+        return [self.documents[place] for place in hits[order]]
+
+
+_indices: dict[str, tuple[Stamp, Index]] = {}
+
+
+def _index(corpus: Path) -> Index:
+    """The process's index of ``corpus``, made anew when a file of it has changed."""
+    if not is_installed("bm25s"):
+        raise missing("tool search", "bm25s")
+    try:
+        path = corpus.expanduser().resolve()
+        files = _files(path, corpus)
+        stamp = tuple((str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
+        known = _indices.get(str(path))
+        if known is not None and known[0] == stamp:
+            return known[1]
+        documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file in files]
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory for ~
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise DataError(f"tool search: corpus {corpus} cannot be read: {reason}") from error
+    if not any(words(f"{document.title} {document.text}") for document in documents):
+        raise DataError(f"tool search: corpus {corpus} has no words")
+    index = Index(documents)
+    _indices[str(path)] = (stamp, index)
+    return index
+
+
+def _files(path: Path, told: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise DataError(f"tool search: corpus {told} is a directory without .txt or .md files")
+        return files
+    if not path.exists():
+        raise DataError(f"tool search: corpus {told} does not exist: give a .jsonl file or a directory of .txt files")
+    if path.suffix != ".jsonl":
+        raise DataError(f"tool search: corpus {told} is neither a .jsonl file nor a directory of .txt and .md files")
+    return [path]
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    """The documents of a .jsonl file. Raises DataError at the first line that is none."""
+    seen: dict[str, int] = {}
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is no JSON: {error}") from error
+            document = _document(row, number, where)
+            if document.id in seen:
+                raise DataError(f"{where} has the id {document.id!r} of line {seen[document.id]}")
+            seen[document.id] = number
+            yield document
+
+
+def _document(row: Any, number: int, where: str) -> Document:
+    if not isinstance(row, dict):
+        raise DataError(f'{where} is no object: write {{"text": "…"}}')
+    if not isinstance(row.get("text"), str):
+        raise DataError(f'{where} has no text under "text"')
+    name, title = row.get("id"), row.get("title")
+    name = number if name is None else name
+    if not isinstance(name, str | int) or isinstance(name, bool):
+        raise DataError(f'{where} has an "id" that is neither a text nor a whole number')
+    if title is not None and not isinstance(title, str):
+        raise DataError(f'{where} has a "title" that is no text')
+    return Document(_plain(str(name)), _plain(title or ""), _plain(row["text"]))
+
+
+def _whole(file: Path, directory: Path) -> Document:
+    try:
+        return Document(_plain(str(file.relative_to(directory))), "", file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8: {error}") from error
+
+
+def _plain(text: str) -> str:
+    """Half a character, which JSON can hold, would stop a tokenizer."""
+    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _order(document: Document) -> tuple[bool, int, str]:
+    """Ids that are numbers by their size, before all others."""
+    number = document.id.isascii() and document.id.isdecimal() and len(document.id) < 20
+    return (not number, int(document.id) if number else 0, document.id)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text as they are indexed and looked for."""
+    return WORD.findall(text.lower())
+
+
+def passage(text: str, wanted: list[str], characters: int) -> str:
+    """The part of ``text``, at most so long, with the most of the wanted words: the first such, from a word on."""
+    text = text.strip()
+    if len(text) <= characters:
+        return text
+    looked_for = set(wanted)
+    places = [(match.start(), word) for match in WORD.finditer(text) if (word := match.group().lower()) in looked_for]
+    within: Counter[str] = Counter()
+    best, most, end = 0, 0, 0
+    for start, word in places:  # a window from each wanted word on
+        while end < len(places) and places[end][0] < start + characters:
+            within[places[end][1]] += 1
+            end += 1
+        count = sum(1 for other in within if within[other] > 0)
+        if count > most:
+            best, most = start, count
+        within[word] -= 1
+    if best > len(text) - characters and (near := BEGINNING.search(text, len(text) - characters)):
+        best = min(best, near.start())  # more before it, rather than less than there is room for
+    part = text[best : best + characters].strip()
+    return f"{'… ' if best else ''}{part}{' …' if best + characters < len(text) else ''}"
