@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, look, setup, status, train, trial
+from retrain.commands import adapters, environments, look, setup, status, train, trial
 from retrain.errors import RetrainError
 
 
@@ -60,6 +60,7 @@ app.command(rich_help_panel=LOOK)(adapters.sample)
 app.command(rich_help_panel=START)(setup.init)
 app.command(rich_help_panel=START)(setup.schema)
 app.command(rich_help_panel=START)(setup.doctor)
+app.command(rich_help_panel=START)(environments.environments)
 
 
 def print_version(wanted: bool) -> None:

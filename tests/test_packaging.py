@@ -121,7 +121,12 @@ def test_every_extra_is_told_and_looked_for():
         assert set(packages.values()) <= requirement_names(extras[extra]) | (core if extra == "wandb" else set())
 
 
-IMPORTED_AS = {"math-verify": "math_verify", "sentence-transformers": "sentence_transformers"}
+IMPORTED_AS = {
+    "math-verify": "math_verify",
+    "openenv-core": "openenv",
+    "reasoning-gym": "reasoning_gym",
+    "sentence-transformers": "sentence_transformers",
+}
 COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types"}
 """Imported and required by what is declared: transformers, peft and pydantic."""
 LOADED_BY_OTHERS = {
@@ -134,11 +139,11 @@ LOADED_BY_OTHERS = {
 
 
 def imported_modules(folder: Path) -> set[str]:
-    """Top-level modules that the files below ``folder`` import, by name or through ``_import``."""
+    """Top-level modules that the files below ``folder`` import, by name or through ``_import`` or ``imported``."""
     found: set[str] = set()
     for path in folder.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found |= set(re.findall(r"""_import\(\s*"(\w+)""", text))
+        found |= set(re.findall(r"""(?:_import|imported)\(\s*"(\w+)""", text))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}

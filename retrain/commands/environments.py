@@ -1,0 +1,103 @@
+"""``environments``: what a model can act in here, and whether it can be trusted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from retrain.commands.arguments import AsJson
+from retrain.commands.output import print_record, print_table
+from retrain.errors import RetrainError
+from retrain.extras import EXTRAS, install_line, is_installed
+from retrain.files import dumps
+
+
+@dataclass(frozen=True)
+class Found:
+    """``kind``: provider, tool or task; ``state``: ready, or why not."""
+
+    kind: str
+    name: str
+    state: str
+    about: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be used."""
+        return self.state == READY
+
+
+READY = "ready"
+ABOUT_TOOLS = {
+    "calculator": "exact arithmetic",
+    "python": "runs the model's Python in a sandbox",
+    "search": "finds passages of a local corpus",
+}
+
+
+def environments(
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Also look at every data set of reasoning-gym: a minute or two."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what [environment] provider and tools can name, and what to install where it is missing.
+
+    With --check every data set of reasoning-gym solves itself: its own answers must score 1 and nonsense must not.
+    """
+    found = [*providers(), *tools(), *(tasks() if check else [])]
+    if as_json:
+        print(dumps([vars(each) for each in found], indent=2))
+        return
+    if not sys.stdout.isatty():
+        for each in found:
+            print_record(each.kind, name=each.name, state=each.state, about=each.about)
+        return
+    for kind, title in (("provider", "provider ="), ("tool", "tools ="), ("task", "reasoning_gym, id =")):
+        own = [each for each in found if each.kind == kind]
+        if kind == "task":
+            refused = [each for each in own if not each.ready]
+            if own:
+                print(f"\n{len(own) - len(refused)} of {len(own)} data sets of reasoning-gym are sound")
+            own = refused
+        if own:
+            print()
+            print_table((title, "state", ""), [(each.name, each.state, each.about) for each in own])
+
+
+def providers() -> list[Found]:
+    """Whose environments run here."""
+    from retrain.environments.providers import PROVIDERS
+
+    states = {
+        name: READY if is_installed(each.module) else install_line(each.module) for name, each in PROVIDERS.items()
+    }
+    return [Found("provider", name, states[name], each.purpose) for name, each in PROVIDERS.items()]
+
+
+def tools() -> list[Found]:
+    """The tools of ours."""
+    from retrain.environments.tools.sandbox import available
+
+    (bm25,) = EXTRAS["search"].packages
+    states = {
+        "calculator": READY,
+        "python": available() or READY,
+        "search": READY if is_installed(bm25) else install_line(bm25),
+    }
+    return [Found("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
+
+
+def tasks() -> list[Found]:
+    """Every data set of reasoning-gym, with what is wrong with it."""
+    from retrain.environments.providers.reasoning_gym import check
+
+    try:
+        checked = check()
+    except RetrainError as error:
+        return [Found("task", "reasoning_gym", str(error), "")]
+    return [Found("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]
