@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrain.config import Config as Config
     from retrain.config import load as load
+    from retrain.environments.protocol import Observation as Observation
+    from retrain.environments.protocol import Step as Step
     from retrain.errors import ConfigError as ConfigError
     from retrain.errors import RetrainError as RetrainError
+    from retrain.types import Action as Action
     from retrain.types import Completion as Completion
     from retrain.types import Problem as Problem
     from retrain.types import RewardResult as RewardResult
@@ -20,12 +23,15 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 
 _HOMES = {
+    "Action": "retrain.types",
     "Completion": "retrain.types",
     "Config": "retrain.config",
     "ConfigError": "retrain.errors",
+    "Observation": "retrain.environments.protocol",
     "Problem": "retrain.types",
     "RetrainError": "retrain.errors",
     "RewardResult": "retrain.types",
+    "Step": "retrain.environments.protocol",
     "load": "retrain.config",
 }
 """Public name → the module it lives in."""
