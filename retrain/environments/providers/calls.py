@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote: ``<tool_call>{…}</tool_call>``, or the same JSON in a ```` ```tool ```` block."""
+"""Calls of tools in what a model wrote: ``<tool_call>{…}</tool_call>``, or that JSON in a block fenced as ``tool``."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ class Channel:
         self.arrived.set()
         return await asked.completion
 
-    def refuse(self) -> None:
-        """Refuse what waits and all that follows, as a full context is refused."""
+    def refuse(self, *taken: Asked) -> None:
+        """Refuse what was ``taken`` and has no answer, what waits, and all that follows, as a full context is."""
         self.refuses = True
-        for asked in self.waiting:
+        for asked in (*taken, *self.waiting):
             if not asked.completion.done():
                 self.refused += 1
                 asked.completion.set_exception(Refused(OUT_OF_CONTEXT))

@@ -143,7 +143,7 @@ class InvertedEpisode:
         """The harness's grade. A rollout that has not ended gets no more answers, as from a full context."""
         self._begin()
         if self._asked is not None:
-            self._channel.refuse()
+            self._channel.refuse(self._asked)
             self._asked = None
             self._go_on()
         return self._outcome().reward

@@ -1,4 +1,4 @@
-"""Environments with ``load_environment``, as verifiers has them up to 0.3: data set, rollout and rubric in one class."""
+"""Environments with ``load_environment``, as verifiers has them up to 0.3: data, rollout and rubric in one class."""
 
 from __future__ import annotations
 
