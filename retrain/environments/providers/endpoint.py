@@ -54,6 +54,7 @@ class Channel:
         """The completion for a request's body, once it is there. Raises Refused."""
         if self.refuses:
             self.refused += 1
+            self.arrived.set()
             raise Refused(OUT_OF_CONTEXT)
         asked = Asked(
             list(body.get("messages") or []),
