@@ -34,7 +34,10 @@ def has_classic() -> bool:
 
 
 def has_v1() -> bool:
-    return HAS and find_spec("verifiers.v1.harnesses.utils") is not None
+    try:
+        return find_spec("verifiers.v1.harnesses.utils") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 classic = pytest.mark.skipif(not has_classic(), reason="needs verifiers 0.3 or older")
@@ -282,6 +285,8 @@ def test_what_cannot_be_loaded_says_so(opened):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(DataError, match="toy_nowhere cannot be loaded: ValueError: Could not import"):
         opened("toy_nowhere")
+    with pytest.raises(DataError, match="No module named 'absent_package'"):
+        opened("toy_unmet")
     with pytest.raises(DataError, match="unexpected keyword argument 'size'"):
         opened("toy_classic", size=3)
     with pytest.raises(UsageError, match="rollouts of a group together"):
@@ -388,6 +393,8 @@ def test_an_episode_of_v1_that_is_cut_short_is_graded_as_it_stands(opened):
 def test_what_v1_cannot_load_says_so(opened):
     with pytest.raises(UsageError, match="endless"):
         opened("toy_stamp").problems("train")
+    with pytest.raises(DataError, match="No module named 'absent_package'"):
+        opened("toy_unmet")
     with pytest.raises(DataError, match="wrods"):
         opened("toy_reverse", wrods=["a"])
     if not has_classic():

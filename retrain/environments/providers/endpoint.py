@@ -85,7 +85,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen on a free port; ``url`` is known from here on."""
-        from aiohttp import web
+        from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         spared = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
         if LOOPBACK not in spared.split(","):  # clients that a harness makes must not ask a proxy for this machine
@@ -115,7 +115,7 @@ class Endpoint:
         return f"{self.url}/session/v1"
 
     async def _chat(self, request: Any) -> Any:
-        from aiohttp import web
+        from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         name = request.match_info["channel"]
         channel = self.channels.get(request.headers.get("X-Session-ID", "") if name == "session" else name)

@@ -180,7 +180,9 @@ def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: In
     except RetrainError:
         raise
     except Exception as error:  # whatever the environment's own code raises
-        raise DataError(f"environment {id} cannot be loaded: {described(error)}") from error
+        cause = error.__cause__
+        hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
+        raise DataError(f"environment {id} cannot be loaded: {described(error)}{hidden}") from error
 
 
 def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from retrain.types import RewardResult
 if TYPE_CHECKING:
     from retrain.environments.providers.verifiers import Row
 
+FIRST_WITH = "0.4"
+"""The first version of verifiers whose tasksets are run here."""
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
 """An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
 CHAT_LOOP = "retrain-chat"
@@ -28,9 +31,10 @@ def is_taskset(id: str) -> bool:
     try:
         loaders.taskset_class(id)
     except ModuleNotFoundError as error:
-        if error.name in (None, id.replace("-", "_")) or error.name == _module(id):
+        absent = getattr(error.__cause__, "name", None) or error.name or ""
+        if absent.rpartition(".")[2] == _module(id):
             return False
-        raise
+        raise (error.__cause__ or error) from None  # the module is there, and what it imports is not
     except (AttributeError, TypeError):  # no __all__, or no taskset in it
         return False
     return True
@@ -42,6 +46,10 @@ class Tasksets:
     def __init__(
         self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
     ):
+        if importlib.util.find_spec("verifiers.v1.harnesses.utils") is None:
+            raise UsageError(
+                f"taskset {id} needs verifiers {FIRST_WITH} or newer: pip install 'verifiers>={FIRST_WITH}'"
+            )
         vf: Any = importlib.import_module("verifiers.v1")
         sys.modules.setdefault(
             CHAT_LOOP.replace("-", "_"), importlib.import_module("retrain.environments.providers.chat_loop")
