@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.data.dataset import content_hash
-from retrain.data.prompts import Renderer
+from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine, PolicyRef
-from retrain.environments.protocol import Environment
+from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.record.base_evaluations import BaseEvaluations
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.types import EvalRecord, Group, Message, Problem, Prompt
@@ -44,9 +44,10 @@ class Evaluator:
         renderer: Renderer,
         sets: Sequence[HeldOut],
         base_evaluations: BaseEvaluations | None = None,
+        limits: Limits = ONE_TURN,
     ):
         self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
-        self.base_evaluations = base_evaluations
+        self.base_evaluations, self.limits = base_evaluations, limits
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
         """The set's answers by each of the subjects, from one decode batch."""
@@ -62,6 +63,7 @@ class Evaluator:
                 held_out.samples,
                 sampling,
                 (*subject.stream, "eval", *own, subject.step, i),
+                self.limits,
             )
             for subject, problems in zip(subjects, asked, strict=True)
             for i, problem in enumerate(problems)
@@ -78,14 +80,11 @@ class Evaluator:
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
         """What an earlier cohort measured of the untrained model on this set, None if none has. ``setting``: all else
-        that decides about it, grading and seed. Raises ModelError or DataError as ``Renderer.prompt``."""
+        that decides about it: environment, grading and seed."""
         if self.base_evaluations is None:
             return None
-        prompts = [
-            self.renderer.prompt(problem, environment.start(problem, 0).observe().messages)
-            for problem in environment.problems(held_out.name)
-        ]
-        return self.base_evaluations.get(_how(held_out, environment, setting), prompts)
+        problems = environment.problems(held_out.name)
+        return self.base_evaluations.get(_how(held_out, environment, setting), problems)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
         """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""
@@ -97,15 +96,18 @@ class _RenderedOnce(Renderer):
     """Keeps the prompts: every evaluation asks the same problems."""
 
     def __init__(self, renderer: Renderer):
-        super().__init__(renderer.tokenizer, renderer.data)
-        self._prompts: dict[int, Prompt] = {}
+        super().__init__(renderer.tokenizer, renderer.data, renderer.tools_prompt)
+        self._prompts: dict[int, tuple[tuple[Message, ...], Prompt]] = {}
 
-    def prompt(self, problem: Problem, messages: Sequence[Message]) -> Prompt:
+    def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """See ``Renderer.prompt``. An environment may ask a problem in other words than before."""
-        known = self._prompts.get(id(problem))  # which stays its own: the prompt holds the problem
-        if known is None or known.messages != tuple(messages):
-            known = self._prompts[id(problem)] = super().prompt(problem, messages)
-        return known
+        asked, prompt = self._prompts.get(
+            id(problem), (None, None)
+        )  # the id stays its own: the prompt holds the problem
+        if prompt is None or asked != tuple(messages):
+            prompt = super().prompt(problem, messages, tools)
+            self._prompts[id(problem)] = tuple(messages), prompt
+        return prompt
 
 
 def _how(held_out: HeldOut, environment: Environment, setting: str) -> str:

@@ -23,7 +23,10 @@ EXTRAS = {
     "wandb": Extra({"wandb": "wandb"}, "Weights & Biases tracking"),
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
     "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
-    "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks for a data source of your own"),
+    "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks, as an environment or a data source"),
+    "verifiers": Extra({"verifiers": "verifiers"}, "environments of Prime Intellect's library and hub"),
+    "openenv": Extra({"openenv": "openenv-core"}, "environments behind OpenEnv servers"),
+    "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }

@@ -27,7 +27,7 @@ from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import PolicyRef
-from retrain.environments.protocol import Environment
+from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
 from retrain.files import aside_of, dumps, read_jsonl
 from retrain.maths.losses import RATIO_METRICS
@@ -108,6 +108,8 @@ class Run:
     renderer: Renderer
     recorder: RunRecorder
     cursor: DataCursor
+    limits: Limits = ONE_TURN
+    """When its episodes end at the latest."""
     any_base: bool = False
     """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
     step: int = 0
@@ -200,6 +202,7 @@ class Run:
                 training.group_size,
                 training.sampling.requested,
                 (*self.stream, "sample", self.step, i),
+                self.limits,
             )
             for i, problem in enumerate(self.cursor.take(training.batch_size))
         ]
@@ -212,7 +215,9 @@ class Run:
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Have the algorithm credit the step's rollouts."""
         want = frozenset(WANTS[need] for need in self.algorithm.needs if need in WANTS)
-        scores: Scores | None = self.policy.score(samples_of(groups, every=True), want) if want else None
+        scores: Scores | None = None
+        if want:
+            scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
         return self.algorithm.credit(groups, scores, self.step)
 
     def update(self, groups: Sequence[Group], credit: Credit) -> dict[str, Any]:

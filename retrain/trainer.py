@@ -192,7 +192,7 @@ class Cohort:
         not at all where an earlier cohort has."""
         alike: dict[str, list[Run]] = {}
         for run in runs:
-            setting = repr((run.config.reward.grading, run.config.campaign.seed))
+            setting = repr((run.config.environment.measured, run.config.reward.grading, run.config.campaign.seed))
             alike.setdefault(setting, []).append(run)
         for setting, same in list(alike.items()):
             known = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)

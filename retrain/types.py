@@ -19,6 +19,10 @@ Message = Mapping[str, str]
 
 StopReason = Literal["stop", "length"]
 
+Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
+"""Why an episode is over: its environment says so; it has had its turns, or its tokens; or its environment raised an
+error, took too long, ended its process, or answered without end."""
+
 DIMENSIONS = {
     "P": "prompts",
     "N": "rollouts of one group, or of a step; texts",
@@ -100,11 +104,20 @@ class Action:
 @dataclass
 class Turn:
     """One exchange: ``observation_ids`` are the tokens that the policy read since its last action (in the first turn
-    the whole prompt), ``action`` what it sampled then. ``messages`` are the observation as chat messages."""
+    the whole prompt), ``action`` what it sampled then. ``messages`` are the observation as chat messages.
+
+    ``fresh``: the conversation was rewritten, so ``observation_ids`` are the whole of it as the policy read it anew.
+    ``reward`` is what the environment gave this turn alone, None where it rewards whole episodes; ``metrics`` and
+    ``logs`` are what it said of the turn.
+    """
 
     observation_ids: tuple[int, ...]
     action: Action
     messages: tuple[Message, ...] = ()
+    fresh: bool = False
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,15 +150,18 @@ class RewardResult:
 class Rollout:
     """One trajectory: its turns, what they were worth and, once credited, what each of its tokens trains with.
 
-    A completion of a one-turn problem is a rollout with one turn. Arrays over ``_T`` run over the tokens of all
-    actions, one after the other.
+    A completion of a one-turn problem is a rollout with one turn; an episode that could not begin has none. Arrays over
+    ``_T`` run over the tokens of all actions, one after the other.
     """
 
     prompt: Prompt
     turns: list[Turn]
     reward: RewardResult
+    ended: Ended = "done"
     advantage: float = math.nan
     """NaN where there is no reward, and before credit assignment."""
+    turn_advantages: list[float] | None = None
+    """One per turn, where turns are credited one by one."""
     planning_T: np.ndarray | None = None
     """Which tokens are planning tokens."""
     token_advantages_T: np.ndarray | None = None
@@ -161,14 +177,14 @@ class Rollout:
     @property
     def logprobs_T(self) -> np.ndarray:
         """The sampler's log-probability of each."""
-        return np.concatenate([turn.action.logprobs_T for turn in self.turns])
+        return np.concatenate([np.zeros(0), *(turn.action.logprobs_T for turn in self.turns)])
 
     @property
     def entropy_T(self) -> np.ndarray | None:
         """The entropy of the distribution that each was sampled from; None where the engine gives none."""
         parts = [turn.action.entropy_T for turn in self.turns]
         known = [part for part in parts if part is not None]
-        return np.concatenate(known) if len(known) == len(parts) else None
+        return np.concatenate([np.zeros(0), *known]) if len(known) == len(parts) else None
 
     @property
     def text(self) -> str:
@@ -177,8 +193,8 @@ class Rollout:
 
     @property
     def stop_reason(self) -> StopReason:
-        """How the last action ended."""
-        return self.turns[-1].action.stop_reason
+        """How the last action ended; ``stop`` where there is none."""
+        return self.turns[-1].action.stop_reason if self.turns else "stop"
 
     @property
     def observation_tokens(self) -> int:
@@ -262,12 +278,33 @@ class Sample:
         )
 
 
-def sample_of(rollout: Rollout) -> Sample:
+def samples_of_rollout(rollout: Rollout) -> list[Sample]:
     """The rollout as the policy saw it, token for token; nothing is tokenised again.
 
+    One sample, and one more for every time that the conversation was rewritten; none where the policy never acted.
     Tokens without an advantage (no reward, or before credit assignment) have 0 and do not train.
     """
-    length = rollout.observation_tokens + len(rollout)
+    samples, done = [], 0
+    for turns in _sequences(rollout.turns):
+        count = sum(len(turn.action) for turn in turns)
+        samples.append(_laid_flat(rollout, turns, slice(done, done + count)))
+        done += count
+    return samples
+
+
+def _sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The turns cut where the policy read the whole conversation anew."""
+    sequences: list[list[Turn]] = []
+    for turn in turns:
+        if turn.fresh or not sequences:
+            sequences.append([])
+        sequences[-1].append(turn)
+    return sequences
+
+
+def _laid_flat(rollout: Rollout, turns: Sequence[Turn], own_T: slice) -> Sample:
+    """Turns of the rollout that follow each other; ``own_T`` are their tokens among all that were sampled in it."""
+    length = sum(len(turn.observation_ids) + len(turn.action) for turn in turns)
     sample = Sample(
         token_ids=np.zeros(length, dtype=np.int64),
         action_mask=np.zeros(length, dtype=bool),
@@ -275,21 +312,20 @@ def sample_of(rollout: Rollout) -> Sample:
         versions=np.full(length, -1, dtype=np.int64),
         advantages=np.zeros(length),
         loss_mask=np.zeros(length, dtype=bool),
-        support=_joined_support([turn.action.support for turn in rollout.turns]),
+        support=_joined_support([turn.action.support for turn in turns]),
     )
-    at = done = 0
-    for turn in rollout.turns:
+    at = 0
+    for turn in turns:
         begin, count = at + len(turn.observation_ids), len(turn.action)
-        at, own = begin + count, slice(begin, begin + count)
-        sample.token_ids[begin - len(turn.observation_ids) : begin] = turn.observation_ids
-        sample.token_ids[own] = turn.action.token_ids
-        sample.action_mask[own] = True
-        sample.logprobs[own] = turn.action.logprobs_T
-        sample.versions[own] = turn.action.policy_version
-        if rollout.token_advantages_T is not None:
-            sample.advantages[own] = rollout.token_advantages_T[done : done + count]
-            sample.loss_mask[own] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[done : done + count]
-        done += count
+        sample.token_ids[at:begin] = turn.observation_ids
+        at = begin + count
+        sample.token_ids[begin:at] = turn.action.token_ids
+        sample.action_mask[begin:at] = True
+        sample.logprobs[begin:at] = turn.action.logprobs_T
+        sample.versions[begin:at] = turn.action.policy_version
+    if rollout.token_advantages_T is not None:
+        sample.advantages[sample.action_mask] = rollout.token_advantages_T[own_T]
+        sample.loss_mask[sample.action_mask] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[own_T]
     return sample
 
 

@@ -21,7 +21,7 @@ from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
 from retrain.rng import generator
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Turn, sample_of
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
 
 SIZES = {
     "hidden_size": 16,
@@ -102,7 +102,7 @@ def conversations(vocab: int = 60) -> list[Sample]:
             pairs = [Turn(observed, action) for observed, action in zip(read, actions, strict=True)]
             rollout = Rollout(Prompt(Problem("p", "?", ""), "?", prompt), pairs, RewardResult(1.0), 1.0)
             rollout.token_advantages_T = np.ones(len(rollout))
-            samples.append(sample_of(rollout))
+            samples.append(samples_of_rollout(rollout)[0])
     return samples
 
 

@@ -24,7 +24,7 @@ from retrain.files import read_json, read_jsonl
 from retrain.policy.objective import Objective
 from retrain.policy.plugin import PluginPolicy, PluginSnapshot, TrainSequence
 from retrain.policy.protocol import Denominators, TrainBatch
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, sample_of
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -292,7 +292,7 @@ def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does
     ]
     rollout = Rollout(Prompt(Problem("p", "q", "a"), "q", (1, 2)), turns, RewardResult(1.0), advantage=0.5)
     rollout.token_advantages_T = np.full(3, 0.5)
-    sequence = TrainSequence.of(sample_of(rollout))
+    sequence = TrainSequence.of(samples_of_rollout(rollout)[0])
     assert (sequence.prompt_ids, sequence.completion_ids) == ((1, 2), [3, 4, 5, 6, 7])
     assert sequence.loss_mask_T.tolist() == [True, True, False, False, True]
     assert sequence.advantages_T.tolist() == [0.5, 0.5, 0.0, 0.0, 0.5]

@@ -20,7 +20,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.protocol import Observation, Step
+from retrain.environments.protocol import ONE_TURN, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.evaluation import Evaluator, Subject
 from retrain.rewards import Grader, RewardResult
@@ -83,6 +83,9 @@ class Scripted:
         self.rows: list[int | None] = []
         self.sync_seconds: float | None = 0.25
 
+    def forget_sequences(self):
+        self.forgotten = len(self.requests)
+
     def publish(self, ref, weights):
         raise AssertionError("nothing is published while rollouts are sampled")
 
@@ -122,7 +125,7 @@ def test_what_is_asked_of_the_engine():
     engine = Scripted({"a": ["x", "y"]})
     sampling = Sampling(9, 0.5, top_p=0.9, top_k=7, min_p=0.1)
     ref = PolicyRef("run", 3)
-    request = RolloutRequest(graded(Lengths()), RENDERER, Problem("a", "a", "1"), ref, 2, sampling, ("a",))
+    request = RolloutRequest(graded(Lengths()), RENDERER, Problem("a", "a", "1"), ref, 2, sampling, ("a",), ONE_TURN)
     collected = collect(engine, [request], max_rows=5)
     prompt_ids = collected.groups[0].prompt.token_ids
     assert engine.requests == [[SampleRequest(ref, prompt_ids, 2, 9, 0.5, ("a",), top_p=0.9, top_k=7, min_p=0.1)]]
@@ -239,6 +242,7 @@ class TwoTurns:
     """Asks for more, once by default. An answer of "fail" is not foreseen, nor is a problem without a name."""
 
     reward_range = None
+    exact = True
 
     def __init__(self, turns: int = 2):
         self.turns, self.metrics_ranges, self.graded = turns, {}, []
@@ -317,16 +321,22 @@ def test_a_template_that_wants_roles_to_alternate_hears_of_every_answer():
     assert read == ["<turn>user a<turn>assistant ", *["<turn>user more?<turn>assistant "] * 2]
 
 
-def test_what_an_environment_raises_belongs_to_its_requests_only():
+def test_what_an_environment_raises_costs_the_episode_alone():
     environment, good = TwoTurns(), Lengths()
     engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"], "d": ["exit"]})
     named = [(environment, "a", 2), (environment, "unknown"), (environment, "b"), (good, "c"), (environment, "d")]
     groups = collect(engine, [asked(*each) for each in named]).groups
-    assert str(groups[0]) == "an environment with a mistake"
-    assert isinstance(groups[1], LookupError)
-    assert str(groups[4]) == "it called exit('enough')"
-    assert [rewards(group) for group in groups[2:4]] == [[2.0], [3.0]]
-    assert [request.stream for request in engine.requests[1]] == [("b", "turn", 1, 0)]  # the failed group is over
+    assert [rewards(group) for group in groups] == [[2.0, None], [None], [2.0], [3.0], [None]]
+    ended = [[rollout.ended for rollout in group.rollouts] for group in groups]
+    assert ended == [["done", "raised"], ["raised"], ["done"], ["done"], ["raised"]]
+    errors = [group.rollouts[-1].reward.error for group in groups]
+    assert "an environment with a mistake" in errors[0]
+    assert "no such problem" in errors[1]
+    assert "it called exit('enough')" in errors[4]
+    assert groups[1].rollouts[0].turns == []
+    assert len(groups[0].rollouts[1].turns) == 1  # what was sampled is kept
+    streams = [request.stream for request in engine.requests[1]]
+    assert streams == [("a", "turn", 1, 0), ("b", "turn", 1, 0)]  # the failed episodes are over
 
 
 def test_held_out_problems_are_rendered_once_and_asked_in_other_words_anew():
@@ -365,8 +375,8 @@ def test_held_out_problems_are_rendered_once_and_asked_in_other_words_anew():
 def test_where_every_request_fails_or_there_is_none_nothing_is_sampled(base, lanes):
     engine = LocalEngine(base, lanes)
     assert collect(engine, []).groups == []
-    (error,) = collect(engine, [asked(TwoTurns(), "unknown")]).groups
-    assert isinstance(error, LookupError)
+    (group,) = collect(engine, [asked(TwoTurns(), "unknown")]).groups
+    assert rewards(group) == [None]
 
 
 # -- the queue --------------------------------------------------------------------------------------------------
@@ -405,7 +415,8 @@ def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
 
 
 def test_pressure_bounds_the_rows_and_observes_every_batch():
-    """A group of two actions of one token after three read, and one of two turns: 1 + 1 sampled after what it read."""
+    """Two actions of one token after three read, an episode of two turns (1 + 1 after what it read), and one whose
+    environment fails after its first."""
     pressure, engine = Watching(), Scripted({"a": ["x", "y"], "b": ["go on"], "c": ["fail"]})
     environment = TwoTurns()
     requests = [asked(Lengths(), "a", 2), asked(environment, "b"), asked(environment, "c")]
@@ -413,10 +424,10 @@ def test_pressure_bounds_the_rows_and_observes_every_batch():
     assert engine.rows == [6, 6]
     ((tokens, seconds, context),) = pressure.observed
     rollouts = [rollout for group in groups["run"] if isinstance(group, Group) for rollout in group.rollouts]
-    assert len(rollouts) == 3
-    assert tokens == sum(len(rollout) for rollout in rollouts) == 4
+    assert len(rollouts) == 4
+    assert tokens == sum(len(rollout) for rollout in rollouts) == 5
     read = sum(len(turn.observation_ids) for rollout in rollouts for turn in rollout.turns)
-    assert context == pytest.approx(read / 3 + 4 / 6)
+    assert context == pytest.approx(read / 4 + 5 / 8)
     assert seconds == pytest.approx(sum(end - begin for name, begin, end in collected.spans if name == "rollout"))
     RolloutQueue(engine, pressure).take({"run": [asked(environment, "unknown")]})
     assert len(pressure.observed) == 1  # nothing was sampled, nothing is observed

@@ -147,10 +147,10 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
 
 def test_the_kept_base_is_the_base(tmp_path):
     kept, made = BaseEvaluations(tmp_path, "weights and problems"), record(GROUPS)
-    prompts = [group.prompt for group in GROUPS]
-    assert kept.get("how", prompts) is None
+    problems = [group.prompt.problem for group in GROUPS]
+    assert kept.get("how", problems) is None
     kept.put("how", made)
-    again = kept.get("how", prompts)
+    again = kept.get("how", problems)
     assert again is not None
     assert eval_row(again) == eval_row(made)
     assert evaluated(again) == evaluated(made)
@@ -160,9 +160,9 @@ def test_the_kept_base_is_the_base(tmp_path):
         assert mine.stop_reason == theirs.stop_reason
         assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
         assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
-    assert kept.get("otherwise", prompts) is None
-    assert BaseEvaluations(tmp_path, "other weights").get("how", prompts) is None
-    assert kept.get("how", prompts[::-1]) is None  # other problems, or in another order
+    assert kept.get("otherwise", problems) is None
+    assert BaseEvaluations(tmp_path, "other weights").get("how", problems) is None
+    assert kept.get("how", problems[::-1]) is None  # other problems, or in another order
 
 
 def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):

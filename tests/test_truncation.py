@@ -34,7 +34,7 @@ from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.record.observer import NullObserver
 from retrain.rng import generator
-from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, sample_of
+from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -395,7 +395,7 @@ def test_every_action_of_several_turns_keeps_its_own_sets(base, lanes):
     prompt = Prompt(Problem("p", "?", ""), "?", (5, 9, 17))
     turns = [Turn((5, 9, 17), first), Turn((8, 30), second), Turn((61,), third)]
     conversation = Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12))
-    whole = sample_of(conversation)
+    whole = samples_of_rollout(conversation)[0]
     places = [(action, t) for action in (first, second, third) for t in range(len(action))]
     assert len(whole.support.offsets) == len(places) + 1 == len(drawn(whole)) + 1
     for t, (action, own) in enumerate(places):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import fresh_logprobs, trained
-from toymodels import word_tokenizer
 
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
@@ -15,106 +14,15 @@ from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.environments.protocol import Observation, Step
-from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, TrainBatch, Want, samples_of
 from retrain.policy.threads import Workers
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.types import Action, Group, Problem, RewardResult, sample_of
+from retrain.types import Group, Problem, RewardResult, samples_of_rollout
 
-ASKED = [{"role": "user", "content": "12+34=?"}]
-AGAIN = [{"role": "user", "content": "let me check"}]
 QUIET = Data()
 """A [data] section without a system prompt and arguments for the template."""
-
-
-def action(ids: list[int], stop: str = "stop", text: str = "46") -> Action:
-    return Action(ids, text, np.zeros(len(ids)), None, stop)
-
-
-# -- what is read after an action -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """Its template ends what an assistant says with <end>, as most do."""
-    made = word_tokenizer(["12+34=46 let me check"])
-    made.chat_template = (
-        "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
-    )
-    return made
-
-
-def test_a_sampled_end_token_is_not_read_again(tokenizer):
-    renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
-    rest = "<turn>user\nlet me check<turn>assistant\n"
-    assert tokenizer.decode(renderer.answer(ASKED, action([9, end]), AGAIN)) == rest
-    assert tokenizer.decode(renderer.answer(ASKED, action([9, 9], "length"), AGAIN)) == "<end>" + rest
-    assert tokenizer.decode(renderer.answer(ASKED, action([9, 7]), AGAIN)) == "<end>" + rest  # ended by another token
-
-
-def test_what_is_read_is_what_the_template_writes_of_the_whole_conversation(tokenizer):
-    """Prompt, action and answer, each made once, one after the other, and two answers in a row."""
-    renderer, end = Renderer(tokenizer, QUIET), tokenizer.eos_token_id
-    conversation, ids = [*ASKED], list(renderer.prompt(Problem("p", "12+34=?", "46"), ASKED).token_ids)
-    for text, messages in (("46", AGAIN), ("let me check 46", [*AGAIN, {"role": "tool", "content": "46"}])):
-        one = action([*tokenizer(text)["input_ids"], end], text=text)
-        ids += [*one.token_ids, *renderer.answer(conversation, one, messages)]
-        conversation += [{"role": "assistant", "content": text}, *messages]
-    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids) == whole
-    assert ids == tokenizer(whole)["input_ids"]
-
-
-def test_the_text_of_an_action_changes_nothing_of_what_is_read(tokenizer):
-    """Not even where the template leaves the thinking out of turns that are over: it was read as it was sampled."""
-    thinking = tokenizer.chat_template.replace("m['content'] }}{% if", "m['content'].split('</think>')[-1] }}{% if")
-    renderer = Renderer(tokenizer, QUIET)
-    plain = renderer.answer(ASKED, action([9]), AGAIN)
-    try:
-        ours, tokenizer.chat_template = tokenizer.chat_template, thinking
-        assert renderer.answer(ASKED, action([9], text="<think>a</think>b"), AGAIN) == plain
-        assert renderer.answer(ASKED, action([9], text="<turn>user\n<end>"), AGAIN) == plain
-    finally:
-        tokenizer.chat_template = ours
-
-
-def test_the_bundled_model_s_template():
-    from retrain.policy.base import load_base
-
-    base = load_base("tiny-reasoner", devices="cpu")
-    renderer = Renderer(base.tokenizer, QUIET)
-    rest = "<|user|>let me check<|assistant|>"
-    assert base.tokenizer.decode(renderer.answer(ASKED, action([9, *base.eos_ids]), AGAIN)) == rest
-    assert base.tokenizer.decode(renderer.answer(ASKED, action([9], "length"), AGAIN)) == "<|end|>" + rest
-
-
-def test_without_a_template_messages_are_set_apart_by_blank_lines():
-    made = word_tokenizer(["12+34=46 let me check"])
-    made.chat_template = None
-    read = Renderer(made, QUIET).answer(ASKED, action([9]), [*AGAIN, *AGAIN])
-    assert made.decode(read) == "\n\nlet me check\n\nlet me check\n\n"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        # The last message alone; the last answer twice; the system prompt before the last question, wherever that is.
-        "<turn>{{ messages[-1]['content'] }}<turn>",
-        "{% for m in messages %}<turn>{{ m['content'] }}{{ m['content'] }}{% endfor %}<turn>",
-        "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}<turn>",
-    ],
-)
-def test_a_template_that_rewrites_earlier_turns_is_refused(template):
-    made = word_tokenizer(["12+34=46 let me check"])
-    made.chat_template = template
-    with pytest.raises(ModelError, match="chat template rewrites earlier turns") as caught:
-        Renderer(made, QUIET).answer([{"role": "system", "content": "you add"}, *ASKED], action([9]), AGAIN)
-    assert "\n" not in str(caught.value)
 
 
 # -- an environment of two turns --------------------------------------------------------------------------------
@@ -125,6 +33,7 @@ class Asking:
     characters ends the episode where ``may_end``."""
 
     reward_range = None
+    exact = True
 
     def __init__(self, may_end: bool = False):
         self.may_end, self.seeds, self.metrics_ranges = may_end, [], {}
@@ -215,7 +124,7 @@ def test_every_token_trains_as_it_was_sampled(base, lanes, policy, engine):
     groups = two_turns(engine, base)
     for group in groups:
         for rollout in group.rollouts:
-            sample, (first, second) = sample_of(rollout), rollout.turns
+            sample, (first, second) = samples_of_rollout(rollout)[0], rollout.turns
             parts = [first.observation_ids, first.action.token_ids, second.observation_ids, second.action.token_ids]
             assert sample.token_ids.tolist() == [token for part in parts for token in part]
             assert sample.action_mask.tolist() == [k % 2 == 1 for k, part in enumerate(parts) for _ in part]

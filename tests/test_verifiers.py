@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from retrain.environments.providers import calls
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Outcome
-from retrain.errors import DataError, MissingExtra, UsageError
+from retrain.errors import DataError, UsageError
 from retrain.types import Action, Problem, RewardResult
 
 TOYS = Path(__file__).parent / "verifiers_toys"
@@ -57,8 +56,7 @@ def call(name: str, **arguments) -> str:
 def toys():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOYS))
-        # Tool servers are processes of their own, which import the toys too.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TOYS), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # loading a taskset extends it
         yield
 
 
@@ -152,8 +150,7 @@ def test_its_own_limit_of_turns_ends_a_rollout(opened):
 def test_a_stop_condition_ends_a_rollout(opened):
     import random
 
-    random.seed(5)
-    number = random.randint(1, 1000)
+    number = random.Random("5").randint(1, 1000)
     random.seed(77)
     unmoved = random.getstate()
     steps, _ = played(opened("toy_classic", kind="guess"), ["0", "1001", str(number), "never"], seed=5)
@@ -252,21 +249,21 @@ def test_problems_are_held_out_by_the_environment_or_by_hash(opened):
     episode = own.start(own.problems("test")[0], 0)
     assert episode.observe().messages[-1]["content"] == "Guess."
     episode.close()
-    shared = opened("toy_classic", kind="untested", held_out=5)
+    shared = opened("toy_classic", kind="untested", heldout=5)
     train, test = ({problem.id for problem in shared.problems(split)} for split in ("train", "test"))
     assert len(test) == 5
     assert len(train) == 15
     assert not train & test
-    assert opened("toy_classic", kind="untested", held_out=5, train=3).problems("train") == shared.problems("train")[:3]
-    twice = opened("toy_classic", kind="untested", held_out_args={"kind": "tools"})
+    assert opened("toy_classic", kind="untested", heldout=5, train=3).problems("train") == shared.problems("train")[:3]
+    twice = opened("toy_classic", kind="untested", heldout_args={"kind": "tools"})
     assert [problem.answer for problem in twice.problems("test")] == ["Paris", "Lima"]
     episode = twice.start(twice.problems("test")[1], 0)
     assert episode.observe().messages == ({"role": "user", "content": "Capital of Peru?"},)
     episode.close()
     with pytest.raises(UsageError, match="leaves none of the 20"):
-        opened("toy_classic", kind="untested", held_out=20).problems("train")
+        opened("toy_classic", kind="untested", heldout=20).problems("train")
     with pytest.raises(DataError, match="no held-out problems"):
-        opened("toy_classic", kind="untested", held_out=0).problems("test")
+        opened("toy_classic", kind="untested", heldout=0).problems("test")
 
 
 @classic
@@ -299,7 +296,7 @@ def test_what_cannot_be_loaded_says_so(opened):
 
 @v1
 def test_a_task_of_one_turn_is_graded_by_its_rewards(opened):
-    environment = opened("toy_reverse", held_out=0)
+    environment = opened("toy_reverse", heldout=0)
     problem = environment.problems("train")[1]
     assert problem.answer == "raep"
     for text, reward in (("raep", 2.0), ("", 0.0)):
@@ -314,7 +311,7 @@ def test_a_task_of_one_turn_is_graded_by_its_rewards(opened):
 
 @v1
 def test_a_tool_in_a_process_of_its_own(opened):
-    environment = opened("toy_stamp", train=3, held_out=0)
+    environment = opened("toy_stamp", train=3, heldout=0)
     assert len(environment.problems("train")) == 3
     calls = [call("stamp_back", message="a"), f"Two {call('stamp_back', message='b')} {call('nothing')}", "done"]
     (seen, first, second, third), result = played(environment, calls)
@@ -333,7 +330,7 @@ def test_a_tool_in_a_process_of_its_own(opened):
 
 @v1
 def test_its_own_limit_of_turns_ends_a_rollout_of_v1(opened):
-    environment = opened("toy_stamp", train=1, held_out=0, env={"agent": {"max_turns": 1}})
+    environment = opened("toy_stamp", train=1, heldout=0, env={"agent": {"max_turns": 1}})
     steps, result = played(environment, [call("stamp_back", message="a")] * 3)
     assert len(steps) == 2
     assert steps[-1].logs == {"stop": "max_turns"}
@@ -342,7 +339,7 @@ def test_its_own_limit_of_turns_ends_a_rollout_of_v1(opened):
 
 @v1
 def test_an_environment_that_plays_the_user(opened):
-    environment = opened("toy_echo", held_out=0)
+    environment = opened("toy_echo", heldout=0)
     (seen, *steps), result = played(environment, ["one", "two", "four"])
     assert seen.messages == ({"role": "system", "content": "Repeat."}, {"role": "user", "content": "one"})
     assert [tuple(step.messages) for step in steps] == [
@@ -355,7 +352,7 @@ def test_an_environment_that_plays_the_user(opened):
 
 @v1
 def test_four_episodes_of_v1_at_once(opened):
-    environment = opened("toy_echo", held_out=0)
+    environment = opened("toy_echo", heldout=0)
     problem = environment.problems("train")[0]
     episodes = [environment.start(problem, seed) for seed in range(4)]
     for turn, right in enumerate(["one", "two", "three"]):
@@ -368,7 +365,7 @@ def test_four_episodes_of_v1_at_once(opened):
 
 @v1
 def test_faults_of_v1_give_no_reward(opened):
-    environment = opened("toy_reverse", held_out=0, words=["apple", "break"])
+    environment = opened("toy_reverse", heldout=0, words=["apple", "break"])
     _, result = played(environment, ["raise"])
     assert result.total_reward is None
     assert "no such number" in result.error
@@ -381,7 +378,7 @@ def test_faults_of_v1_give_no_reward(opened):
 
 @v1
 def test_an_episode_of_v1_that_is_cut_short_is_graded_as_it_stands(opened):
-    environment = opened("toy_echo", held_out=0)
+    environment = opened("toy_echo", heldout=0)
     episode = environment.start(environment.problems("train")[0], 0)
     assert not episode.step(act("one")).done
     result = episode.result()
@@ -400,6 +397,33 @@ def test_what_v1_cannot_load_says_so(opened):
     if not has_classic():
         with pytest.raises(UsageError, match="no taskset toy_nowhere"):
             opened("toy_nowhere")
+
+
+# --- in worker processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS, reason="needs verifiers")
+@pytest.mark.parametrize("kind", [pytest.param("classic", marks=classic), pytest.param("v1", marks=v1)])
+def test_episodes_of_several_worker_processes(kind):
+    from retrain.config.tasks import Environment
+    from retrain.environments.hosted import Hosted
+
+    args = {"kind": "tools"} if kind == "classic" else {"train": 2, "heldout": 0}
+    section = Environment(provider="verifiers", id=f"toy_{kind}" if kind == "classic" else "toy_stamp", args=args)
+    hosted = Hosted(section.model_copy(update={"timeout_s": 120.0}), TOYS)
+    try:
+        assert not hosted.exact
+        problem = hosted.problems("train")[1]
+        episodes = [hosted.start(problem, 0) for _ in range(3)]
+        wanted = {"capital": {"country": "Peru"}, "stamp_back": {"message": "a"}}
+        name = episodes[0].observe().tools[0]["function"]["name"]
+        answers = [episode.step(act(call(name, **wanted[name]))) for episode in episodes]
+        assert {answer.messages[0]["content"] for answer in answers} == {"Lima" if name == "capital" else "a [stamp 1]"}
+        assert all(episode.step(act("Lima")).done for episode in episodes)
+        reward = 1.0 if name == "capital" else 1 / 3
+        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([reward] * 3)
+    finally:
+        hosted.close()
 
 
 # --- what needs no verifiers ---------------------------------------------------------------------------------------
@@ -488,6 +512,31 @@ def test_a_harness_that_never_ends_is_stopped(inversion):
     episode.close()
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"<think>two</think> Now. {call('add', a=1)}", "<think>two</think>\n\nNow.", '{"a": 1}'),
+        ("<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "", '{"a": 1}'),
+        (call("add", a="one", b="2"), "", '{"a": "one", "b": "2"}'),
+    ],
+)
+def test_calls_are_read_in_the_formats_of_open_models(inversion, text, content, arguments):
+    replies = []
+    properties = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
+
+    async def lead(channel):
+        replies.append(await posted(inversion, channel, [USER], tools=[tool]))
+        return Outcome(RewardResult(1.0))
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    episode.step(act(text))
+    message = json.loads(replies[0][1])["choices"][0]["message"]
+    assert message["content"] == content
+    assert [each["function"]["arguments"] for each in message["tool_calls"]] == [arguments]
+    episode.close()
+
+
 def test_a_closed_episode_leaves_nothing_behind(inversion):
     ended = []
 
@@ -504,21 +553,3 @@ def test_a_closed_episode_leaves_nothing_behind(inversion):
     assert ended
     assert not inversion.endpoint.channels
     assert "closed" in episode.result().error
-
-
-def test_calls_are_found_in_text():
-    found = calls.Call("add", '{"a": 1}')
-    block = '{"name": "add", "arguments": {"a": 1}}'
-    assert calls.parse(f"So: <tool_call>\n{block}\n</tool_call>") == ("So:", [found])
-    assert calls.parse(f"```tool\n{block}\n```\n<tool_call>{block}") == ("", [found, found])
-    for text in ("plain ", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>{a</tool_call>"):
-        assert calls.parse(text) == (text, [])
-
-
-@pytest.mark.skipif(HAS, reason="verifiers is installed")
-def test_without_the_package_it_says_what_to_install():
-    pytest.importorskip("aiohttp")
-    from retrain.environments.providers.verifiers import Verifiers
-
-    with pytest.raises(MissingExtra, match="pip install"):
-        Verifiers("anything")

@@ -30,6 +30,9 @@ class RemoteEngine:
         place = self.published[ref] = self.folder / f"{ref.run_id}@{ref.version}"
         weights.export(place, place)
 
+    def forget_sequences(self) -> None:
+        """Nothing is kept."""
+
     def sample(self, requests: list[SampleRequest], *, max_rows=None, finished=None) -> list[list[Action]]:
         groups = []
         for place, request in enumerate(requests):

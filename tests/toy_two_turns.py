@@ -14,6 +14,7 @@ class GuessTwice:
     """The reward is the share of even digits in the second guess, with half of that of the first."""
 
     reward_range = (0.0, 1.5)
+    exact = True
     metrics_ranges: ClassVar = {"first": {"min": 0, "max": 1}}
 
     def __init__(self, problems: Sequence[Problem]):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.protocol import Credit
+from retrain.algorithms.turns import Compared, compared, has_signal, set_advantage
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.config.modes import MODES, Named, advantage_of, credit_of
@@ -28,7 +29,7 @@ from retrain.plugins import load_function
 from retrain.policy.protocol import Denominators, Scores
 from retrain.rng import uniforms
 from retrain.tokenizer import Tokenizer
-from retrain.types import Action, Group, Problem, RewardResult, Rollout
+from retrain.types import Action, Group, Problem, RewardResult, Rollout, samples_of_rollout
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Standard:
 
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
         """See ``Algorithm.credit``. λ is read first: what is observed of this batch counts from the next step on."""
-        fill_advantages(groups, self.modes.advantage, self.config.reward.type)
+        turns = self.config.algorithm.turn_discount if self.config.algorithm.turn_credit == "turn" else None
+        reward = self.config.environment.provider or self.config.reward.type
+        fill_advantages(groups, self.modes.advantage, reward, turns)
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
@@ -112,8 +115,10 @@ def correct_rate(groups: Sequence[Group]) -> float:
     return sum(flags) / len(flags)
 
 
-def fill_advantages(groups: Sequence[Group], mode: Named, reward_name: str = "reward") -> None:
-    """Set the advantages of all rollouts and ``discarded`` of every group from the rewards.
+def fill_advantages(
+    groups: Sequence[Group], mode: Named, reward_name: str = "reward", turn_discount: float | None = None
+) -> None:
+    """Set the advantages of all rollouts, with ``turn_discount`` turn by turn, and ``discarded`` of every group.
 
     Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
     itself. Some modes are whitened over the batch. A group whose advantages are all equal to 0 carries no
@@ -121,36 +126,44 @@ def fill_advantages(groups: Sequence[Group], mode: Named, reward_name: str = "re
 
     Raises RunFailed, which names the reward, where the mode is not defined for it.
     """
-    facts, rated = advantage_of(mode), list[Rollout]()
+    facts = advantage_of(mode)
+    smallest = max(facts.smallest_group, 1 if turn_discount is None else 2)
+    rated: list[tuple[Compared, list[float]]] = []
     for group in groups:
-        known = [rollout for rollout in group.rollouts if rollout.reward.total_reward is not None]
         for rollout in group.rollouts:
-            rollout.advantage = math.nan
-        if len(known) >= facts.smallest_group:
-            rewards_N = torch.tensor([rollout.reward.total_reward for rollout in known], dtype=torch.float64)
-            outside_N = rewards_N[(rewards_N < 0.0) | (rewards_N > 1.0)]
-            if facts.unit_rewards and len(outside_N):
-                raise RunFailed(
-                    f"advantage_mode = {mode} is defined for rewards in [0, 1], but {reward_name} gave "
-                    f"{outside_N[0].item():g}: rescale that reward or use advantage_mode = grpo"
-                )
-            actions = [rollout.turns[-1].action for rollout in known]
-            context = GroupContext(group.prompt.problem, actions, [rollout.reward for rollout in known])
-            values_N = group_advantages(mode, rewards_N, context)
-            for rollout, value in zip(known, values_N.tolist(), strict=True):
-                rollout.advantage = value
-            rated += known
+            rollout.advantage, rollout.turn_advantages = math.nan, None
+        for each in compared(group, turn_discount):
+            if len(each.rollouts) >= smallest:
+                rated.append((each, _advantages(each, mode, reward_name)))
+            elif each.turn is not None:  # nothing to compare this turn with
+                rated.append((each, [0.0] * len(each.rollouts)))
     if facts.whitened and rated:
-        values_N = torch.tensor([rollout.advantage for rollout in rated], dtype=torch.float64)
-        whitened_N = whiten(values_N, torch.tensor([len(rollout) for rollout in rated]))
-        for rollout, value in zip(rated, whitened_N.tolist(), strict=True):
-            rollout.advantage = value
+        values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
+        whitened_N = whiten(values_N, torch.tensor([tokens for each, _ in rated for tokens in each.tokens]))
+        parts = iter(whitened_N.tolist())
+        rated = [(each, [next(parts) for _ in values]) for each, values in rated]
+    for each, values in rated:
+        for rollout, value in zip(each.rollouts, values, strict=True):
+            set_advantage(rollout, each.turn, value)
     for group in groups:
-        known_N = group.advantages_N[np.isfinite(group.advantages_N)]
-        if not len(known_N):
+        if not np.isfinite(group.advantages_N).any():
             group.discarded = "no_reward"
         else:
-            group.discarded = None if known_N.any() else "zero_advantage"
+            group.discarded = None if has_signal(group) else "zero_advantage"
+
+
+def _advantages(each: Compared, mode: Named, reward_name: str) -> list[float]:
+    """One for each of the rollouts that are compared. Raises RunFailed where the mode is not defined for the reward."""
+    returns_N = torch.tensor(each.returns, dtype=torch.float64)
+    outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
+    if advantage_of(mode).unit_rewards and len(outside_N):
+        raise RunFailed(
+            f"advantage_mode = {mode} is defined for rewards in [0, 1], but {reward_name} gave "
+            f"{outside_N[0].item():g}: rescale that reward or use advantage_mode = grpo"
+        )
+    rewards = [rollout.reward for rollout in each.rollouts]
+    context = GroupContext(each.group.prompt.problem, each.actions, rewards)
+    return group_advantages(mode, returns_N, context).tolist()
 
 
 def mark_planning(groups: Sequence[Group], detector: Detector, tokenizer: Tokenizer) -> None:
@@ -159,7 +172,8 @@ def mark_planning(groups: Sequence[Group], detector: Detector, tokenizer: Tokeni
     placed = [tokenizer.offsets(turn.action.token_ids) for rollout in rollouts for turn in rollout.turns]
     masks = iter(detector.token_masks([text for text, _ in placed], [offsets for _, offsets in placed]))
     for rollout in rollouts:
-        rollout.planning_T = np.concatenate([np.asarray(next(masks), dtype=bool) for _ in rollout.turns])
+        own = [np.asarray(next(masks), dtype=bool) for _ in rollout.turns]
+        rollout.planning_T = np.concatenate([np.zeros(0, dtype=bool), *own])
 
 
 def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tensor:
@@ -210,10 +224,17 @@ def assign_credit(
             group.discarded = None if group in signal else "zero_advantage"
     denominators = Denominators(
         tokens=int(credit.denominator_mask_BT.sum()),
-        sequences=sum(len(rollout) > 0 for _, rollout in rows),
+        sequences=sum(len(samples_of_rollout(rollout)) for _, rollout in rows if len(rollout) > 0),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
     )
     return WatchedCredit(denominators, credit.stats, credit.exec_variance)
+
+
+def _by_token(rollout: Rollout) -> np.ndarray:
+    """The advantage of every token before it is weighted: its turn's, or the whole rollout's."""
+    if rollout.turn_advantages is None:
+        return np.full(len(rollout), rollout.advantage)
+    return np.repeat(rollout.turn_advantages, [len(turn.action) for turn in rollout.turns])
 
 
 def _token_credit(
@@ -236,7 +257,7 @@ def _token_credit(
     number = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in rows))}
     return token_advantages(
         modes.transform,
-        torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float64),
+        _padded([_by_token(rollout) for rollout in rollouts], width, np.float64),
         _padded([rollout.logprobs_T for rollout in rollouts], width, np.float64),
         _padded_if_all([rollout.entropy_T for rollout in rollouts], width, np.float64),
         planning_BT,

@@ -71,6 +71,12 @@ class Algorithm(Section):
     transform_mode: TransformMode = "none"
     """How that number is spread over the completion's tokens; `none` gives every token the same. A mode, or
     `module:function` of your own."""
+    turn_credit: Literal["episode", "turn"] = "episode"
+    """In episodes of several turns: one advantage for the whole episode, or one for every turn, by the same
+    `advantage_mode` from the rewards that were still to come, compared with those of the group's other rollouts in
+    their turns of the same number."""
+    turn_discount: Annotated[float, Field(gt=0, le=1), UsedWhen("algorithm.turn_credit", ("turn",))] = 1.0
+    """What a reward one turn later counts, in the rewards that are still to come."""
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
     ] = "surprisal"

@@ -18,6 +18,28 @@ if TYPE_CHECKING:
     from retrain.config.root import Config
 
 
+def environment_rules(config: Config) -> Iterator[Finding]:
+    """An environment of its own brings problems and rewards; turns are credited where there are several."""
+    provider = config.environment.provider
+    if provider is not None:
+        for key, value, default in (
+            ("data.source", config.data.source, "arithmetic"),
+            ("reward.type", config.reward.type, "match"),
+        ):
+            if value != default:
+                what = "problems" if key == "data.source" else "rewards"
+                message = f'is "{value}", but provider = "{provider}" brings its own {what}'
+                yield Finding((key, "environment.provider"), message, "remove one of the two")
+    if config.algorithm.turn_credit == "turn":
+        keys = ("algorithm.turn_credit", "environment.max_turns")
+        if config.environment.turns == 1:
+            yield Finding(keys, "has no effect: every episode has one turn", 'turn_credit = "episode"')
+        elif credit_of(config.algorithm.transform_mode).own_advantage:
+            mode = config.algorithm.transform_mode
+            keys = ("algorithm.turn_credit", "algorithm.transform_mode")
+            yield Finding(keys, f'has no effect: transform_mode = "{mode}" makes its own', 'turn_credit = "episode"')
+
+
 def model_rules(config: Config) -> Iterator[Finding]:
     """A backend of the user's own decides itself how it runs."""
     backend = config.backend.backend
@@ -294,6 +316,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 
 
 RULES = (
+    environment_rules,
     model_rules,
     anneal_rules,
     group_rules,

@@ -21,7 +21,6 @@ from retrain.config.base import (
     UsedWhen,
     fault,
     is_plugin,
-    minus_one,
 )
 from retrain.config.describe import no_effect
 from retrain.plugins import why_no_range
@@ -29,6 +28,8 @@ from retrain.plugins import why_no_range
 SOURCES = ("arithmetic", "gsm8k", "math")
 FILE_ENDINGS = (".jsonl", ".parquet")
 Level = Literal["easy", "medium", "hard"]
+DEFAULT_TURNS = 16
+"""Most turns of an episode where the file says nothing."""
 
 
 def _source(value: str | None) -> str | None:
@@ -259,33 +260,102 @@ class Reward(Grader):
             )
 
 
+PROVIDERS = ("reasoning_gym", "verifiers", "openenv", "textarena")
+"""Libraries whose environments run unchanged."""
+
+
+def _provider(value: str | None) -> str | None:
+    if value is None or value in PROVIDERS or is_plugin(value):
+        return value
+    close = difflib.get_close_matches(value, PROVIDERS, n=1, cutoff=0.5)
+    raise fault(
+        f'is "{value}", but must be one of {", ".join(PROVIDERS)}, or module:Class of your own',
+        f'provider = "{close[0] if close else "my_environment:Game"}"',
+    )
+
+
+def _one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
 class Environment(Section):
-    """Environments of several turns. Only problems of one turn, from [data], are available."""
+    """What the model acts in, in one turn or in several. Without `provider` and `tools` it answers the problems of
+    [data] in one turn."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
-    provider: OptionalText = None
-    """Who provides the environment; leave unset."""
-    id: OptionalText = None
-    """Which of the provider's environments."""
+    provider: Annotated[OptionalText, AfterValidator(_provider)] = None
+    """Whose environment: `reasoning_gym`, `verifiers`, `openenv`, `textarena`, or `module:Class` of your own, which has
+    `problems(split)` and `start(problem, seed)`. It brings its own problems and rewards."""
+    id: OptionalText | list[str | dict[str, Any]] | dict[str, Any] = None
+    """Which of the provider's environments: a name; for `reasoning_gym` also a list, whose entries are names or tables
+    with `name`, `weight` and `config`."""
     args: Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
         default_factory=dict
     )
     """Arguments of the environment."""
-    max_turns: Annotated[Count, minus_one(1)] = 1
-    """Turns of one episode. Only 1; -1 is read as 1."""
+    tools: Annotated[
+        list[Text | dict[str, Any]],
+        BeforeValidator(_one_as_list, json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]]),
+    ] = Field(default_factory=list)
+    """Tools that the model may call while it works on a problem of [data]: `calculator`, `python`, `search`,
+    `module:function` or `module:Class` of your own, or a table `{ tool = "search", corpus = "notes.jsonl" }` with the
+    tool's settings. The first answer without a call ends the episode, and [reward] grades it."""
+    tools_prompt: str | None = None
+    """What the system message says of the tools where the model's chat template cannot show them; unset is a list of
+    them with the way to call one, an empty text is nothing."""
+    max_turns: Annotated[
+        OptionalCount, BeforeValidator(lambda value: None if value == -1 else value, json_schema_input_type=int | None)
+    ] = None
+    """Most turns of an episode; unset or -1 is 1 for problems of one turn, else 16."""
+    max_episode_tokens: OptionalCount = None
+    """Most tokens of an episode, read and sampled together; unset is what the model's context holds."""
+    timeout_s: Annotated[Positive, Role.SPEED] = 30.0
+    """Seconds after which a step of the environment, or a call of a tool, is given up and its episode ends."""
+    workers: Annotated[Count, Role.SPEED] = 2
+    """Processes in which environments and tools run, side by side."""
+    memory_gb: Annotated[Positive, Role.SPEED] = 4.0
+    """Memory that one of these processes may take."""
+    python: Annotated[OptionalText, Role.NAMES] = None
+    """The Python that runs them, where the environment's packages do not go together with these: the path of `python`
+    in a virtual environment of their own."""
     auto_install: bool = False
-    """Whether to install the environment from its hub."""
+    """Only false: nothing is installed unasked."""
+
+    @property
+    def measured(self) -> str:
+        """Everything that decides what happens in it, as text."""
+        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role != Role.SAMPLES})
+
+    @property
+    def hosted(self) -> bool:
+        """Whether there is anything but problems of one turn from [data]."""
+        return self.provider is not None or bool(self.tools)
+
+    @property
+    def turns(self) -> int:
+        """Most turns of an episode."""
+        return self.max_turns or (DEFAULT_TURNS if self.hosted else 1)
 
     def findings(self) -> Iterator[Finding]:
-        """Only single-turn problems exist; nothing about environments is accepted and ignored."""
-        fix = "remove [environment] and choose problems with [data] source"
-        if self.provider is not None:
-            yield Finding(("environment.provider",), f'is "{self.provider}": environments are not available', fix)
-        elif self.id is not None or self.args or self.auto_install:
-            key = "id" if self.id is not None else "args" if self.args else "auto_install"
-            yield Finding((f"environment.{key}",), "has no effect: environments are not available", fix)
-        if self.max_turns > 1:
+        """An environment or tools, and nothing beside them that would have no effect."""
+        if self.provider is not None and self.tools:
             yield Finding(
-                ("environment.max_turns",), f"is {self.max_turns}: only one turn is available", "max_turns = 1"
+                ("environment.tools", "environment.provider"),
+                f"has no effect: {self.provider} brings its own tools",
+                "remove one of the two",
+            )
+        if self.provider is None:
+            for key, given in (("id", self.id), ("args", self.args)):
+                if given:
+                    fix = 'provider = "reasoning_gym"'
+                    yield Finding((f"environment.{key}",), "has no effect without a provider", fix)
+        if self.auto_install:
+            fix = "auto_install = false, after installing the environment yourself"
+            yield Finding(("environment.auto_install",), "is true, but nothing is installed unasked", fix)
+        if not self.hosted and self.turns > 1:
+            yield Finding(
+                ("environment.max_turns",),
+                f"is {self.max_turns}, but problems of [data] have one turn: it takes tools or a provider",
+                'tools = ["calculator"]',
             )

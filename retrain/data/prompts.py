@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
-from retrain.types import Action, Message, Problem, Prompt
+from retrain.types import Message, Problem, Prompt
 
 LONGEST_BY_CHARACTERS = 8
 """Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
@@ -20,31 +21,49 @@ minutes."""
 SPARE_TOKENS = 16
 """Room for beginning tokens and whatever else a tokenizer adds to a text."""
 
-MARK = "⟪what the model said⟫"
-"""Stands for an action, to find what the template writes after it."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
 
 
 class Renderer:
-    """Conversations through a tokenizer's chat template, as ``[data]`` says."""
+    """Conversations through a tokenizer's chat template, as ``[data]`` says.
 
-    def __init__(self, tokenizer: Any, data: Data):
-        self.tokenizer, self.data = tokenizer, data
+    ``tools_prompt`` tells the model of its tools where its template knows none: None is the list of them with the way
+    to call one, "" is nothing.
+    """
 
-    def prompt(self, problem: Problem, messages: Sequence[Message]) -> Prompt:
+    def __init__(self, tokenizer: Any, data: Data, tools_prompt: str | None = None):
+        self.tokenizer, self.data, self.tools_prompt = tokenizer, data, tools_prompt
+        self._shows_tools: bool | None = None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def end_text(self) -> str:
+        """The token that ends what the assistant says, as text; "" where it is not known."""
+        return str(getattr(self.tokenizer, "eos_token", None) or "")
+
+    def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """What the model reads first.
 
         Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
         Raises ModelError when the template refuses the conversation (some know no system role), DataError when no
         token comes out.
         """
-        if getattr(self.tokenizer, "chat_template", None):
+        if tools:
+            messages = self._with_tools(messages, tools)
+        if self.has_template:
             try:
-                text = self._templated(messages)
-            except Exception as error:  # whatever the template's own code raises
+                text = self.text(messages, tools)
+            except ModelError as error:
                 hint = ": leave [data] system_prompt out" if self.data.system_prompt else ""
-                message = f"the tokenizer's chat template refuses problem {problem.id}: {error}{hint}"
-                raise ModelError(message) from error
-            token_ids = self._ids(text)
+                cause = error.__cause__
+                message = f"the tokenizer's chat template refuses problem {problem.id}: {cause}{hint}"
+                raise ModelError(message) from cause
+            token_ids = self.ids(text)
         else:
             text = "\n\n".join(message["content"] for message in messages)
             token_ids = self.tokenizer(text)["input_ids"]
@@ -52,35 +71,48 @@ class Renderer:
             raise DataError(f"problem {problem.id} has no tokens")
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
-    def answer(self, before: Sequence[Message], action: Action, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What the model reads after ``action``: what the template writes for these messages, from the end of the
-        assistant's text up to where its next turn begins. An end token that the action ends with is not repeated.
-        Nothing of it depends on the action's text, which stays in the context as it was sampled.
-
-        Raises ModelError when the template rewrites earlier turns.
-        """
-        if not getattr(self.tokenizer, "chat_template", None):
-            return self._ids("\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n")
-        conversation = [*before, {"role": "assistant", "content": MARK}, *messages]
-        head, mark, text = self._templated(conversation).rpartition(MARK)
-        if not mark or MARK in head or not head.startswith(self._templated(before, begin_answer=False)):
-            raise ModelError(
-                "the tokenizer's chat template rewrites earlier turns: the model would continue another conversation "
-                "than the one that it has read"
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
+        """The conversation as the template writes it, up to where the model's answer begins. Raises ModelError when the
+        template refuses it."""
+        extra: dict[str, Any] = dict(self.data.chat_template_kwargs)
+        if tools:
+            extra["tools"] = [dict(tool) for tool in tools]
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **extra
             )
-        token_ids = self._ids(text)
-        if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
-            token_ids = token_ids[1:]
-        return token_ids
+        except Exception as error:  # whatever the template's own code raises
+            raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
-    def _templated(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
-        extra = self.data.chat_template_kwargs
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=begin_answer, **extra
-        )
-
-    def _ids(self, text: str) -> tuple[int, ...]:
+    def ids(self, text: str) -> tuple[int, ...]:
+        """The tokens of a part of the conversation, and none that a tokenizer adds."""
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
+        """With a system message about the tools, where the template does not show them itself."""
+        if self._shows_tools is None:
+            self._shows_tools = self.has_template and self.text(messages, tools) != self.text(messages)
+        about = tools_text(tools) if self.tools_prompt is None else self.tools_prompt
+        if self._shows_tools or not about:
+            return messages
+        if messages and messages[0]["role"] == "system":
+            first = messages[0]["content"]
+            return [{"role": "system", "content": f"{first}\n\n{about}"}, *messages[1:]]
+        return [{"role": "system", "content": about}, *messages]
+
+
+def tools_text(tools: Tools) -> str:
+    """The tools, and how one is called, in plain words."""
+    lines = ["You can call these tools:"]
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters", {}).get("properties", {})
+        names = ", ".join(f"{name}: {about.get('type', 'any')}" for name, about in parameters.items())
+        lines.append(f"{function['name']}({names}): {function.get('description', '')}".rstrip(": "))
+    first = tools[0]["function"]
+    example = {name: "…" for name in first.get("parameters", {}).get("properties", {})}
+    call = json.dumps({"name": first["name"], "arguments": example}, ensure_ascii=False)
+    return "\n".join([*lines, "To call one, write only:", "```tool", call, "```", "You will read what it returns."])
 
 
 def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:

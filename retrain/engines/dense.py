@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrain.engines.draw import adds_in_any_order, draw
+from retrain.engines.kept import Batch, Kept
 from retrain.engines.step import (
     ACTIVATIONS,
     Block,
@@ -152,6 +153,20 @@ class KVCache:
             for layer in range(len(states)):
                 states[layer] = states[layer].index_select(0, rows)
 
+    def copy(self, rows: torch.Tensor, columns: int) -> Batch:
+        """The first columns of some of the rows."""
+        keys, values = ([states[rows, :, :columns] for states in own] for own in (self.keys, self.values))
+        return Batch(keys, values)
+
+    def put_back(self, rows: torch.Tensor, kept: Sequence[Kept]) -> None:
+        """Begin these rows with what was kept of a sequence each, all of one batch."""
+        batch = kept[0].batch
+        places = torch.tensor([one.place for one in kept], device=rows.device)
+        columns = min(max(len(one.token_ids) for one in kept), self.capacity)
+        for own, given in ((self.keys, batch.keys), (self.values, batch.values)):
+            for states, layer in zip(own, given, strict=True):
+                states[rows, :, :columns] = layer[places, :, :columns]
+
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Begin the given rows of a layer with these states [rows, heads, T, head_dim]."""
         width = keys.shape[2]
@@ -269,6 +284,40 @@ class DenseDecoder:
             attended = causal_attention(q, k, v, frame.scaling)
             x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
         return x.view(rows, width, -1)
+
+    def extend(
+        self,
+        ids_RT: torch.Tensor,
+        start_R: torch.Tensor,
+        last_R: torch.Tensor,
+        blocks: list[Block],
+        kv_cache: KVCache,
+        rows_R: torch.Tensor,
+        real_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """More tokens of rows whose first ``start_R`` columns are there, padded on the right → logits [R, V] at
+        ``last_R``. Only what is real is written to the cache; ``rows_R`` of the others is any row."""
+        rows, width = ids_RT.shape
+        step_T = torch.arange(width, device=self.device)
+        columns = int((start_R + last_R).max()) + 1
+        position_RT = (start_R.unsqueeze(1) + step_T).clamp_(max=columns - 1)
+        frame = self.turned(columns)
+        cos, sin = frame.cos[position_RT].unsqueeze(2), frame.sin[position_RT].unsqueeze(2)
+        seen_R1TK = (torch.arange(columns, device=self.device) <= position_RT.unsqueeze(-1)).unsqueeze(1)
+        written_RT = (step_T <= last_R.unsqueeze(1)) & real_R.unsqueeze(1)
+        into_N, at_N = rows_R.unsqueeze(1).expand(rows, width)[written_RT], position_RT[written_RT]
+        x = F.embedding(ids_RT.reshape(-1), frame.embedding)
+        for layer, block in enumerate(blocks):
+            keys, values = kv_cache.keys[layer], kv_cache.values[layer]
+            qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(rows, width, -1, frame.head_dim)
+            qk, v = qkv.split([frame.heads + frame.kv_heads, frame.kv_heads], 2)
+            q, k = rotated(frame, block.head_norms, qk, cos, sin).split([frame.heads, frame.kv_heads], 2)
+            keys[into_N, :, at_N], values[into_N, :, at_N] = k[written_RT], v[written_RT]
+            before = (keys[rows_R, :, :columns], values[rows_R, :, :columns])
+            attended = causal_attention(q.transpose(1, 2), *before, frame.scaling, seen_R1TK)
+            x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
+        x_RTH = x.view(rows, width, -1)
+        return logits(frame, x_RTH[torch.arange(rows, device=self.device), last_R])
 
     def output(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of hidden states behind the last norm."""

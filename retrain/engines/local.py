@@ -16,6 +16,7 @@ import torch
 from retrain.engines.dense import dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
+from retrain.engines.kept import KeptSequences
 from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import COLUMNS, SlotBatch
@@ -35,6 +36,8 @@ from retrain.types import Action
 
 MOST_ROWS = {"cpu": 1024, "cuda": 4096}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
+KEPT_SHARE = 0.25
+"""Of the memory for decoding, for sequences that go on in a later call."""
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
 prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
@@ -81,6 +84,7 @@ class LocalEngine:
     def begin(self, plan: MemoryPlan) -> None:
         """Forget what was learnt about memory, and go by this plan."""
         self.plan, self.decode_bytes = plan, plan.decode_bytes
+        self.kept = KeptSequences(int(KEPT_SHARE * plan.decode_bytes))
         self.fitting: int | None = None
 
     def state(self) -> dict[str, Any]:
@@ -103,6 +107,11 @@ class LocalEngine:
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
         self._published[ref.run_id] = (ref.version, weights.weights)
+        self.kept.clear()
+
+    def forget_sequences(self) -> None:
+        """See ``Engine.forget_sequences``."""
+        self.kept.clear()
 
     def forget(self) -> None:
         """Drop all published weights."""
@@ -142,7 +151,8 @@ class LocalEngine:
             if request.lane == lane
             for sample in range(request.samples)
         ]
-        affordable = self.affordable_rows(longest, any(request.truncates for request in requests))
+        going_on = any(request.sequences for request in requests)
+        affordable = self.affordable_rows(longest, any(request.truncates for request in requests), going_on)
         rows = min(bound for bound in (affordable, max_rows, self.fitting) if bound)
         while True:
             try:
@@ -152,6 +162,7 @@ class LocalEngine:
                 if not is_out_of_memory(error) or rows <= len(lanes):
                     raise
                 rows = self.fitting = max(len(lanes), min(rows, len(work)) // 2)
+                self.kept.clear()
                 self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
             work = [row for row in work if not done[row.request]]
 
@@ -197,7 +208,7 @@ class LocalEngine:
         used = sorted({requests[row.request].lane for row in work})
         own = self.decoder.of_lanes(blocks, [lanes.index(lane) for lane in used], len(lanes))
         with torch.no_grad():
-            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs).run()
+            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs, self.kept).run()
 
     def _plain(
         self, requests: Sequence[LaneRequest], wave: list[Row], weights: Sequence[LoraWeights], keep: Finished
@@ -239,15 +250,16 @@ class LocalEngine:
                 dealt += 1
         return [piece for piece in pieces if piece]
 
-    def affordable_rows(self, length: int, truncated: bool = False) -> int:
-        """Rows of ``length`` tokens whose cache and logits ``decode_bytes`` hold."""
+    def affordable_rows(self, length: int, truncated: bool = False, going_on: bool = False) -> int:
+        """Rows of ``length`` tokens whose cache and logits ``decode_bytes`` hold, beside sequences that go on."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = COLUMNS.get(kind, COLUMNS["cuda"])
         cache = -(-length // columns) * columns * cache_bytes(self.base)
         # Where truncated, what is left of the mass, twice.
         logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         # Resizing the batch copies one layer's keys or values at a time.
-        fitting = self.decode_bytes // (cache + cache // (2 * layers) + logits)
+        room = self.decode_bytes - going_on * self.kept.limit
+        fitting = room // (cache + cache // (2 * layers) + logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 

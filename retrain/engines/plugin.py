@@ -37,6 +37,9 @@ class PluginEngine:
             raise TypeError(f"this engine samples with backends, not with {type(weights).__name__}")
         self._backends[ref.run_id] = weights.backend
 
+    def forget_sequences(self) -> None:
+        """Nothing is kept."""
+
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:

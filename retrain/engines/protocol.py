@@ -37,6 +37,9 @@ class SampleRequest:
     top_k: int = 0
     """0: no bound."""
     min_p: float = 0.0
+    sequences: tuple[tuple[int | str, ...], ...] = ()
+    """A name for each sample whose sequence may go on in a later request of the same name: an engine may keep what it
+    has computed of it, until ``forget_sequences``."""
 
     @property
     def truncates(self) -> bool:
@@ -69,6 +72,10 @@ class Engine(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state()``."""
+        ...
+
+    def forget_sequences(self) -> None:
+        """No sequence of the requests so far goes on."""
         ...
 
     def sample(

@@ -16,7 +16,8 @@ import torch
 
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.graphs import StepGraphs
-from retrain.engines.protocol import Finished
+from retrain.engines.kept import Kept, KeptSequences
+from retrain.engines.protocol import Finished, PolicyRef
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
@@ -57,7 +58,9 @@ class SlotBatch:
         max_rows: int,
         finished: Finished,
         graphs: StepGraphs,
+        kept: KeptSequences,
     ):
+        self.kept = kept
         self.base, self.decoder, self.requests, self.work = base, decoder, requests, work
         self.lanes, self.blocks, self.max_rows, self.finished = list(lanes_used), blocks, max_rows, finished
         self.waiting: dict[int, deque[int]] = {lane: deque() for lane in lanes_used}
@@ -206,6 +209,7 @@ class SlotBatch:
         """Free the rows and report requests that are complete."""
         complete, index = [], torch.from_numpy(rows).to(self.base.device)
         self.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
+        self._keep(rows)
         for sequence in self.sequence[rows]:
             request = self.work[sequence].request
             self.missing[request] -= 1
@@ -215,6 +219,25 @@ class SlotBatch:
         self.rows.sequence_R[index], self.rows.position_R[index], self.rows.sampled_R[index] = self.scratch, 0, 0
         for request in complete:
             self.finished(request, self._actions(request))
+
+    def _keep(self, rows: np.ndarray) -> None:
+        """Keep what was computed of ended sequences that may go on: of all their tokens but the last, which nothing has
+        read."""
+        by_policy: dict[PolicyRef, list[int]] = {}
+        for row, sequence in zip(rows.tolist(), self.sequence[rows].tolist(), strict=True):
+            request = self.requests[self.work[sequence].request]
+            if request.sequences:
+                by_policy.setdefault(request.policy, []).append(row)
+        for ref, own in by_policy.items():
+            index, sequences = torch.tensor(own, device=self.base.device), self.sequence[own].tolist()
+            sampled = self.sampled.tokens_NT[torch.tensor(sequences, device=index.device)].tolist()
+            named = []
+            for sequence, tokens in zip(sequences, sampled, strict=True):
+                work = self.work[sequence]
+                request = self.requests[work.request]
+                read = (*request.prompt_ids, *tokens[: self.lengths[sequence] - 1])
+                named.append((request.sequences[work.sample], read))
+            self.kept.put(ref, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
 
     def _admit(self) -> bool:
         """Admit waiting sequences to idle rows when it is worth a prefill; True when some were admitted."""
@@ -245,7 +268,10 @@ class SlotBatch:
         self.rows.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
         self.rows.sampled_R[rows], self.rows.alive_R[rows] = 0, True
         self._bind(self.rows)
+        self._extend(asked)
         distinct = [list(own.items()) for own in asked]
+        if not any(distinct):
+            return
         filler = next((request, []) for own in asked for request in own)
         width = max(len(self.requests[request].prompt_ids) for own in asked for request in own)
         size = max(1, PREFILL_BYTES // (len(distinct) * width * self.decoder.prefill_bytes))
@@ -253,6 +279,51 @@ class SlotBatch:
             parts = [own[begin : begin + size] for own in distinct]
             share = max(map(len, parts))
             self._prefill_part([each for part in parts for each in part + [filler] * (share - len(part))])
+
+    def _extend(self, asked: list[dict[int, list[int]]]) -> None:
+        """Go on with the sequences that were kept, and take their requests out of ``asked``: only what is new of a
+        prompt is computed."""
+        going: list[list[tuple[int, int, Kept]]] = []  # per lane rows, their requests, and what was kept
+        for own in asked:
+            taken = []
+            for request, rows in list(own.items()):
+                given = self.requests[request]
+                if len(rows) == 1 and given.samples == 1 and given.sequences:
+                    kept = self.kept.take(given.policy, given.sequences[0], given.prompt_ids)
+                    if kept is not None:
+                        taken.append((rows[0], request, kept))
+                        del own[request]
+            going.append(taken)
+        batches: dict[int, list[tuple[int, Kept]]] = {}
+        for row, _, kept in (each for taken in going for each in taken):
+            batches.setdefault(id(kept.batch), []).append((row, kept))
+        for own in batches.values():
+            rows = torch.tensor([row for row, _ in own], device=self.base.device)
+            self.kv_cache.put_back(rows, [kept for _, kept in own])
+        if not batches:
+            return
+        new = {
+            row: self.requests[request].prompt_ids[len(kept.token_ids) :] for own in going for row, request, kept in own
+        }
+        size = max(1, PREFILL_BYTES // (len(going) * max(map(len, new.values())) * self.decoder.prefill_bytes))
+        filler = next(each for taken in going for each in taken)
+        for begin in range(0, max(map(len, going)), size):
+            parts = [taken[begin : begin + size] for taken in going]
+            share = max(map(len, parts))
+            part = [each for own in parts for each in own + [filler] * (share - len(own))]
+            real = [i < len(own) for own in parts for i in range(share)]
+            self._extend_part([(row, len(kept.token_ids), new[row]) for row, _, kept in part], real)
+
+    def _extend_part(self, part: Sequence[tuple[int, int, Sequence[int]]], real: list[bool]) -> None:
+        """Read new tokens into rows that hold so many already, lane by lane equally many; those that are not real fill
+        a lane's share up."""
+        device, width = self.base.device, max(len(new) for _, _, new in part)
+        ids = torch.tensor([[*new, *[self.base.pad_id] * (width - len(new))] for _, _, new in part], device=device)
+        start = torch.tensor([start for _, start, _ in part], device=device)
+        last = torch.tensor([len(new) - 1 for _, _, new in part], device=device)
+        rows, real_R = torch.tensor([row for row, _, _ in part], device=device), torch.tensor(real, device=device)
+        logits = self.decoder.extend(ids, start, last, self.blocks, self.kv_cache, rows, real_R)
+        self._first_token(logits[real_R], rows[real_R])
 
     def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Prefill requests, lane by lane equally many, each with the rows that begin with its prompt."""

@@ -1,16 +1,19 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
-An environment of the user's own is a class with ``problems`` and ``start``; the rest has defaults (``Hosted`` fills them
-in). ``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
+An environment of the user's own is a class with ``problems`` and ``start``; ``environments.hosted`` adds the rest.
+``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from retrain.types import Action, Message, Problem, RewardResult
+from retrain.types import Action, Ended, Message, Problem, RewardResult
+
+if TYPE_CHECKING:
+    from retrain.config import Config
 
 Range = Mapping[str, Any]
 """``{"min", "max", "invert"}`` where known, for charts."""
@@ -41,6 +44,32 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     logs: Mapping[str, str] = field(default_factory=dict)
     conversation: Sequence[Message] | None = None
+
+
+class EpisodeFailed(Exception):
+    """An episode cannot go on. ``ended`` says why in one word, the text in a sentence."""
+
+    def __init__(self, ended: Ended, text: str):
+        super().__init__(text)
+        self.ended: Ended = ended
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an episode ends at the latest: after so many turns, or tokens, read and sampled together. None: never."""
+
+    turns: int | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, context: int | None) -> Limits:
+        """Those of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
+        section = config.environment
+        known = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
+        return cls(section.turns, min(known) if known and section.turns > 1 else None)
+
+
+ONE_TURN = Limits(1)
 
 
 class Episode(Protocol):

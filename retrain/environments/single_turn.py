@@ -19,7 +19,9 @@ class SingleTurn:
         self.splits, self.data, self.grader = splits, data, grader
         self.exact = True
         ends = grader.ranges.get("reward", {})
-        self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
+        self.reward_range: tuple[float, float] | None = (
+            (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
+        )
         self.metrics_ranges: Mapping[str, Range] = {
             name: ends for name, ends in grader.ranges.items() if name != "reward"
         }
@@ -28,7 +30,7 @@ class SingleTurn:
         """The problems of ``train`` or of a held-out set."""
         return self.splits[split]
 
-    def start(self, problem: Problem, seed: int) -> SingleTurnEpisode:
+    def start(self, problem: Problem, seed: int) -> Episode:
         """See ``Environment.start``; nothing is random."""
         return SingleTurnEpisode(self, problem)
 

@@ -321,14 +321,15 @@ def weight_stats(
     return stats
 
 
-def _spread(advantages_B: Floats_B, like_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-    """Every token gets its completion's advantage, 0 in the padding; ValueError unless finite in that dtype."""
-    if advantages_B.shape != mask_BT.shape[:1]:
-        raise ValueError(f"one advantage per row: got {tuple(advantages_B.shape)} for {mask_BT.shape[0]} rows")
-    advantages_B = advantages_B.detach().to(like_BT)
-    if not bool(torch.isfinite(advantages_B).all()):
+def _spread(advantages: Floats_B | Floats_BT, like_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
+    """Every token gets its completion's advantage, or its own, 0 in the padding; ValueError unless finite in that
+    dtype."""
+    if advantages.shape not in (mask_BT.shape[:1], mask_BT.shape):
+        raise ValueError(f"one advantage per row: got {tuple(advantages.shape)} for {mask_BT.shape[0]} rows")
+    advantages = advantages.detach().to(like_BT)
+    if not bool(torch.isfinite(advantages).all()):
         raise ValueError("episode advantages must be finite: leave out the completions without a reward")
-    return torch.where(mask_BT, advantages_B[:, None], 0.0)
+    return torch.where(mask_BT, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0)
 
 
 @dataclass(frozen=True)
@@ -442,7 +443,7 @@ TRANSFORMS: dict[str, Callable[[_Tokens], _Result]] = {
 @torch.no_grad()
 def token_advantages(
     transform_mode: Transform,
-    advantages_B: Floats_B,
+    advantages: Floats_B | Floats_BT,
     logprobs_BT: Floats_BT,
     entropy_BT: Floats_BT | None,
     planning_BT: Mask_BT | None,
@@ -456,7 +457,8 @@ def token_advantages(
 ) -> TokenCredit:
     """Token advantages of a padded batch: the one pipeline from episode advantages to what the loss sees.
 
-    ``advantages_B`` one per completion (finite: leave out completions without a reward); ``logprobs_BT`` and
+    ``advantages`` one per completion, or per token where turns are credited one by one (finite: leave out completions
+    without a reward); ``logprobs_BT`` and
     ``entropy_BT`` nats of the sampled distribution; ``planning_BT`` and ``mask_BT`` bool; ``alpha`` is HICRA's.
     ``gtpo_paper`` replaces the episode advantage. A transform plug-in is called with the keywords advantages_BT,
     h_BT, planning_BT and mask_BT and returns advantages_BT. Raises ValueError for missing inputs, wrong shapes
@@ -470,7 +472,7 @@ def token_advantages(
         planning_BT = _require("planning_BT", planning_BT, mask_BT, mode)
     h_BT = uncertainty(uncertainty_kind, logprobs_BT, entropy_BT, mask_BT)
     stats, exec_variance = uncertainty_stats(uncertainty_kind, h_BT, logprobs_BT, planning_BT, mask_BT)
-    flat_BT = _spread(advantages_B, h_BT, mask_BT)
+    flat_BT = _spread(advantages, h_BT, mask_BT)
     if callable(transform_mode):
         arguments = {"advantages_BT": flat_BT, "h_BT": h_BT, "planning_BT": planning_BT, "mask_BT": mask_BT}
         given = transform_mode(**arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-BUNDLED = {"tiny-reasoner": "tiny_reasoner"}
+BUNDLED = {"tiny-reasoner": "tiny_reasoner", "tiny-tool-user": "tiny_tool_user"}
 """Model name in a configuration file → directory beside this file."""
 
 

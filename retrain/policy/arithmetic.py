@@ -34,13 +34,17 @@ def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return (x * cos).add_(turned.mul_(sin))
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Causal attention [R, heads, T, D]; several heads of queries may share one of keys and values."""
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, seen_R1TK: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Causal attention [R, heads, T, D]; several heads of queries may share one of keys and values. ``seen_R1TK`` says
+    which columns a query sees where these are not its own and those before."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and wants_every_head(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    own = seen_R1TK is None
+    return F.scaled_dot_product_attention(q, k, v, seen_R1TK, is_causal=own, scale=scale, enable_gqa=grouped)
 
 
 def wants_every_head(device: str, dtype: torch.dtype) -> bool:

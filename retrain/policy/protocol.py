@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from retrain.types import Group, Sample, sample_of, without_advantages
+from retrain.types import Group, Sample, samples_of_rollout, without_advantages
 
 if TYPE_CHECKING:
     from retrain.policy.objective import Objective
@@ -29,7 +29,8 @@ class Want(StrEnum):
 
 @dataclass(frozen=True)
 class Scores:
-    """Per sample one array over the tokens of its actions [T]; None where it was not asked for.
+    """One array over the tokens of the actions [T], per sample (``Policy.score``) or per rollout (``of_rollouts``);
+    None where it was not asked for.
 
     ``logprobs`` and ``entropy`` (nats) are the policy's own, ``reference`` the frozen base's log-probabilities,
     ``values`` what a critic expects.
@@ -39,6 +40,18 @@ class Scores:
     entropy: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     reference: list[np.ndarray] | None = None
+
+    def of_rollouts(self, groups: Sequence[Group]) -> Scores:
+        """Those of ``samples_of(groups, every=True)``, rollout by rollout."""
+        counts = [len(samples_of_rollout(rollout)) for group in groups for rollout in group.rollouts]
+
+        def joined(given: list[np.ndarray] | None) -> list[np.ndarray] | None:
+            if given is None:
+                return None
+            parts = iter(given)
+            return [np.concatenate([np.zeros(0), *islice(parts, count)]) for count in counts]
+
+        return Scores(joined(self.logprobs), joined(self.entropy), joined(self.values), joined(self.reference))
 
 
 @dataclass(frozen=True)
@@ -85,17 +98,18 @@ def probe_of(groups: Sequence[Group], size: int = PROBE_SIZE) -> list[Sample]:
         for group in groups
         if i < len(group.rollouts) and len(group.rollouts[i])
     )
-    return [without_advantages(sample_of(rollout)) for rollout in islice(chosen, size)]
+    return [without_advantages(samples_of_rollout(rollout)[-1]) for rollout in islice(chosen, size)]
 
 
 def samples_of(groups: Sequence[Group], every: bool = False) -> list[Sample]:
     """All rollouts that train, laid flat: those with a reward, of groups that are not discarded; or ``every`` one."""
     return [
-        sample_of(rollout)
+        sample
         for group in groups
         if every or group.discarded is None
         for rollout in group.rollouts
         if every or rollout.token_advantages_T is not None
+        for sample in samples_of_rollout(rollout)
     ]
 
 

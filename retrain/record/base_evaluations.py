@@ -12,7 +12,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from retrain.files import dumps, write_bytes
-from retrain.types import Action, EvalRecord, Prompt, RewardResult, single_turn
+from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
 FOLDER = "base"
 SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k", "min_p")
@@ -40,8 +40,8 @@ class BaseEvaluations:
         digest = hashlib.blake2b(f"{self.owner}\x1f{setting}".encode(), digest_size=6).hexdigest()
         return self.directory / f"evaluation_{digest}.npz"
 
-    def get(self, setting: str, prompts: Sequence[Prompt]) -> EvalRecord | None:
-        """The evaluation made in this way, or None; ``prompts`` are the held-out problems in order."""
+    def get(self, setting: str, problems: Sequence[Problem]) -> EvalRecord | None:
+        """The evaluation made in this way, or None; ``problems`` are the held-out ones in order."""
         path = self.path(setting)
         if not path.is_file():
             return None
@@ -51,20 +51,15 @@ class BaseEvaluations:
                 arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             return None  # damaged: it can be made again
-        if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:
+        if [problem.id for problem in problems] != facts["problem_ids"] or "prompts" not in facts:
             return None
         cuts = np.cumsum(arrays["lengths"])[:-1]
-        columns = (np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies"))
-        actions = []
-        for one, token_ids, logprobs_T, entropy_T in zip(facts["completions"], *columns, strict=True):
-            given_T = entropy_T if len(arrays["entropies"]) else None
-            actions.append(Action(token_ids.tolist(), one["text"], logprobs_T, given_T, one["stop_reason"]))
-        rewards = [RewardResult(**{**one, "tags": tuple(one["tags"])}) for one in facts["rewards"]]
-        samples = facts["samples"]
-        groups = [
-            single_turn(prompt, actions[at : at + samples], rewards[at : at + samples])
-            for at, prompt in zip(range(0, len(actions), samples), prompts, strict=True)
-        ]
+        columns = zip(*(np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies")), strict=True)
+        groups = []
+        for problem, asked, rollouts in zip(problems, facts["prompts"], facts["rollouts"], strict=True):
+            prompt = Prompt(problem, asked["text"], tuple(asked["token_ids"]), tuple(asked["messages"]))
+            own = [_rollout(prompt, one, columns, bool(len(arrays["entropies"]))) for one in rollouts]
+            groups.append(Group(prompt, own))
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
@@ -76,22 +71,60 @@ class BaseEvaluations:
         rewards = [rollout.reward for rollout in rollouts]
         if not rollouts or any(reward.error or reward.total_reward is None for reward in rewards):
             return
+        prompts = [group.prompt for group in record.groups]
         facts: dict[str, Any] = {
             "name": record.name,
             **{key: getattr(record, key) for key in SAMPLING},
             "setting": setting,
-            "problem_ids": [group.prompt.problem.id for group in record.groups],
-            "completions": [{"text": one.text, "stop_reason": one.stop_reason} for one in rollouts],
-            "rewards": [asdict(reward) for reward in rewards],
+            "problem_ids": [prompt.problem.id for prompt in prompts],
+            "prompts": [
+                {"text": one.text, "token_ids": one.token_ids, "messages": [dict(each) for each in one.messages]}
+                for one in prompts
+            ],
+            "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
         }
-        entropies = [entropy_T for one in rollouts if (entropy_T := one.entropy_T) is not None]
+        actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+        entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
         packed = io.BytesIO()
         np.savez_compressed(
             packed,
             facts=np.array(dumps(facts)),
-            lengths=np.array([len(one) for one in rollouts]),
-            token_ids=np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in rollouts]),
-            logprobs=np.concatenate([one.logprobs_T for one in rollouts]),
-            entropies=np.concatenate(entropies) if len(entropies) == len(rollouts) else np.zeros(0),
+            lengths=np.array([len(action) for action in actions]),
+            token_ids=np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
+            logprobs=np.concatenate([action.logprobs_T for action in actions]),
+            entropies=np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
         )
         write_bytes(self.path(setting), packed.getvalue())
+
+
+def _facts(rollout: Rollout) -> dict[str, Any]:
+    """A rollout without the arrays of its actions."""
+    turns = [
+        {
+            "observation_ids": turn.observation_ids,
+            "messages": [dict(message) for message in turn.messages],
+            "text": turn.action.text,
+            "stop_reason": turn.action.stop_reason,
+            "fresh": turn.fresh,
+            "reward": turn.reward,
+            "metrics": dict(turn.metrics),
+            "logs": dict(turn.logs),
+        }
+        for turn in rollout.turns
+    ]
+    return {"turns": turns, "reward": asdict(rollout.reward), "ended": rollout.ended}
+
+
+def _rollout(
+    prompt: Prompt, facts: dict[str, Any], columns: Iterator[tuple[np.ndarray, ...]], entropies: bool
+) -> Rollout:
+    """The rollout of these facts; ``columns`` are tokens, log-probabilities and entropies of its actions, in order."""
+    turns = []
+    for one in facts["turns"]:
+        token_ids, logprobs_T, entropy_T = next(columns)
+        given_T = entropy_T if entropies else None
+        action = Action(token_ids.tolist(), one["text"], logprobs_T, given_T, one["stop_reason"])
+        rest = {key: one[key] for key in ("fresh", "reward", "metrics", "logs")}
+        turns.append(Turn(tuple(one["observation_ids"]), action, tuple(one["messages"]), **rest))
+    reward = facts["reward"]
+    return Rollout(prompt, turns, RewardResult(**{**reward, "tags": tuple(reward["tags"])}), facts["ended"])

@@ -62,6 +62,17 @@ def _spread(pattern: str, what: str, unit: str = "", alias: str = "") -> list[Me
     ]
 
 
+ENDED = {
+    "done": ("their environment said so", "near 1"),
+    "max_turns": ("they had their turns (`max_turns`)", ""),
+    "max_tokens": ("they had their tokens (`max_episode_tokens`, or the model's context)", "0"),
+    "raised": ("their environment raised an error", "0"),
+    "timeout": ("their environment took longer than `timeout_s`", "0"),
+    "died": ("their environment's process ended", "0"),
+    "flooded": ("their environment answered without end", "0"),
+}
+"""Why an episode is over (``types.Ended``): in words, and how often that should be."""
+
 TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",
@@ -166,11 +177,17 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("env/all/by_group/frac_all_bad", "groups with all rewards equal and below 0.5", "share",
             "below 0.5: above it the data is too hard, or no answer matches the format"),
     _metric("env/all/total_episodes", "completions in the step", "completions"),
-    _metric("env/all/ob_tokens_per_turn", "mean prompt tokens of a turn", "tokens"),
+    _metric("env/all/ob_tokens_per_turn", "mean tokens that were read in a turn", "tokens"),
     _metric("env/all/ac_tokens_per_turn", "completion tokens in the step / turns in the step", "tokens",
             tinker="ac_tokens_per_turn"),
     _metric("env/all/total_turns", "turns in the step", "turns"),
     _metric("env/all/turns_per_episode", "mean turns of a completion; 1 in single-turn tasks", "turns"),
+    _metric("env/all/episode_done_frac", "episodes that their environment ended, of all", "share", "near 1",
+            requires="episodes"),
+    *(_metric(f"env/all/ended_by/{reason}", f"episodes that ended because {why}", "share", healthy,
+              requires="episodes") for reason, (why, healthy) in ENDED.items()),
+    _metric("env/all/rewritten_frac", "turns before which the policy read the whole conversation anew", "share",
+            requires="episodes"),
     _metric("env/all/total_ac_tokens", "completion tokens in the step", "tokens"),
     _metric("env/all/total_ob_tokens", "prompt tokens in the step, once per completion", "tokens"),
     _metric("env/<tag>/...", "`reward/total`, `correct`, `format`, `ac_tokens_per_turn`, `total_episodes`, "

@@ -49,7 +49,8 @@ class RunContext:
     def features(self) -> frozenset[str]:
         """What the configuration switches on, as named by ``Metric.requires``."""
         evaluated = {"evaluation"} if self.config.held_out else set()
-        return credit_of(self.config.algorithm.transform_mode).features | evaluated
+        episodes = {"episodes"} if self.config.environment.hosted else set()
+        return credit_of(self.config.algorithm.transform_mode).features | evaluated | episodes
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from retrain.record.catalogue import METRICS, TIMED_PARTS, alias_values, row_met
 from retrain.record.context import RunContext
 from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
-from retrain.types import Group, StepRecord
+from retrain.types import Ended, Group, StepRecord
 
 Row = dict[str, Any]
 
@@ -61,6 +62,7 @@ def step_row(
         **_general(record, context, samples, (totals or Totals()).plus(samples)),
         **_OFF,
         **_rewards(samples, context),
+        **(_episodes(record.groups) if "episodes" in context.features else {}),
         **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
         **_policy(record, context, samples),
         **_credit(record, context),
@@ -111,6 +113,19 @@ def env_metrics(samples: Samples) -> Row:
         "ac_tokens_per_turn": samples.per_turn(samples.length_N),
         "total_episodes": len(samples),
         **{f"by_group/{name}": share for name, share in shares.items()},
+    }
+
+
+def _episodes(groups: Sequence[Group]) -> Row:
+    """Why episodes of several turns ended, and how often the conversation was rewritten."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    ended = Counter(rollout.ended for rollout in rollouts)
+    shares = {reason: ended[reason] / len(rollouts) if rollouts else None for reason in get_args(Ended)}
+    return {
+        "env/all/episode_done_frac": shares["done"],
+        **{f"env/all/ended_by/{reason}": share for reason, share in shares.items()},
+        "env/all/rewritten_frac": sum(turn.fresh for turn in turns) / len(turns) if turns else None,
     }
 
 

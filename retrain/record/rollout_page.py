@@ -8,10 +8,11 @@ mask as run lengths. The size is bounded by the constants below; what is left ou
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from retrain.record.catalogue import ENDED
 from retrain.record.html import asset, escape, facts, page, table
 from retrain.record.measure import env_metrics
 from retrain.record.numbers import minus, percent
@@ -27,7 +28,7 @@ from retrain.record.rollouts import (
     part_names,
 )
 from retrain.record.samples import collect, mean
-from retrain.types import Group, RewardResult, Rollout
+from retrain.types import Group, Message, RewardResult, Rollout, Turn
 
 SAMPLE_CHARACTERS = 20_000
 """Longest text of one sample on a page."""
@@ -35,6 +36,8 @@ PAGE_CHARACTERS = 1_000_000
 """Texts of all samples of a page together: with many samples each gets its share, at least 2,000 characters."""
 SAMPLES_SHOWN = 32
 """Samples of a group that appear with their texts."""
+LEAST_TURN_CHARACTERS = 500
+"""What every turn of a sample has of its share, at least."""
 PROMPT_CHARACTERS = 20_000
 MAP_GROUPS = 256
 """Groups in the overview of rewards."""
@@ -183,15 +186,49 @@ def _sample(batch: Batch, sample: int, rollout: Rollout, limit: int) -> str:
     if advantage is not None:
         chips.append(f'<span title="advantage">A {_signed(advantage, 2)}</span>')
     chips.append(f"<span>{len(rollout):,} tokens</span>")
+    if len(rollout.turns) > 1:
+        chips.append(f"<span>{len(rollout.turns)} turns</span>")
+    if rollout.ended != "done":
+        chips.append(f'<span class="warn" title="{escape(ENDED[rollout.ended][0])}">{escape(rollout.ended)}</span>')
     if rollout.stop_reason == "length":
         chips.append('<span class="warn" title="ended by max_tokens">cut off</span>')
     error = f'<p class="bad small">{_shortened(reward.error, 500)}</p>' if reward.error else ""
-    text, data = _tokens(batch, rollout, limit)
-    left = len(text) - limit
-    note = _muted(f"{left:,} more characters not shown") if left > 0 else ""
+    turns = "".join(_turns(batch, rollout, max(LEAST_TURN_CHARACTERS, limit // max(1, len(rollout.turns)))))
     return f"""<article class="card"><header><span class="muted">#{sample}</span>{"".join(chips)}</header>
-{_parts(reward, batch)}<div class="text sample"{data}>{_folded(text[:limit])}</div>
-{note}{error}</article>"""
+{_parts(reward, batch)}{turns}{error}</article>"""
+
+
+def _turns(batch: Batch, rollout: Rollout, limit: int) -> Iterator[str]:
+    """What the policy said in each turn, and between, folded, what it read."""
+    at = 0
+    for index, turn in enumerate(rollout.turns):
+        own = slice(at, at + len(turn.action))
+        at = own.stop
+        if index:
+            yield _observation(turn, limit)
+        text, data = _tokens(batch, rollout, own, turn.action.text, limit)
+        left = len(text) - limit
+        note = _muted(f"{left:,} more characters not shown") if left > 0 else ""
+        yield f'<div class="text sample"{data}>{_folded(text[:limit])}</div>\n{note}'
+
+
+def _observation(turn: Turn, limit: int) -> str:
+    """The messages that answered an action, or the whole conversation where it was rewritten."""
+    who = "everything, rewritten" if turn.fresh else ", ".join(dict.fromkeys(_speaker(m) for m in turn.messages))
+    facts = [who, f"{len(turn.observation_ids):,} tokens"]
+    if turn.reward is not None:
+        facts.append(f"reward {_value(turn.reward)}")
+    shown = "".join(_message(_speaker(m), str(m.get("content", "")), limit) for m in turn.messages)
+    first = " ".join(str(turn.messages[-1].get("content", "")).split())[:60] if turn.messages else ""
+    return (
+        f'<details class="observation"><summary>{escape(" · ".join(facts))} <span>{escape(first)}</span></summary>'
+        f"{shown}</details>"
+    )
+
+
+def _speaker(message: Message) -> str:
+    role, name = str(message.get("role", "user")), message.get("name")
+    return f"{role} {name}" if name else role
 
 
 def _parts(reward: RewardResult, batch: Batch) -> str:
@@ -248,23 +285,24 @@ def _folded(text: str) -> str:
     return "".join([*html, escape(text[start:])])
 
 
-def _tokens(batch: Batch, rollout: Rollout, limit: int) -> tuple[str, str]:
-    """The text to show and the attributes with its tokens; no attributes when tokens cannot be placed in the text."""
+def _tokens(batch: Batch, rollout: Rollout, own: slice, said: str, limit: int) -> tuple[str, str]:
+    """The text of an action, whose tokens are ``own`` of the rollout's, and the attributes with these tokens; no
+    attributes when they cannot be placed in the text."""
     if batch.token_text is None:
-        return rollout.text, ""
-    text, offsets = batch.token_text(rollout.token_ids)
-    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", rollout.text).strip():
-        return rollout.text, ""
+        return said, ""
+    text, offsets = batch.token_text(rollout.token_ids[own])
+    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", said).strip():
+        return said, ""
     ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
     ends_T = np.minimum(np.maximum.accumulate(ends_T), limit)
     lengths_T = np.diff(ends_T, prepend=0)
     seen = int((np.cumsum(lengths_T) < min(len(text), limit)).sum()) + 1
     keep = slice(0, min(seen, len(lengths_T)))
-    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[keep], 100)}
+    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[own][keep], 100)}
     if rollout.token_advantages_T is not None:
-        columns["a"] = _scaled(rollout.token_advantages_T[keep], 1000)
+        columns["a"] = _scaled(rollout.token_advantages_T[own][keep], 1000)
     if rollout.planning_T is not None:
-        columns["p"] = _runs(rollout.planning_T[keep])
+        columns["p"] = _runs(rollout.planning_T[own][keep])
     return text, "".join(f' data-{name}="{" ".join(map(str, values.tolist()))}"' for name, values in columns.items())
 
 

@@ -87,10 +87,11 @@ def summary_rows(batch: Batch) -> list[Row]:
             "total_reward": rollout.reward.total_reward,
             "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
             "trajectory_metrics": metrics_of(rollout.reward),
-            "steps": [_turn_row(rollout, turn) for turn in range(len(rollout.turns))],
+            "steps": _turn_rows(rollout),
             "final_ob_len": 0,
             "problem_id": group.prompt.problem.id,
             "stop_reason": rollout.stop_reason,
+            "ended": rollout.ended,
             "advantage": advantage_of(rollout),
             "discarded": group.discarded,
         }
@@ -99,20 +100,31 @@ def summary_rows(batch: Batch) -> list[Row]:
     ]
 
 
-def _turn_row(rollout: Rollout, index: int) -> Row:
-    """One turn: what was read and sampled in it. The reward stands in the last, where the episode ends."""
-    turn, last = rollout.turns[index], index + 1 == len(rollout.turns)
-    reward = rollout.reward
-    return {
-        "step_idx": index,
-        "ob_len": len(turn.observation_ids),
-        "ac_len": len(turn.action),
-        "reward": reward.total_reward if last else 0.0,
-        "episode_done": last,
-        "stop_reason": turn.action.stop_reason,
-        "metrics": metrics_of(reward) if last else {},
-        "logs": {"error": reward.error[:500]} if last and reward.error else {},
-    }
+def _turn_rows(rollout: Rollout) -> list[Row]:
+    """What was read and sampled in every turn. What the total reward is beyond the rewards of single turns stands in
+    the last, where the episode ends, so that they add up to it."""
+    total, reward = rollout.reward.total_reward, rollout.reward
+    earlier = math.fsum(turn.reward or 0.0 for turn in rollout.turns[:-1])
+    rows = []
+    for index, turn in enumerate(rollout.turns):
+        last = index + 1 == len(rollout.turns)
+        rest = None if total is None else total - earlier
+        error = {"error": reward.error[:500]} if last and reward.error else {}
+        more: Row = {} if rollout.turn_advantages is None else {"advantage": rollout.turn_advantages[index]}
+        rows.append(
+            {
+                "step_idx": index,
+                "ob_len": len(turn.observation_ids),
+                "ac_len": len(turn.action),
+                "reward": rest if last else turn.reward or 0.0,
+                "episode_done": last,
+                "stop_reason": turn.action.stop_reason,
+                "metrics": {**turn.metrics, **(metrics_of(reward) if last else {})},
+                "logs": {**turn.logs, **error},
+                **more,
+            }
+        )
+    return rows
 
 
 def metrics_of(reward: RewardResult) -> Row:
@@ -170,7 +182,11 @@ def conversation_of(prompt: Prompt, limit: int | None = None) -> list[dict[str, 
 
 
 def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str]]:
-    return [{"role": str(m.get("role", "user")), "content": cut(str(m.get("content", "")), limit)} for m in messages]
+    return [
+        {**({"name": str(m["name"])} if m.get("name") else {}), "role": str(m.get("role", "user")),
+         "content": cut(str(m.get("content", "")), limit)}
+        for m in messages
+    ]  # fmt: skip
 
 
 def fair_share(total: int, most: int, count: int) -> int:
@@ -220,9 +236,13 @@ def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, flo
     for sample, rollout in enumerate(group.rollouts):
         reward, messages = rollout.reward, [*prompt]
         for index, turn in enumerate(rollout.turns):
-            messages += [] if index == 0 else _plain(turn.messages, limit)
+            if turn.fresh:
+                messages = _plain(turn.messages, limit)
+            elif index:
+                messages += _plain(turn.messages, limit)
             messages.append({"role": "assistant", "content": cut(turn.action.text, limit)})
         graded = f"Reward: {_number(reward.total_reward)}, correct: {'yes' if reward.is_correct else 'no'}"
+        graded += "" if rollout.ended == "done" else f", ended by {rollout.ended}"
         parts = [
             _conversation(messages),
             node("div", "answer", escape(f"Reference answer: {cut(group.prompt.problem.answer, LEAST_CHARACTERS)}")),

@@ -49,21 +49,21 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(frames):
         signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_s"] + 5)
-        reply, retire = _reply(grade, frame)
+        reply, retire = _reply(grade, frame, setup["what"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
         if retire:
             return
 
 
-def _reply(grade: Any, frame: bytes) -> tuple[dict[str, Any], bool]:
+def _reply(grade: Any, frame: bytes, what: str) -> tuple[dict[str, Any], bool]:
     """The reply to one job, and whether this process should be replaced."""
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)
         return {"value": value}, False
     except MemoryError:
-        return {"error": "MemoryError: the reward needed more memory than its limit", "retire": True}, True
+        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}, True
     except BaseException as error:  # whatever a reward raises costs one completion, never the run
         return {"error": printable(described(error))}, False
 

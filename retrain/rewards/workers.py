@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from retrain.errors import PluginError
@@ -32,17 +33,22 @@ MAX_REPLY_BYTES = 16 << 20
 MAX_FAILED_STARTS = 3
 MAX_TIMEOUTS_IN_A_ROW = 16  # whatever the reward waits for is missing: a batch must not take hours to fail
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import json, sys; own = json.loads(sys.argv[2]); sys.path[:] = own + [p for p in sys.path if p not in own]; "
     "from retrain.rewards.worker import main; main(int(sys.argv[1]))"
 )
 
 
+class Flooded(ValueError):
+    """A reply of more than ``MAX_REPLY_BYTES``."""
+
+
 @dataclass
 class Reply:
-    """What became of a job: ``value`` as the worker returned it, or ``error`` in words."""
+    """What became of a job: ``value`` as the worker returned it, or ``error`` in words with its ``kind``."""
 
     value: Any = None
     error: str | None = None
+    kind: Literal["raised", "timeout", "died", "flooded"] | None = None
 
 
 @dataclass(eq=False)
@@ -62,7 +68,7 @@ class _Worker:
             return None
         (length,) = HEADER.unpack_from(self.received)
         if length > MAX_REPLY_BYTES:
-            raise ValueError(f"reply of {length} bytes")
+            raise Flooded(f"reply of {length} bytes")
         if len(self.received) < HEADER.size + length:
             return None
         if len(self.received) > HEADER.size + length:
@@ -77,9 +83,11 @@ class _Worker:
 class WorkerPool:
     """Runs jobs in up to ``workers`` processes.
 
-    ``entry`` is ``module:function``: called in the worker with ``arguments``, it returns the function that takes
-    a job and returns a JSON value. ``timeout_s`` is the wall-clock limit of one job, ``memory_bytes`` the limit
-    of the address space (RLIMIT_AS) or, for work that maps more than it uses, of private memory (RLIMIT_DATA).
+    ``what`` does the work, in messages; ``python`` is another interpreter than this process's, which then sees this
+    package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
+    with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
+    wall-clock limit of one job, ``memory_bytes`` the limit of the address space (RLIMIT_AS) or, for work that maps more
+    than it uses, of private memory (RLIMIT_DATA).
     """
 
     def __init__(
@@ -91,8 +99,13 @@ class WorkerPool:
         timeout_s: float,
         memory_bytes: int,
         memory_kind: Literal["RLIMIT_AS", "RLIMIT_DATA"] = "RLIMIT_AS",
+        what: str = "the reward",
+        python: str | None = None,
+        folders: Sequence[str] = (),
     ):
-        self.workers, self.timeout_s = max(1, workers), timeout_s
+        self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
+        self.python = python or sys.executable
+        self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
         self._setup = pickle.dumps(
             {
                 "entry": entry,
@@ -100,6 +113,7 @@ class WorkerPool:
                 "timeout_s": timeout_s,
                 "memory_bytes": memory_bytes,
                 "memory_kind": memory_kind,
+                "what": what,
             }
         )
         self.facts: dict[str, Any] = {}
@@ -158,7 +172,7 @@ class WorkerPool:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                [self.python, "-c", _BOOT, str(theirs.fileno()), json.dumps(self.path)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -206,7 +220,9 @@ class WorkerPool:
             if not worker.ready:
                 self._failed_start(worker, f"it was not ready after {START_SECONDS:g} s")
             elif worker.job is not None:
-                self._give_up(worker, replies, f"the reward took longer than {self.timeout_s:g} s (timeout_s)")
+                self._give_up(
+                    worker, replies, f"{self.what} took longer than {self.timeout_s:g} s (timeout_s)", "timeout"
+                )
                 self._timeouts += 1
                 if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
                     self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
@@ -218,10 +234,11 @@ class WorkerPool:
             worker.received += part
             reply = worker.frame() if part else None
         except (OSError, ValueError, RecursionError) as error:
-            self._give_up(worker, replies, f"the reward's worker sent an invalid reply ({error})")
+            kind = "flooded" if isinstance(error, Flooded) else "died"
+            self._give_up(worker, replies, f"{self.what}'s worker sent an invalid reply ({error})", kind)
             return
         if not part:
-            self._give_up(worker, replies, "the reward's worker ended")
+            self._give_up(worker, replies, f"{self.what}'s worker ended", "died")
         elif reply is None:
             return
         elif not worker.ready:
@@ -233,25 +250,28 @@ class WorkerPool:
                 self.facts = dict(reply.get("facts") or {})
         elif worker.job is not None:
             error = reply.get("error")
-            replies[worker.job] = Reply(reply.get("value"), None if error is None else str(error))
+            kind = None if error is None else "died" if reply.get("retire") else "raised"
+            replies[worker.job] = Reply(reply.get("value"), None if error is None else str(error), kind)
             worker.job, self._timeouts = None, 0
             if reply.get("retire"):
                 self._discard(worker)
 
-    def _give_up(self, worker: _Worker, replies: list[Reply], reason: str) -> None:
+    def _give_up(
+        self, worker: _Worker, replies: list[Reply], reason: str, kind: Literal["timeout", "died", "flooded"]
+    ) -> None:
         """Kill a worker; its job, if it has one, gets the reason and how the process ended."""
         if not worker.ready:
             self._failed_start(worker, reason)
             return
         ending = self._discard(worker)
         if worker.job is not None:
-            replies[worker.job] = Reply(error=reason + ending)
+            replies[worker.job] = Reply(error=reason + ending, kind=kind)
 
     def _failed_start(self, worker: _Worker, reason: str) -> None:
         ending = self._discard(worker)
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
-            self._fatal = f"the reward's worker process cannot start: {reason}{ending}"
+            self._fatal = f"{self.what}'s worker process cannot start: {reason}{ending}"
 
     def _discard(self, worker: _Worker) -> str:
         """Kill a worker and its children; returns how it had ended by itself, "" if it had not."""

@@ -1,27 +1,35 @@
 """Rollouts of many problems at once: turn k of all living episodes is one decode batch, then the episodes step.
 
-Episodes step and are graded in a thread of their own, beside decoding: what belongs to a group is done as soon as its
-actions are there, while others are still being sampled.
+Episodes step and are graded in threads of their own, beside decoding: what belongs to a group is done as soon as its
+actions are there, while others are still being sampled. What an episode raises ends that episode, with a reason in
+place of its reward; what a grader or the chat template raises belongs to the group's run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from retrain.config.training import Sampling
+from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
-from retrain.environments.protocol import Environment, Episode
+from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
+from retrain.plugins import described
 from retrain.record.environment import without_keys
+from retrain.rewards.base import failed
 from retrain.rng import torch_seed
-from retrain.types import Action, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.types import Action, Ended, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -36,57 +44,157 @@ class RolloutRequest:
     samples: int
     sampling: Sampling
     stream: tuple[int | str, ...]
+    limits: Limits = NO_LIMITS
 
 
 @dataclass
 class _Trajectory:
-    """A rollout in progress: its episode, its turns, and what the policy reads next, as tokens and as messages."""
+    """A rollout in progress: its episode, its turns, and what the policy reads next, as tokens and as messages.
 
-    episode: Episode
-    conversation: list[Message]
-    next_ids: tuple[int, ...]
-    next_messages: tuple[Message, ...]
+    ``length`` are the tokens of its sequence, what is read next included, ``spent`` those of all sequences.
+    """
+
+    episode: Episode | None = None
+    conversation: Conversation | None = None
+    next_ids: tuple[int, ...] = ()
+    next_messages: tuple[Message, ...] = ()
+    fresh: bool = False
     turns: list[Turn] = field(default_factory=list)
-    done: bool = False
+    length: int = 0
+    ended: Ended | None = None
+    error: str = ""
+
+    def fail(self, error: Exception) -> None:
+        """The episode cannot go on."""
+        self.ended = error.ended if isinstance(error, EpisodeFailed) else "raised"
+        self.error = str(error) if isinstance(error, EpisodeFailed) else described(error)
+        if (close := getattr(self.episode, "close", None)) is not None:
+            with contextlib.suppress(Exception):  # nobody needs it any more
+                close()
 
 
 class _Open:
-    """A group in progress."""
+    """A group in progress. ``begin`` is called once, then ``step`` for every action."""
 
     def __init__(self, request: RolloutRequest):
-        environment, problem, stream = request.environment, request.problem, request.stream
-        seed = torch_seed(*stream, "episode")
         self.request = request
         self.error: Exception | None = None
-        self.episodes = [environment.start(problem, seed) for _ in range(request.samples)]
-        messages = self.episodes[0].observe().messages
-        self.prompt: Prompt = request.renderer.prompt(problem, messages)
-        self.trajectories = [
-            _Trajectory(episode, [*messages], self.prompt.token_ids, messages) for episode in self.episodes
-        ]
+        self.prompt = Prompt(request.problem, "", ())
+        self.trajectories = [_Trajectory() for _ in range(request.samples)]
         self.rewards: list[RewardResult] | None = None
+        self.alike = True
+        """Whether all rollouts begin with the same prompt."""
+
+    def start(self, sample: int) -> None:
+        """Start one of the episodes."""
+        request, one = self.request, self.trajectories[sample]
+        try:
+            one.episode = request.environment.start(request.problem, torch_seed(*request.stream, "episode"))
+        except (Exception, SystemExit) as error:
+            one.fail(_exception(error))
+
+    def read(self) -> None:
+        """Put the first observations to the policy: one prompt, unless an environment begins otherwise every time.
+        Raises what the chat template raises."""
+        request, first = self.request, None
+        for one in self.trajectories:
+            if one.episode is None or one.ended:
+                continue
+            try:
+                observed = one.episode.observe()
+            except (Exception, SystemExit) as error:
+                one.fail(_exception(error))
+                continue
+            prompt = self.prompt
+            if observed != first:
+                prompt = request.renderer.prompt(request.problem, observed.messages, observed.tools)
+                self.alike = first is None
+            if first is None:
+                first, self.prompt = observed, prompt
+            one.conversation = Conversation(request.renderer, prompt, observed.tools)
+            one.next_ids, one.next_messages = prompt.token_ids, prompt.messages
+            self._go_on(one, len(prompt.token_ids))
 
     def step(self, sample: int, action: Action) -> None:
-        """The policy's action, the episode's answer."""
-        one, renderer = self.trajectories[sample], self.request.renderer
-        one.turns.append(Turn(one.next_ids, action, one.next_messages))
-        step = one.episode.step(action)
-        one.done = step.done
-        if not step.done:
-            one.next_ids = renderer.answer(one.conversation, action, step.messages)
-            one.next_messages = step.messages
-            one.conversation += [{"role": "assistant", "content": action.text}, *step.messages]
+        """The policy's action, the episode's answer. Raises what the chat template raises."""
+        one = self.trajectories[sample]
+        assert one.episode is not None
+        turn = Turn(one.next_ids, action, one.next_messages, one.fresh)
+        one.turns.append(turn)
+        try:
+            step = one.episode.step(action)
+        except (Exception, SystemExit) as error:
+            one.fail(_exception(error))
+            return
+        turn.reward, turn.metrics, turn.logs = step.reward, dict(step.metrics), dict(step.logs)
+        one.length += len(action)
+        if step.done:
+            one.ended = "done"
+        elif len(one.turns) == self.request.limits.turns:
+            one.ended = "max_turns"
+        else:
+            self._answer(one, action, step)
+
+    def _answer(self, one: _Trajectory, action: Action, step: Step) -> None:
+        """What the policy reads next."""
+        assert one.conversation is not None
+        read = one.conversation.reply(action, step.messages)
+        if step.conversation is not None:
+            read = one.conversation.replace(step.conversation)
+        one.next_ids, one.fresh = read
+        one.next_messages = tuple(one.conversation.messages if read.fresh else step.messages)
+        self._go_on(one, len(read.token_ids) + (0 if read.fresh else one.length))
+
+    def _go_on(self, one: _Trajectory, length: int) -> None:
+        """The sequence has this many tokens now; without room for another the episode is over."""
+        one.length = length
+        limit = self.request.limits.tokens
+        if limit is not None and length >= limit:
+            one.ended = "max_tokens"
+            if not one.turns:
+                one.error = (
+                    f"the prompt has {length} tokens, and an episode {limit} (max_episode_tokens, or the context)"
+                )
+
+    def sample_request(self, turn: int, sample: int | None) -> SampleRequest:
+        """The first turn of a whole group, or a turn of one of its rollouts."""
+        request = self.request
+        one = self.trajectories[sample or 0]
+        before: list[int] = []
+        for past in one.turns:
+            before = [] if past.fresh else before
+            before += [*past.observation_ids, *past.action.token_ids]
+        prompt_ids = one.next_ids if one.fresh else (*before, *one.next_ids)
+        sampling = request.sampling
+        if request.limits.tokens is not None:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, request.limits.tokens - one.length))
+        stream = request.stream if sample is None else (*request.stream, "turn", turn, sample)
+        count = request.samples if sample is None else 1
+        asked = range(request.samples) if sample is None else [sample]
+        goes_on = self.request.limits.turns is None or turn + 1 < self.request.limits.turns
+        names = tuple((*request.stream, each) for each in asked) if goes_on or turn else ()
+        return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, sequences=names, **vars(sampling))
 
     @property
-    def done(self) -> bool:
-        """Whether every episode is over."""
-        return all(one.done for one in self.trajectories)
+    def living(self) -> list[int]:
+        """The samples that go on."""
+        return [sample for sample, one in enumerate(self.trajectories) if one.ended is None]
+
+    def results(self, given: Iterable[RewardResult]) -> None:
+        """``given`` are the rewards of those episodes that have not failed, in order."""
+        rewards = iter(given)
+        self.rewards = [
+            failed(without_keys(one.error)) if one.error else _without_secrets(next(rewards))
+            for one in self.trajectories
+        ]
 
     def group(self) -> Group:
         """The graded rollouts."""
         assert self.rewards is not None
         pairs = zip(self.trajectories, self.rewards, strict=True)
-        return Group(self.prompt, [Rollout(self.prompt, one.turns, reward) for one, reward in pairs])
+        return Group(
+            self.prompt, [Rollout(self.prompt, one.turns, reward, one.ended or "done") for one, reward in pairs]
+        )
 
 
 @dataclass
@@ -104,14 +212,13 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     """Sample, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
-    begun: list[_Open | Exception] = [_begin(request) for request in requests]
-    groups = [each for each in begun if isinstance(each, _Open)]
-    asked: list[tuple[_Open, int | None]] = [(group, None) for group in groups]
-    with _Stepping() as stepping:
+    groups = [_Open(request) for request in requests]
+    with _Stepping(requests) as stepping:
+        asked = stepping.begin(groups)
         for turn in count():
             start = time.time()
             engine.sample(
-                [_sample_request(group, turn, sample) for group, sample in asked],
+                [group.sample_request(turn, sample) for group, sample in asked],
                 max_rows=max_rows,
                 finished=lambda i, actions, asked=asked: stepping.add(*asked[i], actions),
             )
@@ -121,39 +228,26 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
             spans += [("rollout", start, sampled), ("score", sampled, time.time())]
             if not asked:
                 break
-    ended = [each if isinstance(each, Exception) else each.error or each.group() for each in begun]
+        engine.forget_sequences()
+    ended: list[Group | Exception] = [group.error or group.group() for group in groups]
     return Collected(ended, spans, sum(syncs) if syncs else None)
 
 
-def _begin(request: RolloutRequest) -> _Open | Exception:
-    try:
-        return _Open(request)
-    except Exception as error:  # belongs to the request's run alone
-        return error
-
-
-def _sample_request(group: _Open, turn: int, sample: int | None) -> SampleRequest:
-    """The first turn of a whole group, or a later turn of one of its rollouts."""
-    request = group.request
-    if sample is None:
-        prompt_ids, count, stream = group.prompt.token_ids, request.samples, request.stream
-    else:
-        one = group.trajectories[sample]
-        before = [token for past in one.turns for token in (*past.observation_ids, *past.action.token_ids)]
-        prompt_ids, count, stream = (*before, *one.next_ids), 1, (*request.stream, "turn", turn, sample)
-    return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, **vars(request.sampling))
-
-
+_Asked = tuple[_Open, int | None]
+"""A group, and which of its rollouts acts; None: all of them, alike so far."""
 _Actions = tuple[_Open, Sequence[int], list[Action]]
 """A group, which of its rollouts act, and their actions."""
 
 
 class _Stepping:
-    """Steps episodes and grades groups in a thread of its own. What arrives while it grades is graded together."""
+    """Steps episodes and grades groups in a thread of its own, with as many more as there are processes of hosted
+    environments. What arrives while it grades is graded together."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
         self._queue: queue.SimpleQueue[_Actions | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
+        wide = max((getattr(request.environment, "parallel", 1) for request in requests), default=1)
+        self._side_by_side = ThreadPoolExecutor(wide, "episode") if wide > 1 else None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -163,23 +257,35 @@ class _Stepping:
         self._queue.put(None)
         if kind is None or issubclass(kind, Exception):  # after Ctrl-C nobody waits for a slow grader
             self._thread.join()
+        if self._side_by_side is not None:
+            self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
+
+    def begin(self, groups: Sequence[_Open]) -> list[_Asked]:
+        """Start all episodes; whole groups are asked at once. One whose episodes all fail is over."""
+        self._each(lambda group, sample: group.start(sample), [(g, range(len(g.trajectories)), []) for g in groups])
+        asked: list[_Asked] = []
+        for group in groups:
+            try:
+                group.read()
+            except Exception as error:  # of the chat template: it belongs to the request's run alone
+                group.error = error
+                continue
+            living = group.living
+            whole = group.alike and len(living) == len(group.trajectories)
+            asked += [(group, None)] if whole else [(group, sample) for sample in living]
+        self._grade([group for group in groups if group.error is None and not group.living])
+        return asked
 
     def add(self, group: _Open, sample: int | None, actions: list[Action]) -> None:
         """Step one episode of a group, or (None) all of them; callable from any thread."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
-    def living(self, groups: Sequence[_Open]) -> list[tuple[_Open, int | None]]:
+    def living(self, groups: Sequence[_Open]) -> list[_Asked]:
         """The episodes that go on, once all actions so far are taken."""
         taken = threading.Event()
         self._queue.put(taken)
         taken.wait()
-        return [
-            (group, sample)
-            for group in groups
-            if group.error is None
-            for sample, one in enumerate(group.trajectories)
-            if not one.done
-        ]
+        return [(group, sample) for group in groups if group.error is None for sample in group.living]
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -195,23 +301,45 @@ class _Stepping:
 
     def _take(self, steps: Sequence[_Actions]) -> None:
         """Step the episodes, then grade the groups that are over, in one call per environment."""
-        over: dict[Environment, list[_Open]] = {}
-        for group, samples, actions in steps:
+        acts = {
+            (group, sample): action
+            for group, own, actions in steps
+            for sample, action in zip(own, actions, strict=True)
+        }
+        self._each(lambda group, sample: group.step(sample, acts[group, sample]), steps)
+        self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
+
+    def _each(self, work: Callable[[_Open, int], None], steps: Sequence[tuple[_Open, Sequence[int], Any]]) -> None:
+        """Do the work for each of these rollouts; what it raises belongs to the group's run."""
+
+        def one(group: _Open, sample: int) -> None:
             try:
-                for sample, action in zip(samples, actions, strict=True):
-                    group.step(sample, action)
-            except (Exception, SystemExit) as error:  # belongs to the group's run; the trainer ends it
-                group.error = _exception(error)
-                continue
-            if group.done:
-                over.setdefault(group.request.environment, []).append(group)
-        for environment, groups in over.items():
-            try:
-                rewards = iter(environment.results([episode for group in groups for episode in group.episodes]))
-                for group in groups:
-                    group.rewards = [_without_secrets(next(rewards)) for _ in group.episodes]
+                work(group, sample)
             except (Exception, SystemExit) as error:
-                for group in groups:
+                group.error = _exception(error)
+
+        jobs = [(group, sample) for group, own, _ in steps for sample in own]
+        if self._side_by_side is None:
+            for job in jobs:
+                one(*job)
+        else:
+            list(self._side_by_side.map(lambda job: one(*job), jobs))
+
+    def _grade(self, groups: Sequence[_Open]) -> None:
+        """The rewards of groups that are over; episodes that have failed have none."""
+        over: dict[Environment, list[_Open]] = {}
+        for group in groups:
+            if group.error is None:
+                over.setdefault(group.request.environment, []).append(group)
+        for environment, own in over.items():
+            graded = [[one.episode for one in group.trajectories if not one.error] for group in own]
+            episodes = [episode for each in graded for episode in each if episode is not None]
+            try:
+                rewards = iter(environment.results(episodes) if episodes else [])
+                for group in own:
+                    group.results(rewards)
+            except (Exception, SystemExit) as error:
+                for group in own:
                     group.error = _exception(error)
 
 

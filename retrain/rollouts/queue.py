@@ -36,7 +36,8 @@ class RolloutQueue(Generic[Owner]):
 
     def _observe(self, pressure: Pressure, collected: Collected) -> None:
         """How fast it went: tokens sampled, seconds of decoding, and how many tokens came before one on average."""
-        rollouts = [rollout for group in collected.groups if isinstance(group, Group) for rollout in group.rollouts]
+        groups = [group for group in collected.groups if isinstance(group, Group)]
+        rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
         if not rollouts:
             return
         sampled, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)

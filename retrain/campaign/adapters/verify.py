@@ -147,7 +147,8 @@ def _evaluate(
     """
     from retrain.data.prompts import Renderer
     from retrain.engines.protocol import PolicyRef
-    from retrain.environments.single_turn import SingleTurn
+    from retrain.environments.build import environments_of
+    from retrain.environments.protocol import Limits
     from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
     from retrain.policy.local import LocalSnapshot
@@ -164,8 +165,9 @@ def _evaluate(
         engine.workers = workers_for(base)
         stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder))
-        environment = SingleTurn(data.sets, held_out.data, grader)
-        evaluator = Evaluator(engine, Renderer(base.tokenizer, held_out.data), [held_out])
+        environment = environments_of(config, data, grader, folder)[held_out.name]
+        renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
+        evaluator = Evaluator(engine, renderer, [held_out], limits=Limits.of(config, base.context_length))
         stream = (config.campaign.seed, config.training.seed)
         for path in paths:
             stored = read_adapter(path)

@@ -13,12 +13,16 @@ from retrain.config.tasks import Data
 from retrain.data import Dataset, load_data
 from retrain.data.dataset import Wanted
 from retrain.data.prompts import Room, fitting
+from retrain.environments.build import provided_data
 from retrain.errors import ModelError
 from retrain.types import Problem
 
 
 def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration. Raises DataError when they cannot be had."""
+    """The training and held-out problems of a run's configuration. Raises DataError or PluginMissing when they cannot
+    be had."""
+    if config.environment.provider is not None:
+        return provided_data(config, folder)
     wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
     return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
 
@@ -76,5 +80,8 @@ def _room(config: Config, section: Data, completion: int, context: int, key: str
 
 
 def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
-    """``data`` without prompts that are too long for the ``rooms`` that they have. Raises as these and ``fitting``."""
+    """``data`` without prompts that are too long for the ``rooms`` that they have. What a provider's environment asks
+    is known when an episode begins; its length is looked at then. Raises as ``rooms`` and ``fitting``."""
+    if config.environment.provider is not None:
+        return data
     return fitting(data, tokenizer, *rooms(config, longest, context))

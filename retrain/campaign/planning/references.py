@@ -23,6 +23,7 @@ from retrain.config.tasks import Data, Reward
 from retrain.config.upkeep import trackers
 from retrain.data import load_data
 from retrain.data.sources import directory_of, on_hub
+from retrain.environments.build import hosted
 from retrain.errors import ConfigError, DataError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
@@ -148,10 +149,31 @@ def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
     problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
-        wanted = repr((config.data, held_out, config.training.max_examples))
+        wanted = repr((config.data, held_out, config.training.max_examples, config.environment))
         if wanted not in problems:
-            problems[wanted] = _data_problem(loaded, config, plan.folder)
+            fault = _environment_problem(loaded, config, plan.folder)
+            if fault is None and config.environment.provider is None:
+                fault = _data_problem(loaded, config, plan.folder)
+            problems[wanted] = fault
     return [problem for problem in problems.values() if problem is not None]
+
+
+def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
+    """What keeps the environment or the tools from being started, or what is wrong with the environment's problems."""
+    section = config.environment
+    if not section.hosted:
+        return None
+    key, value = ("provider", section.provider) if section.provider else ("tools", section.tools)
+    shown = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
+    try:
+        hosted(config, folder)
+        if section.provider is not None:
+            data_of(config, folder)
+    except (PluginError, DataError) as error:
+        reason = str(error).removeprefix(f"[environment] provider = {section.provider!r}: ")
+        reason = reason.removeprefix(f"provider = {section.provider!r}: ")
+        return _problem_at(loaded, f"environment.{key}", value, f'is "{shown}": {reason}')
+    return None
 
 
 def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,8 @@ from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
 from retrain.data.prompts import Renderer, longest_prompt
-from retrain.environments.protocol import Environment
-from retrain.environments.single_turn import SingleTurn
+from retrain.environments.build import environments_of
+from retrain.environments.protocol import Environment, Limits
 from retrain.errors import CheckpointError, UsageError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
@@ -108,7 +108,8 @@ def assemble(
     if going_on := [run for run in runs if run.saved_shared.get("engine")]:
         model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
     kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(first) else None
-    evaluator = Evaluator(model.engine, Renderer(model.tokenizer.source, first.data), first.held_out, kept)
+    limits = Limits.of(first, model.context)
+    evaluator = Evaluator(model.engine, _renderer(model, first), first.held_out, kept, limits)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, _pressure(runs, model))
 
 
@@ -165,7 +166,7 @@ def model_of(
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
-    check_memory(base, lanes, specs, longest)
+    check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length))
     return local_model(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
 
 
@@ -249,7 +250,8 @@ def _build_run(
     shared: _Shared, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, begin: ResumePoint
 ) -> Run:
     """One run of the cohort, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
-    recorder = _recorder(shared, spec, grader)
+    environments = environments_of(spec.config, shared.data, grader, shared.folder)
+    recorder = _recorder(shared, spec, grader, environments["train"])
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
     config, model, data, (own, detector) = spec.config, shared.model, shared.data, modes
     stream = (config.campaign.seed, config.training.seed)
@@ -261,8 +263,9 @@ def _build_run(
         policy=model.policy(spec, recorder.directory),
         algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
         objective=objective_of(config, own.loss),
-        environments=environments_of(config, data, grader),
-        renderer=Renderer(model.tokenizer.source, config.data),
+        environments=environments,
+        renderer=_renderer(model, config),
+        limits=Limits.of(config, model.context),
         recorder=recorder,
         cursor=DataCursor(data.train, stream, config.data.shuffle),
         any_base=begin.any_base,
@@ -271,6 +274,13 @@ def _build_run(
         prepare_directory(spec.export)  # now, and not after hours of training
     for note in data.notes:
         recorder.log(note)
+    if not environments["train"].exact:
+        note = (
+            "what the environment answers is not known to be a function of problem, seed and actions: a run that is "
+            "interrupted goes on, but need not equal one that is not"
+        )
+        recorder.log(note)
+        shared.observer.message(f"{spec.run_id}: {note}")
     for line in _restored(run, model, begin):
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
@@ -291,9 +301,10 @@ def tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
     return tuple(sorted({tag for problem in problems for tag in problem.tags}))
 
 
-def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
+def _recorder(shared: _Shared, spec: RunSpec, grader: Grader, environment: Environment) -> RunRecorder:
     """What writes the run's directory, with all that its rows and charts need to know of it."""
-    plugins, tasks = _declared_ranges(spec.config, shared.folder, grader)
+    plugins, tasks = _declared_ranges(spec.config, shared.folder, grader, environment)
+    graded = grader.names if spec.config.environment.provider is None else ()
     context = RunContext(
         condition=spec.label,
         run_id=spec.run_id,
@@ -303,7 +314,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader) -> RunRecorder:
         is_campaign=spec.is_campaign,
         tags=tags_of(shared.data.heldout),
         set_tags={name: tags_of(problems) for name, problems in shared.data.sets.items()},
-        reward_names=(*grader.names, *(name for name in tasks if name != "reward")),
+        reward_names=(*graded, *(name for name in tasks if name != "reward")),
         ranges=chart_ranges(plugins, tasks),
         skipped_prompts=shared.data.skipped,
         folder=shared.folder,
@@ -325,11 +336,16 @@ def algorithm_of(
     return Standard(config, modes, detector, tokenizer, stream)
 
 
-def environments_of(config: Config, data: Dataset, grader: Grader) -> Mapping[str, Environment]:
-    """What a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets."""
-    return {"train": SingleTurn({"train": data.train}, config.data, grader)} | {
-        held_out.name: SingleTurn(data.sets, held_out.data, grader) for held_out in config.held_out
-    }
+def _renderer(model: CohortModel, config: Config) -> Renderer:
+    return Renderer(model.tokenizer.source, config.data, config.environment.tools_prompt)
+
+
+def _episode_tokens(config: Config, prompt: int, context: int) -> int:
+    """Tokens that stand before the last action of the longest episode, as far as they are known: the prompt, and in
+    every turn but the last an action and an answer as long as that."""
+    section, action = config.environment, config.training.max_tokens
+    known = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
+    return prompt if section.turns == 1 else max(prompt, min(known) - action)
 
 
 def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
@@ -344,7 +360,9 @@ def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
     return lines
 
 
-def _declared_ranges(config: Config, folder: Path, grader: Grader) -> tuple[dict[str, Any], dict[str, Any]]:
+def _declared_ranges(
+    config: Config, folder: Path, grader: Grader, environment: Environment
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """In which ranges numbers lie, for charts: those of plug-ins under their own keys, and those of components and
     sample metrics, as data source, reward and [reward] say; where they differ, the last of these counts."""
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
@@ -352,4 +370,7 @@ def _declared_ranges(config: Config, folder: Path, grader: Grader) -> tuple[dict
     known = {name: end for name, end in ends.items() if end is not None}
     written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
     plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
-    return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), grader.ranges, written)
+    graded = grader.ranges if config.environment.provider is None else {}
+    ends = environment.reward_range
+    acted = {**environment.metrics_ranges, **({} if ends is None else {"reward": {"min": ends[0], "max": ends[1]}})}
+    return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)

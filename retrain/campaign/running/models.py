@@ -47,6 +47,8 @@ class CohortModel:
     """What it is made of, for ``config.json``."""
     decode_work: DecodeWork | None = None
     """What a decode step costs, where that is known."""
+    context: int | None = None
+    """Tokens of its context, where that is known."""
     notes: Sequence[str] = ()
     """What a person should know of it."""
 
@@ -71,7 +73,18 @@ def local_model(base: BaseModel, lanes: Lanes, engine: LocalEngine, workers: Wor
     dtype = str(base.dtype).removeprefix("torch.")
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     built |= gpu_facts(base.device)
-    return CohortModel(base.name, base.fingerprint, base.text, engine, workers, policy, built, decode_work(base), notes)
+    return CohortModel(
+        base.name,
+        base.fingerprint,
+        base.text,
+        engine,
+        workers,
+        policy,
+        built,
+        decode_work(base),
+        base.context_length,
+        notes,
+    )
 
 
 def plugin_model(specs: Sequence[RunSpec], folder: Path) -> CohortModel:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrain.environments.providers.calls import Call
+from retrain.environments.tools.calls import Call
 from retrain.types import Action
 
 MAX_REQUEST_BYTES = 64 << 20
@@ -144,7 +144,7 @@ def completion(
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": _json(call.arguments)}}
             for id, call in calls
         ]
     logprobs = [
@@ -168,6 +168,10 @@ def completion(
         ],
         "usage": {"prompt_tokens": 0, "completion_tokens": len(action), "total_tokens": len(action)},
     }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _finite(logprob: float) -> float:

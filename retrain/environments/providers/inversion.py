@@ -16,22 +16,21 @@ import asyncio
 import atexit
 import contextlib
 import json
-import random
 import secrets
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers import calls
 from retrain.environments.providers.endpoint import Asked, Channel, Endpoint, completion
+from retrain.environments.providers.randomness import OwnRandomness
+from retrain.environments.tools.calls import Call, parse
 from retrain.errors import PluginError
 from retrain.plugins import described
 from retrain.types import Action, Message, RewardResult
 
 T = TypeVar("T")
-Parse = Callable[[str], tuple[str, Sequence[calls.Call]]]
+THOUGHT_END = "</think>"
 MAX_REFUSALS = 16
 """A harness that asks on after so many refusals is stopped."""
 
@@ -48,10 +47,9 @@ Lead = Callable[[Channel], Coroutine[Any, Any, Outcome]]
 
 
 class Inversion:
-    """The event loop and the endpoint of a process's harnesses. ``parse`` finds calls in what the policy wrote."""
+    """The event loop and the endpoint of a process's harnesses."""
 
-    def __init__(self, parse: Parse = calls.parse):
-        self.parse = parse
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.endpoint = Endpoint()
         self._closing = asyncio.Event()
@@ -111,7 +109,7 @@ class InvertedEpisode:
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
         self._inversion, self._lead, self._opening = inversion, lead, opening
         self._channel = Channel(secrets.token_urlsafe(16))
-        self._randomness = Randomness(seed)
+        self._randomness = OwnRandomness(str(seed))
         self._task: asyncio.Task[Outcome] | None = None
         self._asked: Asked | None = None
         self._failure: str | None = None
@@ -173,7 +171,7 @@ class InvertedEpisode:
 
     def _go_on(self) -> None:
         """Run the harness up to its next request, or to its end; ``_asked`` is the request."""
-        with self._randomness.drawn():
+        with self._randomness:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting
         self._asked = waiting.popleft() if waiting else None
@@ -192,7 +190,7 @@ class InvertedEpisode:
             arrival.cancel()
 
     def _answer(self, asked: Asked, action: Action) -> None:
-        content, found = self._inversion.parse(action.text) if asked.tools else (action.text, ())
+        content, found = _read(action.text, asked.tools) if asked.tools else (action.text, [])
         named = [(f"call{self._calls + index:05d}", call) for index, call in enumerate(found)]
         self._calls += len(named)
         # A server never sends an empty message, and some harnesses take one for a failure of the server.
@@ -284,36 +282,32 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts)
 
 
+def _read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """The text beside the calls, with the thought before them, and the calls. A text without a call that can be read
+    is all text."""
+    parsed = parse(text)
+    if not parsed.calls:
+        return text, []
+    thought, end, _ = text.partition(THOUGHT_END)
+    functions = {tool.get("function", {}).get("name"): tool.get("function", {}) for tool in tools}
+    read = [Call(call.name, _typed(call.arguments, functions.get(call.name, {}))) for call in parsed.calls]
+    return "\n\n".join(part for part in (thought + end if end else "", parsed.text) if part), read
+
+
+def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that were written as texts, as some formats write all of them, where the tool wants no texts."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    typed = dict(arguments)
+    for name, value in arguments.items():
+        wanted = properties.get(name) or {}
+        kinds = {str(each.get("type", "string")) for each in wanted.get("anyOf") or [wanted]}
+        if isinstance(value, str) and "string" not in kinds:
+            with contextlib.suppress(ValueError, RecursionError):
+                typed[name] = json.loads(value)
+    return typed
+
+
 def _canonical(arguments: Any) -> str:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         return json.dumps(json.loads(arguments), sort_keys=True)
     return str(arguments)
-
-
-class Randomness:
-    """The global random numbers of Python and numpy as one episode draws them, from its seed on."""
-
-    def __init__(self, seed: int):
-        self._seed = seed
-        self._python: Any = random.Random(seed).getstate()
-        self._numpy: Any = None
-
-    @contextlib.contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Inside, draws are this episode's; after it everything is as before."""
-        numpy: Any = sys.modules.get("numpy")
-        python_before = random.getstate()
-        numpy_before = numpy.random.get_state() if numpy else None
-        random.setstate(self._python)
-        if numpy and self._numpy is None:
-            self._numpy = numpy.random.RandomState(self._seed % 2**32).get_state()
-        if numpy:
-            numpy.random.set_state(self._numpy)
-        try:
-            yield
-        finally:
-            self._python = random.getstate()
-            random.setstate(python_before)
-            if numpy and numpy_before is not None:
-                self._numpy = numpy.random.get_state()
-                numpy.random.set_state(numpy_before)

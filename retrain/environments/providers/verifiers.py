@@ -10,19 +10,17 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from retrain.environments.protocol import Range
-from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Lead, Randomness
-from retrain.errors import DataError, MissingExtra, RetrainError, UsageError
+from retrain.environments.providers.arguments import imported
+from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Lead
+from retrain.environments.providers.randomness import OwnRandomness
+from retrain.errors import DataError, RetrainError, UsageError
 from retrain.plugins import described
 from retrain.types import Message, Problem
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LOADING_SEED = 0
+LOADING_SEED = "loading"
 """What rows are drawn from at random are the same in every process, unless the environment seeds itself."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """Of the training problems, where an environment has no held-out ones and no number is given."""
@@ -57,8 +55,8 @@ class Verifiers:
     ``env`` is the rest of a taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
     Problems are held out by what the environment itself holds out; else by loading it a second time with
-    ``held_out_args`` over ``args`` (``{"split": "test"}``); else by a share of the training problems, the same in every
-    run: ``held_out`` of them, 0 for none. ``train`` is how many problems an endless taskset is asked for, and at most
+    ``heldout_args`` over ``args`` (``{"split": "test"}``); else by a share of the training problems, the same in every
+    run: ``heldout`` of them, 0 for none. ``train`` is how many problems an endless taskset is asked for, and at most
     how many are used of any other.
 
     ``exact`` vouches that an episode is a function of problem, seed and actions. Nothing here can know it (tools may be
@@ -72,16 +70,17 @@ class Verifiers:
         id: str,
         *,
         train: int | None = None,
-        held_out: int | None = None,
-        held_out_args: Mapping[str, Any] | None = None,
+        heldout: int | None = None,
+        heldout_args: Mapping[str, Any] | None = None,
         env: Mapping[str, Any] | None = None,
         exact: bool = False,
         **args: Any,
     ):
+        imported("verifiers", "environment verifiers")
         self.id, self.exact = id, exact
         self.reward_range: tuple[float, float] | None = None
         self.metrics_ranges: Mapping[str, Range] = {}
-        self._train, self._held_out, self._held_out_args = train, held_out, held_out_args
+        self._train, self._heldout, self._heldout_args = train, heldout, heldout_args
         self._args, self._env = args, env or {}
         self._inversion = Inversion()
         self._libraries: dict[str, Library] = {}
@@ -98,7 +97,7 @@ class Verifiers:
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"
-            hint = "" if split == "train" else ': set held_out, or held_out_args = { split = "test" }'
+            hint = "" if split == "train" else ': set heldout, or heldout_args = { split = "test" }'
             raise DataError(f"environment {self.id} has no {what}{hint}")
         rows = self._part(part)
         return [
@@ -135,13 +134,13 @@ class Verifiers:
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:
         """The part, and which of its rows."""
-        if not train and self._held_out_args is not None:
-            return "held_out", range(len(self._part("held_out")))
+        if not train and self._heldout_args is not None:
+            return "heldout", range(len(self._part("heldout")))
         own = len(self._part("eval"))
         if not train and own:
-            return "eval", range(own if self._held_out is None else min(own, self._held_out))
+            return "eval", range(own if self._heldout is None else min(own, self._heldout))
         rows = self._part("train")
-        held = set() if own or self._held_out_args is not None else held_out(rows, self._held_out)
+        held = set() if own or self._heldout_args is not None else held_out(rows, self._heldout)
         chosen = [index for index in range(len(rows)) if (index not in held) == train]
         return "train", chosen[: self._train] if train else chosen
 
@@ -152,10 +151,10 @@ class Verifiers:
         return self._rows[part]
 
     def _library(self, part: str) -> Library:
-        """``train`` and ``eval`` come from one loading, ``held_out`` from the second."""
-        which = "held_out" if part == "held_out" else "train"
+        """``train`` and ``eval`` come from one loading, ``heldout`` from the second."""
+        which = "heldout" if part == "heldout" else "train"
         if which not in self._libraries:
-            args = self._args | (dict(self._held_out_args or {}) if which == "held_out" else {})
+            args = self._args | (dict(self._heldout_args or {}) if which == "heldout" else {})
             with _drawn_alike():
                 self._libraries[which] = load(self.id, args, self._env, self._inversion, self._train)
         return self._libraries[which]
@@ -163,8 +162,6 @@ class Verifiers:
 
 def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None) -> Library:
     """The environment ``id`` of either kind."""
-    if importlib.util.find_spec("verifiers") is None:
-        raise MissingExtra(f"environment {id} needs the package verifiers: pip install verifiers")
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"
     )
@@ -200,17 +197,15 @@ def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
     held = {index for index, value in enumerate(hashes) if value <= last}
     if len(held) == len(rows):
         raise UsageError(
-            f"held_out = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
+            f"heldout = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
         )
     return held
 
 
 def _of(part: str) -> str:
     """What the library calls this part."""
-    return "train" if part == "held_out" else part
+    return "train" if part == "heldout" else part
 
 
-@contextmanager
-def _drawn_alike() -> Iterator[None]:
-    with Randomness(LOADING_SEED).drawn():
-        yield
+def _drawn_alike() -> OwnRandomness:
+    return OwnRandomness(LOADING_SEED)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.environments.providers.endpoint import Channel
@@ -55,6 +58,7 @@ class Tasksets:
             CHAT_LOOP.replace("-", "_"), importlib.import_module("retrain.environments.providers.chat_loop")
         )
         self._id, self._inversion, self._train = id, inversion, train
+        _let_servers_import(vf.import_taskset(id))
         config = {"taskset": {"id": id, **args}, **env}
         self._seat(vf, config)
         self.environment: Any = vf.load_environment(vf.resolve_env_config(config))
@@ -142,6 +146,16 @@ class Tasksets:
                 f"environment {self._id} has the agents {', '.join(ours) or 'of others only'}, and one of them is "
                 "trained: give each other one a client, env.<agent>.client = { base_url = … }"
             )
+
+
+def _let_servers_import(module: ModuleType) -> None:
+    """Tool servers are processes of their own, which import the taskset's module; one that is not installed is found
+    by PYTHONPATH there."""
+    file = Path(module.__file__ or ".").resolve()
+    root = file.parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if "site-packages" not in root.parts and str(root) not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *known])
 
 
 def _module(id: str) -> str:

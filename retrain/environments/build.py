@@ -1,0 +1,130 @@
+"""From the configuration to what its runs act in, in training and in every held-out set."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.config import Config
+from retrain.config.tasks import Data
+from retrain.data import Dataset, content_hash
+from retrain.data.prompts import conversation
+from retrain.environments.hosted import Hosted
+from retrain.environments.protocol import Environment, Episode, Observation, Range, Step
+from retrain.environments.single_turn import SingleTurn
+from retrain.environments.with_tools import WithTools
+from retrain.errors import DataError
+from retrain.rewards import Grader
+from retrain.types import Action, Problem, RewardResult
+
+TRAIN = "train"
+_hosts: dict[tuple[str, Path], Hosted] = {}
+_lock = threading.Lock()
+
+
+def hosted(config: Config, folder: Path) -> Hosted:
+    """The processes that host the configuration's environment or tools, started once in this process. Raises
+    PluginMissing when they cannot be."""
+    key = (config.environment.model_dump_json(), folder)
+    with _lock:
+        if key not in _hosts:
+            _hosts[key] = Hosted(config.environment, folder)
+        return _hosts[key]
+
+
+def close_hosted() -> None:
+    """End all of these processes."""
+    with _lock:
+        while _hosts:
+            _hosts.popitem()[1].close()
+
+
+def provided_data(config: Config, folder: Path) -> Dataset:
+    """The problems that a provider brings: those of ``train``, up to ``max_examples``, and of every held-out set those
+    of its name. Raises DataError or PluginMissing."""
+    host, most = hosted(config, folder), config.training.max_examples
+    train = list(host.problems(TRAIN))[:most]
+    sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
+    texts = {_text(problem) for problem in train}
+    for name, problems in sets.items():
+        if common := next((problem for problem in problems if _text(problem) in texts), None):
+            raise DataError(
+                f"[environment] provider = {host.name!r}: problem {common.id} of {name!r} is also trained on: what is "
+                "held out must be held out"
+            )
+    return Dataset(host.name, train, sets, content_hash(train, *(sets.values() or [[]])))
+
+
+def _text(problem: Problem) -> str:
+    return repr((problem.prompt, problem.answer, problem.metadata))
+
+
+def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
+    """What a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets.
+
+    ``grader`` may be None where the environment brings its own rewards. Raises PluginMissing.
+    """
+    asked = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
+    splits = {TRAIN: data.train, **data.sets}
+    section = config.environment
+    if section.provider is not None:
+        host = hosted(config, folder)
+        return {name: Provided(host, splits[name], own) for name, own in asked.items()}
+    assert grader is not None
+    if section.tools:
+        tools = hosted(config, folder)
+        return {name: WithTools({name: splits[name]}, own, grader, tools) for name, own in asked.items()}
+    return {name: SingleTurn({name: splits[name]}, own, grader) for name, own in asked.items()}
+
+
+class Provided:
+    """An environment of a provider, asked as [data] says: with its system prompt and template."""
+
+    def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data):
+        self.host, self.data, self._problems = host, data, problems
+        self.reward_range: tuple[float, float] | None = host.reward_range
+        self.metrics_ranges: Mapping[str, Range] = host.metrics_ranges
+        self.exact, self.parallel = host.exact, host.parallel
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """Those of its one split."""
+        return self._problems
+
+    def start(self, problem: Problem, seed: int) -> ProvidedEpisode:
+        """See ``Environment.start``."""
+        return ProvidedEpisode(self, self.host.start(problem, seed))
+
+    def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
+        """See ``Environment.results``."""
+        return self.host.results([episode.inner for episode in episodes if isinstance(episode, ProvidedEpisode)])
+
+
+@dataclass
+class ProvidedEpisode:
+    """An episode whose first observation is asked as [data] says."""
+
+    environment: Provided
+    inner: Episode
+
+    def observe(self) -> Observation:
+        """See ``Episode.observe``."""
+        seen, data = self.inner.observe(), self.environment.data
+        asked = Problem("", tuple(seen.messages), "")
+        if seen.messages and seen.messages[0]["role"] == "system":
+            data = data.model_copy(update={"system_prompt": None})
+        return Observation(tuple(conversation(asked, data)), seen.tools)
+
+    def step(self, action: Action) -> Step:
+        """See ``Episode.step``."""
+        return self.inner.step(action)
+
+    def result(self) -> RewardResult:
+        """See ``Episode.result``."""
+        return self.inner.result()
+
+    def close(self) -> None:
+        """The episode is over, without a result."""
+        if (close := getattr(self.inner, "close", None)) is not None:
+            close()

@@ -1,0 +1,198 @@
+"""Environments in worker processes: an episode that raises, hangs, floods or dies costs itself, never the run.
+
+Every process hosts the episodes whose numbers fall to it. When one is lost with its process, the others begin anew in
+the next process and take their actions again, if the environment is exact; else they end with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from retrain.config.tasks import Environment as EnvironmentSection
+from retrain.environments.hosting import LOST
+from retrain.environments.protocol import Episode, EpisodeFailed, Observation, Range, Step
+from retrain.environments.providers import PROVIDERS
+from retrain.errors import DataError, PluginError, PluginMissing
+from retrain.plugins import search_folders
+from retrain.rewards.base import failed
+from retrain.rewards.workers import Reply, WorkerPool
+from retrain.types import Action, Problem, RewardResult
+
+TOOLS = "retrain.environments.tool_use:ToolUse"
+
+
+class Hosted:
+    """The environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing when it cannot be
+    made."""
+
+    def __init__(self, section: EnvironmentSection, folder: Path | None):
+        self.section = section
+        folders = [str(each) for each in search_folders(folder)]
+        target, arguments = _target(section, folders)
+        self.name = section.provider or "tools"
+        self.pools = [
+            WorkerPool(
+                "retrain.environments.hosting:serve",
+                {"target": target, "arguments": arguments, "folders": folders},
+                workers=1,
+                timeout_s=section.timeout_s,
+                memory_bytes=int(section.memory_gb * 2**30),
+                memory_kind="RLIMIT_DATA",
+                what="the environment" if section.provider else "the tool",
+                python=section.python and str(_found(section.python, folder)),
+                folders=folders,
+            )
+            for _ in range(section.workers)
+        ]
+        self._numbers, self._lock = count(), threading.Lock()
+        self._known: dict[str, list[Problem]] = {}
+        try:
+            self.pools[0].start()
+        except PluginError as error:
+            self.close()
+            raise PluginMissing(str(error)) from None
+        facts = self.pools[0].facts
+        self.exact = bool(facts["exact"])
+        self.schemas: tuple[Mapping[str, Any], ...] = tuple(facts["schemas"])
+        self.ranges: dict[str, Range] = facts["ranges"]
+        self.reward_names: tuple[str, ...] = tuple(facts["names"])
+        ends = self.ranges.get("reward", {})
+        self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
+        self.metrics_ranges: Mapping[str, Range] = {
+            name: ends for name, ends in self.ranges.items() if name != "reward"
+        }
+
+    @property
+    def parallel(self) -> int:
+        """How many episodes step side by side."""
+        return len(self.pools)
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """See ``Environment.problems``. Raises DataError when there are none."""
+        if split not in self._known:
+            reply = self._call(0, ("problems", split))
+            if reply.error is not None:
+                raise DataError(f"[environment] provider = {self.name!r}: {reply.error}")
+            self._known[split] = [
+                Problem(
+                    str(each["id"]),
+                    each["prompt"] if isinstance(each["prompt"], str) else tuple(each["prompt"]),
+                    str(each["answer"]),
+                    tuple(map(str, each["tags"])),
+                    each["metadata"],
+                )
+                for each in reply.value
+            ]
+        if not self._known[split]:
+            raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
+        return self._known[split]
+
+    def start(self, problem: Problem, seed: int) -> HostedEpisode:
+        """See ``Environment.start``. Raises EpisodeFailed."""
+        with self._lock:
+            number = next(self._numbers)
+        return HostedEpisode(self, number, problem, seed)
+
+    def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
+        """``result()`` of each; an episode that cannot say has the reason in place of a reward."""
+        with ThreadPoolExecutor(self.parallel) as side_by_side:
+            return list(side_by_side.map(result_of, episodes))
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self.pools:
+            pool.close()
+
+    def _call(self, number: int, job: tuple[Any, ...]) -> Reply:
+        (reply,) = self.pools[number % len(self.pools)].map([job])
+        return reply
+
+
+def result_of(episode: Episode) -> RewardResult:
+    """The reward of an episode, or the reason why there is none."""
+    try:
+        return episode.result()
+    except EpisodeFailed as error:
+        return failed(str(error))
+
+
+class HostedEpisode:
+    """One episode in a worker process. ``actions`` are those that it has taken."""
+
+    def __init__(self, environment: Hosted, number: int, problem: Problem, seed: int):
+        self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
+        self.actions: list[Action] = []
+        first = self._start()
+        self._first = Observation(tuple(first["messages"]), tuple(first["tools"]))
+
+    def observe(self) -> Observation:
+        """See ``Episode.observe``."""
+        return self._first
+
+    def step(self, action: Action) -> Step:
+        """See ``Episode.step``. Raises EpisodeFailed."""
+        value = self._value(("step", self.number, action))
+        if value == LOST:
+            self._again()
+            value = self._value(("step", self.number, action))
+        self.actions.append(action)
+        conversation = value["conversation"]
+        return Step(
+            tuple(value["messages"]),
+            value["done"],
+            value["reward"],
+            value["metrics"],
+            value["logs"],
+            None if conversation is None else tuple(conversation),
+        )
+
+    def result(self) -> RewardResult:
+        """See ``Episode.result``; the process forgets the episode. Raises EpisodeFailed."""
+        value = self._value(("result", self.number))
+        if value == LOST:
+            self._again()
+            value = self._value(("result", self.number))
+        return RewardResult(**{**value, "tags": tuple(value["tags"])})
+
+    def close(self) -> None:
+        """The episode is over, without a result."""
+        self.environment._call(self.number, ("close", self.number))
+
+    def _start(self) -> dict[str, Any]:
+        return self._value(("start", self.number, self.problem, self.seed))
+
+    def _again(self) -> None:
+        """Begin anew, and take all actions again: its process died with another episode."""
+        if not self.environment.exact:
+            raise EpisodeFailed("died", "the episode's process ended with another episode of its")
+        self._start()
+        for action in self.actions:
+            self._value(("step", self.number, action))
+
+    def _value(self, job: tuple[Any, ...]) -> Any:
+        reply = self.environment._call(self.number, job)
+        if reply.error is not None:
+            kind = "flooded" if reply.error.startswith("Flooded:") else reply.kind or "died"
+            raise EpisodeFailed(kind, reply.error)
+        return reply.value
+
+
+def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The class that hosts the environment, and its arguments."""
+    if section.provider is None:
+        return TOOLS, {"tools": section.tools, "folders": list(folders)}
+    if section.provider in PROVIDERS:
+        return PROVIDERS[section.provider].target, {"id": section.id, **section.args}
+    return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}
+
+
+def _found(python: str, folder: Path | None) -> Path:
+    for place in search_folders(folder):
+        if (path := place / Path(python).expanduser()).is_file():
+            return path
+    raise PluginMissing(f"[environment] python = {python!r}: no such file")

@@ -1,0 +1,165 @@
+"""The inside of a worker process that hosts an environment: it answers the jobs of ``environments.hosted``.
+
+Nothing of torch is imported, and nothing but what the environment itself needs: it may run under another Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrain.environments.protocol import Observation, Step
+from retrain.errors import PluginError
+from retrain.plugins import declared_ranges, load_function
+from retrain.rewards.base import checked, failed
+from retrain.types import Action, Problem, RewardResult
+
+MESSAGE_CHARACTERS = 1_000_000
+"""Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
+LOST = "lost"
+"""The value of a job for an episode that this process does not know: it is younger than the episode."""
+Job = tuple[Any, ...]
+
+
+class Flooded(Exception):
+    """An environment's answer is too long."""
+
+
+def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[Job], Any]:
+    """The worker's entry: the environment ``module:Class``, made with these arguments, as a function of jobs. Raises
+    PluginError."""
+    for folder in folders:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    made = load_function(target, Path(folders[0]) if folders else None, "provider =")
+    return Host(_native(made, arguments))
+
+
+def _native(made: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """An object with ``start``. Raises PluginError for arguments that it does not take."""
+    if not hasattr(made, "start"):
+        from retrain.environments.providers.styles import adapt
+
+        return adapt(made, arguments)
+    try:
+        inspect.signature(made).bind(**arguments)
+    except TypeError as error:
+        raise PluginError(f"[environment] args: {error}") from None
+    except ValueError:  # a class without a signature
+        pass
+    return made(**arguments)
+
+
+class Host:
+    """One environment and its episodes by number."""
+
+    def __init__(self, environment: Any):
+        self.environment, self.episodes = environment, dict[int, Any]()
+        self.facts = {
+            "exact": bool(getattr(environment, "exact", True)),
+            "ranges": declared_ranges(environment) | _reward_range(environment),
+            "schemas": [dict(schema) for schema in getattr(environment, "schemas", ())],
+            "names": [str(name) for name in getattr(environment, "reward_names", ())],
+        }
+
+    def __call__(self, job: Job) -> Any:
+        """Do a job: ("problems", split), ("start", number, problem, seed), ("step", number, action), ("result", number)
+        or ("close", number)."""
+        kind, *arguments = job
+        return getattr(self, kind)(*arguments)
+
+    def problems(self, split: str) -> list[dict[str, Any]]:
+        """All problems of a split. Raises PluginError for what is none."""
+        made = []
+        for problem in _waited(self.environment.problems(split)):
+            if not isinstance(problem, Problem):
+                raise PluginError(f"problems({split!r}) gave {type(problem).__name__}, not retrain.types.Problem")
+            prompt = problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt)
+            made.append({**vars(problem), "prompt": prompt, "tags": list(problem.tags)})
+        return made
+
+    def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
+        """Begin an episode; its first observation."""
+        self.close(number)
+        episode = _waited(self.environment.start(problem, seed))
+        self.episodes[number] = episode
+        observed = _waited(episode.observe())
+        if not isinstance(observed, Observation):
+            raise PluginError(f"observe() gave {type(observed).__name__}, not an Observation")
+        return {"messages": _plain(observed.messages), "tools": [dict(tool) for tool in observed.tools]}
+
+    def step(self, number: int, action: Action) -> Any:
+        """One step, or LOST."""
+        if number not in self.episodes:
+            return LOST
+        step = _waited(self.episodes[number].step(action))
+        if not isinstance(step, Step):
+            raise PluginError(f"step() gave {type(step).__name__}, not a Step")
+        return {
+            "messages": _plain(step.messages),
+            "done": bool(step.done),
+            "reward": None if step.reward is None else float(step.reward),
+            "metrics": {str(name): float(value) for name, value in step.metrics.items()},
+            "logs": {str(name): str(text)[:2000] for name, text in step.logs.items()},
+            "conversation": None if step.conversation is None else _plain(step.conversation),
+        }
+
+    def result(self, number: int) -> Any:
+        """The reward of an episode, which is over then, or LOST; what is no reward becomes an error in it."""
+        if number not in self.episodes:
+            return LOST
+        try:
+            given = _waited(self.episodes[number].result())
+        finally:
+            self.close(number)
+        untotalled = isinstance(given, RewardResult) and given.total_reward is None and given.error is None
+        result = given if untotalled else checked(given)
+        if untotalled:  # what [reward] says is still to come
+            metrics = checked(RewardResult(0.0, sample_metrics=given.sample_metrics))
+            result = metrics if metrics.error else RewardResult(None, metrics.sample_metrics, given.tags)
+        if not isinstance(result, RewardResult):
+            result = failed("no reward")
+        return {
+            "total_reward": result.total_reward,
+            "sample_metrics": result.sample_metrics,
+            "tags": list(result.tags),
+            "components": {str(name): value for name, value in result.components.items()},
+            "correct": None if result.correct is None else bool(result.correct),
+            "format_ok": None if result.format_ok is None else bool(result.format_ok),
+            "error": result.error,
+        }
+
+    def close(self, number: int) -> None:
+        """Forget an episode."""
+        episode = self.episodes.pop(number, None)
+        if (close := getattr(episode, "close", None)) is not None:
+            _waited(close())
+
+
+def _waited(value: Any) -> Any:
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as JSON. Raises PluginError for what is none, Flooded when they are too long."""
+    made = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PluginError(f"a message is {type(message).__name__}, not {{'role': …, 'content': …}}")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise PluginError(f"the content of a message is {type(content).__name__}, not text")
+        made.append({str(key): value for key, value in message.items()})
+    size = sum(len(message["content"]) for message in made)
+    if size > MESSAGE_CHARACTERS:
+        raise Flooded(f"messages of {size:,} characters")
+    return made
+
+
+def _reward_range(environment: Any) -> dict[str, Any]:
+    ends = getattr(environment, "reward_range", None)
+    return {} if ends is None else {"reward": {"min": float(ends[0]), "max": float(ends[1])}}

@@ -1,0 +1,95 @@
+"""A server of one's own: a command on a free loopback port, which ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from typing import IO
+
+import httpx
+
+from retrain.errors import PluginError
+from retrain.rewards.base import printable
+
+HOST = "127.0.0.1"
+# On Linux the kernel kills the server when whoever started it is gone, also by SIGKILL. PR_SET_PDEATHSIG is 1.
+_GUARD = (
+    "import ctypes, os, sys\n"
+    "if sys.platform == 'linux':\n"
+    "    ctypes.CDLL(None).prctl(1, 9)\n"
+    "    if os.getppid() != int(sys.argv[1]): sys.exit('the process that started this one is gone')\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+class Server:
+    """The process of ``command``, in which ``{port}`` and ``{host}`` stand for its address; PORT and HOST are also in
+    its environment. Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with
+    ``owner``, when it ends or does not answer."""
+
+    def __init__(self, command: Sequence[str], seconds: float, owner: str):
+        port = _free_port()
+        self.url = f"http://{HOST}:{port}"
+        words = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
+        # A file, not a pipe: nobody reads along, and a full pipe would stop the server.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PORT": str(port), "HOST": HOST},
+        )
+        self.close = weakref.finalize(self, _end, self.process, self._output)
+        self._wait(seconds, owner, " ".join(command))
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process.poll() is None
+
+    def _wait(self, seconds: float, owner: str, command: str) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not self.alive:
+                said = self._last_words()
+                self.close()
+                raise PluginError(f"{owner}: the server {command!r} ended with status {self.process.returncode}{said}")
+            if healthy(self.url):
+                return
+            time.sleep(0.05)
+        said = self._last_words()
+        self.close()
+        raise PluginError(f"{owner}: {self.url}/health of {command!r} did not answer within {seconds:g} s{said}")
+
+    def _last_words(self) -> str:
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - 400))
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return f": {printable(lines[-1])}" if lines else ""
+
+
+def healthy(url: str) -> bool:
+    """Whether ``/health`` answers with success."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+    process.kill()
+    process.wait()
+    output.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

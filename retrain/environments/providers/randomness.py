@@ -1,0 +1,36 @@
+"""Libraries that draw from Python's and numpy's global generators, held apart from each other.
+
+Episodes take turns in one process; a game that calls ``random.seed`` and ``random.choice`` would draw what another
+game left behind, and its answers would depend on who else is playing.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy.random
+
+
+class OwnRandomness:
+    """The global generators as one owner sees them: ``with own: …`` swaps its state in, and keeps it afterwards.
+
+    All of it comes from ``seed``; what the rest of the process draws is not disturbed. Not reentrant.
+    """
+
+    def __init__(self, seed: str):
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = numpy.random.RandomState(zlib.crc32(seed.encode())).get_state()
+        self._outside: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> OwnRandomness:
+        self._outside = random.getstate(), numpy.random.get_state()
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        random.setstate(self._outside[0])
+        numpy.random.set_state(self._outside[1])

@@ -1,0 +1,215 @@
+"""reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: a question, an answer, its scorer.
+
+What is scored: the text in the completion's last ``<answer>…</answer>``, as the library's ``extract_answer`` finds it
+and its own evaluation and most of its users score; a completion without these tags is scored whole, trimmed. The
+question is the prompt as it is: a system prompt that asks for the tags is ``[data]``'s to give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from retrain.environments.protocol import Observation, Range, Step
+from retrain.environments.providers.arguments import count, imported, meant, refuse_unknown, table
+from retrain.environments.providers.reasoning_gym_tasks import FULL, Child, Task, entry_of, score
+from retrain.errors import DataError, UsageError
+from retrain.plugins import described
+from retrain.rewards.base import failed
+from retrain.types import Action, Problem, RewardResult
+
+OWNER = "environment reasoning-gym"
+OURS = ("seed", "size")
+"""Keys of a data set's config that the environment sets itself."""
+CHECK_SECONDS = 120.0
+"""How long the check of one task may take before training."""
+
+
+class Part(NamedTuple):
+    """A task and its share of the problems."""
+
+    name: str
+    weight: float
+    config: Mapping[str, Any]
+
+
+class Checked(NamedTuple):
+    """What became of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
+
+    name: str
+    ok: bool
+    reason: str
+    seconds: float
+
+
+class ReasoningGym:
+    """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several by name, or of a list of
+    ``{name, weight, config}``, drawn by weight.
+
+    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, and those
+    that ask a held-out question are left out. Everything comes from ``seed``. Raises UsageError for what is no data
+    set or config. ``problems`` checks each task first and raises DataError, which names the tasks that fail.
+    """
+
+    exact = True
+    reward_range = (0.0, 1.0)
+    metrics_ranges: ClassVar[Mapping[str, Range]] = {"answer_tags": {"min": 0, "max": 1}}
+
+    def __init__(self, id: Any, size: int = 1000, heldout: int = 200, seed: int = 0, **config: Any):
+        self.size, self.heldout = count(size, "size", OWNER, 1), count(heldout, "heldout", OWNER)
+        self.seed = count(seed, "seed", OWNER)
+        self.parts = _parts(id, config)
+        total = self.size + self.heldout
+        self._tasks = {part.name: Task(part.name, self.seed, total, part.config) for part in self.parts}
+        self._datasets = {name: _dataset(task) for name, task in self._tasks.items()}
+        self._drawn: list[Problem] | None = None
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """Those of ``train``, or for any other name the held-out ones."""
+        if self._drawn is None:
+            self._drawn = self._draw()
+        held = self._drawn[: self.heldout]
+        if split != "train":
+            return held
+        asked = {problem.prompt for problem in held}
+        kept = [problem for problem in self._drawn[self.heldout :] if problem.prompt not in asked]
+        if not kept:
+            raise DataError(
+                f"{OWNER}: every training problem of {', '.join(self._tasks)} is held out; they have too few different "
+                f"questions for heldout = {self.heldout}"
+            )
+        return kept
+
+    def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
+        """See ``Environment.start``; nothing is random."""
+        return ReasoningGymEpisode(self, problem)
+
+    def grade(self, problem: Problem, completion: str) -> RewardResult:
+        """The task's own score of what a completion answers; an error where its scorer raises or gives no score."""
+        answer = imported("reasoning_gym.utils", OWNER).extract_answer(completion)
+        try:
+            dataset = self._datasets[problem.metadata["task"]]
+            value = score(dataset, completion.strip() if answer is None else answer, _entry(problem))
+        except Exception as error:
+            return failed(f"{problem.metadata['task']}: {described(error)}")
+        return RewardResult(
+            value, correct=value >= FULL, tags=problem.tags, sample_metrics={"answer_tags": float(answer is not None)}
+        )
+
+    def _draw(self) -> list[Problem]:
+        """All problems, held-out ones first. Raises DataError."""
+        names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
+        drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
+        entries: dict[str, list[tuple[str, str, str]]] = {}
+        with Child() as child:
+            faults = {name: child.check(task, CHECK_SECONDS) for name, task in self._tasks.items()}
+            if refused := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
+                raise DataError(f"{OWNER}: nothing can be learned from {'; '.join(refused)}: take other data sets")
+            for name, task in self._tasks.items():
+                try:
+                    entries[name] = child.entries(task, range(drawn.count(name)))
+                except (ValueError, EOFError) as error:
+                    raise DataError(f"{OWNER}: problems of {name} cannot be made: {error}") from None
+        problems, given = [], dict.fromkeys(names, 0)
+        for name in drawn:
+            index = given[name]
+            given[name] += 1
+            question, answer, carried = entries[name][index]
+            facts = {"task": name, "index": index, "entry": carried}
+            problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
+        return problems
+
+
+@dataclass
+class ReasoningGymEpisode:
+    """One question and its answer."""
+
+    environment: ReasoningGym
+    problem: Problem
+    answer: str = ""
+
+    def observe(self) -> Observation:
+        """The question."""
+        return Observation(({"role": "user", "content": str(self.problem.prompt)},))
+
+    def step(self, action: Action) -> Step:
+        """The answer ends the episode."""
+        self.answer = action.text
+        return Step()
+
+    def result(self) -> RewardResult:
+        """Its score."""
+        return self.environment.grade(self.problem, self.answer)
+
+
+def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
+    """Whether these data sets, or all, can be trained on with their default config; at most ``seconds`` for each.
+
+    Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
+    """
+    known = data_sets()
+    for name in names or ():
+        if name not in known:
+            raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
+    outcome = []
+    with Child() as child:
+        for name in known if names is None else names:
+            begin = time.monotonic()
+            fault = child.check(Task(name, 0, 100, {}), seconds)
+            outcome.append(Checked(name, not fault, fault, time.monotonic() - begin))
+    return outcome
+
+
+def data_sets() -> list[str]:
+    """The names of reasoning-gym's data sets. ``composite``, which mixes others, is what a list of names is here."""
+    imported("reasoning_gym", OWNER)
+    return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
+
+
+def _entry(problem: Problem) -> dict[str, Any]:
+    return entry_of(problem.metadata["entry"])
+
+
+def _dataset(task: Task) -> Any:
+    try:
+        return task.dataset()
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
+
+
+def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
+    """The tasks that ``id`` names. Raises UsageError."""
+    if isinstance(id, str):
+        listed: list[Any] = [{"name": id, "config": config}]
+    else:
+        listed = [id] if isinstance(id, Mapping) else list(id) if isinstance(id, list | tuple) else []
+        if not listed:
+            raise UsageError(f'{OWNER}: id is {id!r}: type the name of a data set, such as id = "chain_sum", or a list')
+        if config:
+            refuse_unknown(config, ("size", "heldout", "seed"), f"{OWNER} with several data sets")
+    parts = [_part({"name": item} if isinstance(item, str) else item) for item in listed]
+    if twice := [part.name for part in parts if sum(part.name == other.name for other in parts) > 1]:
+        raise UsageError(f"{OWNER}: id names {twice[0]} more than once")
+    return parts
+
+
+def _part(item: Any) -> Part:
+    """One table of the list. Raises UsageError."""
+    given = table(item, "an item of id", OWNER)
+    refuse_unknown(given, ("name", "weight", "config"), f"{OWNER}: an item of id")
+    name, weight = given.get("name"), given.get("weight", 1.0)
+    known = data_sets()
+    if name not in known:
+        raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
+    if type(weight) not in (int, float) or not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{OWNER}: the weight of {name} is {weight!r}, not a number above 0")
+    config = table(given.get("config", {}), f"the config of {name}", OWNER)
+    fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[name][1])
+    refuse_unknown(config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {name}")
+    return Part(str(name), float(weight), config)

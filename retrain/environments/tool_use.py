@@ -1,0 +1,187 @@
+"""Episodes in which the model calls tools: its calls are answered, and the first message without one ends them.
+
+Numbers of an episode are those of ``get_tool_metrics`` elsewhere, under ``tools/``: how many calls there were
+(``total_tool_calls``; one that could not be read, or names no tool, counts), how many failed (``tool_errors``), the
+share that did not (``tool_success_rate``), how many went to each tool (``calls/<name>``) and the seconds that the tools
+took (``tool_time``, by the clock: the one number that differs between two runs that are otherwise the same).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.environments.protocol import Observation, Range, Step
+from retrain.environments.tools.calls import Call, parse
+from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
+from retrain.errors import PluginError, PluginMissing
+from retrain.plugins import load_function
+from retrain.types import Action, Message, Problem, RewardResult
+
+OURS = {
+    "calculator": "retrain.environments.tools.calculator:calculator",
+    "python": "retrain.environments.tools.python:Python",
+    "search": "retrain.environments.tools.search:Search",
+}
+"""By the name that a configuration may give it."""
+NO_TOOL = "tool_call"
+"""The name on the answer to a call that names none."""
+
+
+class ToolUse:
+    """Tools for the policy. ``tools`` has names of ours, ``module:function`` or ``module:Class`` (looked up in
+    ``folders``, then as installed), and tables ``{"tool": <one of these>, …}`` with the settings of a class.
+
+    Raises PluginError for a tool that cannot be loaded or described. ``exact`` as the tools say of themselves.
+    """
+
+    def __init__(
+        self, tools: Sequence[str | Mapping[str, Any]], folders: Sequence[str] = (), result_characters: int = 4000
+    ):
+        self.tools: dict[str, Tool] = {}
+        for entry in tools:
+            tool = _loaded(entry, folders)
+            if tool.name in self.tools:
+                raise PluginError(f"two tools are named {tool.name!r}; rename one of the functions")
+            self.tools[tool.name] = tool
+        self.schemas = tuple(dict(tool.schema) for tool in self.tools.values())
+        self.exact = all(tool.exact for tool in self.tools.values())
+        self.result_characters = result_characters
+        self.reward_range = None
+        self.metrics_ranges: dict[str, Range] = {
+            "tools/total_tool_calls": {"min": 0},
+            "tools/tool_success_rate": {"min": 0, "max": 1},
+            "tools/tool_errors": {"min": 0, "invert": True},
+            "tools/tool_time": {"min": 0, "invert": True},
+            **{f"tools/calls/{name}": {"min": 0} for name in self.tools},
+        }
+
+    def start(self, problem: Problem, seed: int) -> ToolEpisode:
+        """See ``Environment.start``; tools that are classes are made here, for this episode alone."""
+        with contextlib.ExitStack() as stack:
+            functions: dict[str, Callable[..., Any]] = {}
+            for name, tool in self.tools.items():
+                functions[name] = tool.open()
+                close = getattr(functions[name], "close", None)
+                if callable(close):
+                    stack.callback(close)
+            return ToolEpisode(self, functions, stack.pop_all())
+
+
+@dataclass
+class ToolEpisode:
+    """One conversation with tools; ``close`` it, for the tools that hold something."""
+
+    environment: ToolUse
+    functions: Mapping[str, Callable[..., Any]]
+    stack: contextlib.ExitStack
+    total: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    by_tool: dict[str, int] = field(default_factory=dict)
+
+    def observe(self) -> Observation:
+        """The tools; the question is another's to ask."""
+        return Observation((), self.environment.schemas)
+
+    def step(self, action: Action) -> Step:
+        """One message for each call, in their order; done when there is none."""
+        found = parse(action.text).found
+        before = self.errors
+        messages = tuple(self._answered(each) if isinstance(each, Call) else self._refused(each) for each in found)
+        self.total += len(found)
+        metrics = {"tools/calls": float(len(found)), "tools/errors": float(self.errors - before)}
+        return Step(messages, done=not found, metrics=metrics)
+
+    def result(self) -> RewardResult:
+        """The numbers of the episode; what it was worth is for a reward to say."""
+        metrics: dict[str, float | None] = {
+            "tools/total_tool_calls": float(self.total),
+            "tools/tool_success_rate": (self.total - self.errors) / self.total if self.total else None,
+            "tools/tool_errors": float(self.errors),
+            "tools/tool_time": self.seconds,
+        }
+        calls = {f"tools/calls/{name}": float(self.by_tool.get(name, 0)) for name in self.environment.tools}
+        return RewardResult(None, sample_metrics=metrics | calls)
+
+    def close(self) -> None:
+        """Close the tools; once is enough, twice does no harm."""
+        self.stack.close()
+
+    def _answered(self, call: Call) -> Message:
+        begun = time.perf_counter()
+        try:
+            text = self._called(call)
+        except ToolError as error:
+            self.errors += 1
+            text = f"Error: {error}"
+        except (Exception, SystemExit) as error:  # whatever a tool raises is the model's to read, exit() too
+            self.errors += 1
+            text = f"Error: {_told(error)}"
+        self.seconds += time.perf_counter() - begun
+        answer = {"role": "tool", "name": _clean(call.name[:64]), "content": self._cut(text)}
+        return answer | ({"tool_call_id": _clean(call.id[:64])} if call.id else {})
+
+    def _called(self, call: Call) -> str:
+        tool = self.environment.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self.environment.tools) or "none"
+            near = did_you_mean(call.name, self.environment.tools)
+            raise ToolError(f"there is no tool {call.name[:64]!r}{near}. The tools are: {known}")
+        self.by_tool[tool.name] = self.by_tool.get(tool.name, 0) + 1
+        return _text(self.functions[tool.name](**tool.checked(call.arguments)))
+
+    def _refused(self, fault: str) -> Message:
+        self.errors += 1
+        return {"role": "tool", "name": NO_TOOL, "content": self._cut(f"Error: {fault}")}
+
+    def _cut(self, text: str) -> str:
+        limit = self.environment.result_characters
+        if len(text) <= limit:
+            return _clean(text)
+        return _clean(text[:limit]) + f"\n[cut: {len(text) - limit:,} more characters]"
+
+
+def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
+    table = {"tool": entry} if isinstance(entry, str) else dict(entry)
+    name, settings = table.get("tool"), {key: value for key, value in table.items() if key != "tool"}
+    if not isinstance(name, str):
+        raise PluginMissing(f'the tool {table!r} has no name; write tool = "calculator" in its table')
+    if ":" not in name and name not in OURS:
+        ours = ", ".join(OURS)
+        raise PluginMissing(
+            f"tool {name!r} is none of {ours}{did_you_mean(name, OURS)}; one of your own is named module:function"
+        )
+    plugin = OURS.get(name, name)
+    module = plugin.partition(":")[0]
+    places = [Path(folder) for folder in folders]
+    base = next((folder for folder in places if (folder / f"{module}.py").is_file()), places[0] if places else None)
+    return tool_of(load_function(plugin, base, "tool"), settings, f"tool {name!r}")
+
+
+def _text(result: Any) -> str:
+    """A result as the model reads it: texts as they are, the rest as JSON where it has that form."""
+    if isinstance(result, str):
+        return result
+    return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _told(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, SystemExit):
+        return f"{name}: the tool tried to exit"
+    try:
+        return f"{name}: {error}"
+    except Exception:  # an exception of the user's whose text cannot be made
+        return name
+
+
+def _clean(text: str) -> str:
+    """The text without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,253 @@
+"""From a typed Python function, or a class, to a tool: the JSON schema that a chat template takes, and the check of
+what a model writes as its arguments.
+
+``transformers.utils.get_json_schema`` makes the same schema of plain annotations (tests hold ours against it), but
+imports torch into every worker process to do so.
+
+Arguments are taken as models write them: "3" is a number where a number is wanted, 3 a text where a text is, and a text
+that is neither may be the JSON of what is wanted, as formats without types of their own (Qwen3-Coder's) have it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic.json_schema import GenerateJsonSchema, PydanticInvalidForJsonSchema
+
+from retrain.environments.tools.errors import ToolError
+from retrain.errors import PluginError, RetrainError
+from retrain.plugins import described
+
+NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=False)
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without pydantic's titles, which only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One tool: ``open()`` gives the callable of one episode, ``schema`` is what the model reads of it.
+
+    ``exact``: its answers are a function of the calls.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    exact: bool
+    open: Callable[[], Callable[..., Any]]
+    _arguments: type[BaseModel]
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call as their annotations want them. Raises ToolError, which names what is wrong."""
+        given = dict(arguments)
+        try:
+            return self._validated(given)
+        except ValidationError as error:
+            texts = {each["loc"][0] for each in error.errors() if isinstance(given.get(str(each["loc"][0])), str)}
+        given |= {str(name): _decoded(given[str(name)]) for name in texts}
+        try:
+            return self._validated(given)
+        except ValidationError as error:
+            wrong = [self._described(each) for each in error.errors(include_url=False)[:5]]
+        raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}")
+
+    def _validated(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that are given; for the rest the function has its own defaults."""
+        model = self._arguments.model_validate(given)
+        fields = self._arguments.model_fields
+        return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
+
+    def takes(self) -> str:
+        """Its arguments in words."""
+        parameters = self.schema["function"]["parameters"]
+        texts = [
+            f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
+            for name, schema in parameters["properties"].items()
+        ]
+        return ", ".join(texts) or "no arguments"
+
+    def _described(self, error: Any) -> str:
+        name = ".".join(map(str, error["loc"]))[:100]
+        if error["type"] == "missing":
+            return f"the argument {name!r} is missing"
+        if error["type"] == "extra_forbidden":
+            known = self.schema["function"]["parameters"]["properties"]
+            return f"there is no argument {name!r}{did_you_mean(name, known)}"
+        return f"{name}: {error['msg']}"
+
+
+def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
+    """The tool that a function or a class is.
+
+    A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
+    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
+    are in the section ``Args:`` there. ``exact = False`` on function or class says that its answers differ from run to
+    run. Raises PluginError, which begins with ``what``, for anything that a model could not be told how to call.
+    """
+    what = what or f"tool {getattr(target, '__name__', target)!r}"
+    try:
+        return _class(target, settings or {}) if inspect.isclass(target) else _function(target, settings or {})
+    except PluginError as error:
+        raise PluginError(f"{what}: {error}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean …?)`` where one of ``known`` is near, else ""."""
+    close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
+    if settings:
+        raise PluginError(f"a function has no settings, such as {next(iter(settings))!r}; only a class takes them")
+    name = getattr(function, "__name__", type(function).__name__)
+    model, schema = _schema(name, function, inspect.getdoc(function) or "")
+    return Tool(name, schema, bool(getattr(function, "exact", True)), lambda: function, model)
+
+
+def _class(made: type, settings: Mapping[str, Any]) -> Tool:
+    call = inspect.getattr_static(made, "__call__", None)
+    if not inspect.isfunction(call):
+        raise PluginError("the class has no method __call__, which would be the tool")
+    try:
+        inspect.signature(made).bind(**settings)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(made).parameters) or "none"
+        raise PluginError(f"settings: {error}; those of {made.__name__} are: {takes}") from None
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", made.__name__).lower()
+    doc = inspect.cleandoc(call.__doc__ or "") or inspect.cleandoc(made.__doc__ or "")
+    model, schema = _schema(name, call, doc, besides=inspect.signature(made).parameters)
+
+    def opened() -> Callable[..., Any]:
+        try:
+            return made(**settings)
+        except RetrainError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"tool {name!r} cannot be made: {described(error)}") from error
+
+    return Tool(name, schema, bool(getattr(made, "exact", True)), opened, model)
+
+
+def _schema(
+    name: str, function: Callable[..., Any], doc: str, besides: Collection[str] = ()
+) -> tuple[type[BaseModel], dict[str, Any]]:
+    """What checks the arguments of ``function``, and the schema that describes it. ``besides`` are other names that
+    ``doc`` may describe: the settings of a class."""
+    if not NAME.fullmatch(name):
+        raise PluginError(f"{name!r} is no name for a tool: letters, digits and _ only, at most 64")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise PluginError(
+            f"{name} is asynchronous or a generator; a tool is an ordinary function that returns its answer"
+        )
+    description, documented = _docstring(doc)
+    if not description:
+        raise PluginError(f"{name} has no docstring; its first lines tell the model what it does")
+    annotations = _annotations(name, function)
+    if stray := [argument for argument in documented if argument not in annotations and argument not in besides]:
+        raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
+    model, parameters = _model(name, annotations)
+    for argument, (_, required) in annotations.items():
+        own = parameters["properties"][argument] if required else _without_null(parameters["properties"][argument])
+        text = documented.get(argument)
+        own = {key: own[key] for key in sorted(own, key=lambda key: key != "type")}
+        parameters["properties"][argument] = own | ({"description": text} if text else {})
+    function_schema = {"name": name, "description": description, "parameters": parameters}
+    return model, {"type": "function", "function": function_schema}
+
+
+def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
+    """By argument its type, and whether it has no default."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception as error:  # a name that is not there, or whatever evaluating an annotation raises
+        raise PluginError(f"the annotations of {name} cannot be resolved: {described(error)}") from None
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].name == "self" and parameters[0].name not in hints:
+        del parameters[0]
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise PluginError(f"{name} takes {parameter}; the arguments of a tool have names, one each")
+        if parameter.name not in hints:
+            raise PluginError(f"the argument {parameter.name!r} of {name} has no type; write {parameter.name}: str")
+    return {each.name: (hints[each.name], each.default is each.empty) for each in parameters}
+
+
+def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """A pydantic model of the arguments, and its JSON schema. The arguments are aliases: their names are any."""
+    fields: dict[str, Any] = {
+        f"argument_{number}": (annotation, Field(alias=argument) if required else Field(None, alias=argument))
+        for number, (argument, (annotation, required)) in enumerate(annotations.items())
+    }
+    try:
+        model = create_model("Arguments", __config__=_CONFIG, **fields)
+        schema = model.model_json_schema(schema_generator=_Untitled)
+    except (
+        PydanticSchemaGenerationError,
+        PydanticInvalidForJsonSchema,
+        PydanticUndefinedAnnotation,
+        PydanticUserError,
+    ) as error:
+        reason = str(error).splitlines()[0]
+        raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
+    properties = {
+        argument: {key: value for key, value in own.items() if key != "default"}  # None, for the lack of one
+        for argument, own in schema.get("properties", {}).items()
+    }
+    parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+    return model, parameters | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """An optional argument is left out rather than written as null: ``int | None = None`` reads as an integer."""
+    others = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    if len(others) != 1 or len(schema["anyOf"]) != 2:
+        return schema
+    return others[0] | {key: value for key, value in schema.items() if key != "anyOf"}
+
+
+def _docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """The description before the first section of a Google docstring, and those of the arguments."""
+    parts = SECTION.split(doc)
+    documented: dict[str, str] = {}
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        if title not in ("Args", "Arguments"):
+            continue
+        current = ""
+        for line in inspect.cleandoc("\n" + body).splitlines():
+            if not line.startswith(" ") and (argument := ARGUMENT.match(line)):
+                current = argument[1]
+                documented[current] = argument[2].strip()
+            elif current and line.strip():
+                documented[current] += " " + line.strip()
+    return parts[0].strip(), documented
+
+
+def _decoded(text: str) -> Any:
+    """What a text is the JSON of; the text itself when it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return "one of " + ", ".join(map(repr, schema["enum"]))
+    types = [str(each["type"]) for each in (schema, *schema.get("anyOf", ())) if "type" in each]
+    return " or ".join(types) or "anything"

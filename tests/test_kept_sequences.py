@@ -1,0 +1,173 @@
+"""Keys and values that stay between the turns of an episode: only what is new is computed, and nothing else changes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import fresh_logprobs, publish, trained
+from lane_cases import ref as ref_of
+
+from retrain.engines.dense import DenseDecoder
+from retrain.engines.kept import Batch, KeptSequences
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.types import Action
+
+TURNS, TOKENS = 3, 6
+
+
+class Counting:
+    """What the decoder reads: (rows, tokens) of every whole prompt, and of every continuation."""
+
+    def __init__(self, monkeypatch):
+        self.whole, self.more = [], []
+        prefill, extend = DenseDecoder.prefill, DenseDecoder.extend
+
+        def counted_prefill(decoder, ids_RT, *rest):
+            self.whole.append(tuple(ids_RT.shape))
+            return prefill(decoder, ids_RT, *rest)
+
+        def counted_extend(decoder, ids_RT, *rest):
+            self.more.append(tuple(ids_RT.shape))
+            return extend(decoder, ids_RT, *rest)
+
+        monkeypatch.setattr(DenseDecoder, "prefill", counted_prefill)
+        monkeypatch.setattr(DenseDecoder, "extend", counted_extend)
+
+
+Turns = dict[tuple[int, int], list[tuple[list[int], Action]]]
+
+
+def episodes(engine, refs, samples=5, max_rows=None, temperature=1.0) -> Turns:
+    """Several turns of every policy's group: (lane, sample) → prompts and actions. What is read between the turns has a
+    length of its own in every sequence."""
+    turns: Turns = {}
+    for turn in range(TURNS):
+        requests, owners = [], []
+        for lane, ref in enumerate(refs):
+            stream = ("kept", lane)
+            if turn == 0:
+                names = tuple((*stream, k) for k in range(samples))
+                prompt = tuple(range(3, 9 + lane))
+                requests.append(SampleRequest(ref, prompt, samples, TOKENS, temperature, stream, sequences=names))
+                owners.append([(lane, k) for k in range(samples)])
+                continue
+            for k in range(samples):
+                before, action = turns[lane, k][-1]
+                prompt = (*before, *action.token_ids, *range(10, 11 + (k + turn) % 4))
+                own = (*stream, "turn", turn, k)
+                requests.append(
+                    SampleRequest(ref, prompt, 1, TOKENS - k % 2, temperature, own, sequences=((*stream, k),))
+                )
+                owners.append([(lane, k)])
+        for request, names, actions in zip(requests, owners, engine.sample(requests, max_rows=max_rows), strict=True):
+            for name, action in zip(names, actions, strict=True):
+                turns.setdefault(name, []).append((list(request.prompt_ids), action))
+    return turns
+
+
+@pytest.fixture
+def adapters(lanes):
+    return [trained(lanes, 3, rank=4), trained(lanes, 4, rank=2), trained(lanes, 5, rank=4)]
+
+
+def engine_of(base, lanes, adapters) -> tuple[LocalEngine, list[PolicyRef]]:
+    engine = LocalEngine(base, lanes)
+    publish(engine, adapters)
+    return engine, [ref_of(lane) for lane in range(len(adapters))]
+
+
+@pytest.mark.parametrize("max_rows", [None, 4])
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_drawn_is_what_a_fresh_pass_over_all_tokens_says(base, lanes, adapters, monkeypatch, max_rows, count):
+    engine, refs = engine_of(base, lanes, adapters[:count])
+    seen = Counting(monkeypatch)
+    turns = episodes(engine, refs, max_rows=max_rows)
+    for (lane, _), own in turns.items():
+        for prompt, action in own:
+            expected, entropy = fresh_logprobs(base, lanes, adapters[lane], prompt, action.token_ids, 1.0)
+            assert action.logprobs_T == pytest.approx(expected, abs=2e-5)
+            assert action.entropy_T == pytest.approx(entropy, abs=2e-4)
+        for (before, action), (prompt, _) in pairwise(own):
+            assert prompt[: len(before) + len(action)] == [*before, *action.token_ids]
+    # No prompt of a later turn was read a second time: of those only what is new, the last token drawn among it.
+    assert all(width <= 8 for _, width in seen.whole)
+    assert seen.more
+    assert all(width <= 5 for _, width in seen.more)
+
+
+def test_a_sequence_that_is_not_kept_is_read_again_with_the_same_result(base, lanes, adapters, monkeypatch):
+    engine, refs = engine_of(base, lanes, adapters)
+    kept = episodes(engine, refs)
+    assert len(engine.kept) > 0
+    engine.forget_sequences()
+    assert len(engine.kept) == 0
+    engine.kept.limit = 0
+    seen = Counting(monkeypatch)
+    again = episodes(engine, refs)
+    assert not seen.more
+    assert kept.keys() == again.keys()
+    for name, own in kept.items():
+        for (prompt, action), (same_prompt, same) in zip(own, again[name], strict=True):
+            assert (prompt, action.token_ids) == (same_prompt, same.token_ids)
+            assert action.logprobs_T == pytest.approx(same.logprobs_T, abs=2e-5)
+
+
+def test_some_kept_and_some_not_are_one_batch(base, lanes, adapters, monkeypatch):
+    engine, refs = engine_of(base, lanes, adapters)
+    whole = episodes(engine, refs)
+    engine.forget_sequences()
+    engine.kept.limit = engine.kept.limit and 40_000
+    seen = Counting(monkeypatch)
+    part = episodes(engine, refs)
+    assert seen.more
+    assert any(width > 8 for _, width in seen.whole)
+    assert {name: [a.token_ids for _, a in own] for name, own in whole.items()} == {
+        name: [a.token_ids for _, a in own] for name, own in part.items()
+    }
+
+
+def test_new_weights_forget_what_the_old_ones_computed(base, lanes, adapters):
+    engine, _ = engine_of(base, lanes, adapters[:1])
+    episodes(engine, [ref_of(0)], samples=2)
+    assert len(engine.kept)
+    publish(engine, adapters[1:2])
+    assert len(engine.kept) == 0
+
+
+def test_the_oldest_leave_first_and_other_tokens_are_not_found():
+    def batch(rows: int) -> Batch:
+        return Batch([torch.zeros(rows, 1, 4, 2)], [torch.zeros(rows, 1, 4, 2)])  # 64 bytes a row
+
+    ref, other = PolicyRef("run", 1), PolicyRef("run", 2)
+    kept = KeptSequences(160)
+    kept.put(ref, [(("a",), [1, 2]), (("b",), [1, 3])], batch(2))
+    kept.put(ref, [(("c",), [1, 4])], batch(1))
+    assert len(kept) == 2
+    assert kept.take(ref, ("a",), [1, 2, 3]) is None
+    assert kept.take(other, ("b",), [1, 3, 3]) is None
+    found = kept.take(ref, ("b",), [1, 3, 3])
+    assert found is not None
+    assert (found.place, found.token_ids) == (1, (1, 3))
+    assert kept.take(ref, ("b",), [1, 3, 3]) is None  # it is taken once
+    assert kept.take(ref, ("c",), [1, 5, 6]) is None  # another sequence under its name
+    kept.put(ref, [(("c",), [1, 4])], batch(1))
+    assert kept.take(ref, ("c",), [1, 4]) is None  # nothing is new
+    kept.put(ref, [(("d",), [1])], batch(1))
+    kept.put(ref, [((f"{i}",), [1]) for i in range(3)], batch(3))
+    assert len(kept) == 2
+    kept.put(ref, [(("large",), [1])], Batch([torch.zeros(1, 1, 99, 2)], [torch.zeros(1, 1, 99, 2)]))
+    assert len(kept) == 2  # what can never fit drives nothing out
+    kept.clear()
+    assert len(kept) == 0
+
+
+def test_greedy_and_lengths_at_the_limit(base, lanes, adapters):
+    engine, refs = engine_of(base, lanes, adapters[:1])
+    turns = episodes(engine, refs, temperature=0.0)
+    alike = {tuple(action.token_ids) for _, action in (own[0] for own in turns.values())}
+    assert len(alike) == 1
+    assert all(np.isfinite(action.logprobs_T).all() for own in turns.values() for _, action in own)

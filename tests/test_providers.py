@@ -1,0 +1,67 @@
+"""What the providers have in common: the table, packages that are not there, global generators held apart."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from retrain.environments.providers import PROVIDERS
+from retrain.environments.providers.randomness import OwnRandomness
+from retrain.errors import MissingExtra
+from retrain.extras import EXTRAS
+
+ARGUMENTS = {
+    "reasoning-gym": {"id": "chain_sum"},
+    "verifiers": {"id": "any"},
+    "openenv": {"url": "http://127.0.0.1:9"},
+    "textarena": {"id": "GuessTheNumber-v0"},
+}
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_without_its_package_a_provider_says_what_to_type(name, monkeypatch):
+    provider = PROVIDERS[name]
+    assert provider.module in EXTRAS[provider.extra].packages
+    module, _, wanted = provider.target.partition(":")
+    monkeypatch.setitem(sys.modules, provider.module, None)
+    with pytest.raises(MissingExtra, match=rf"needs the package .*: pip install '\.\[{provider.extra}\]'"):
+        getattr(importlib.import_module(module), wanted)(**ARGUMENTS[name])
+
+
+def test_importing_them_loads_none_of_the_libraries():
+    modules = [provider.target.partition(":")[0] for provider in PROVIDERS.values()]
+    modules.append("retrain.environments.providers.styles")
+    heavy = ["torch", "transformers", *(provider.module for provider in PROVIDERS.values())]
+    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_global_generators_are_held_apart():
+    def drawn(own):
+        with own:
+            return random.random(), np.random.random()
+
+    alone = OwnRandomness("a")
+    expected = [drawn(alone) for _ in range(3)]
+    random.seed(1)
+    np.random.seed(1)
+    outside = [random.Random(1).random(), np.random.RandomState(1).random_sample()]
+    one, other = OwnRandomness("a"), OwnRandomness("b")
+    together = []
+    for _ in range(3):
+        together.append(drawn(one))
+        assert drawn(other) not in expected
+        with contextlib.suppress(KeyError), other:
+            random.seed(5)
+            raise KeyError
+    assert together == expected
+    assert [random.random(), np.random.random()] == outside

@@ -1,0 +1,134 @@
+"""Advantages turn by turn, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrain.algorithms.standard import assign_credit, fill_advantages
+from retrain.algorithms.turns import returns_to_go
+from retrain.config import parse_dict
+from retrain.errors import RunFailed
+from retrain.policy.protocol import samples_of
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+
+PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
+
+
+def rollout(rewards: list[float | None], total: float | None, lengths: list[int] | None = None) -> Rollout:
+    """One turn for each reward; action k has ``lengths[k]`` tokens."""
+    turns = []
+    for k, (reward, length) in enumerate(zip(rewards, lengths or [1] * len(rewards), strict=True)):
+        action = Action([10 + k] * length, "x", np.full(length, -1.0), np.ones(length), "stop")
+        turns.append(Turn((1, 2) if k == 0 else (5,), action, reward=reward))
+    return Rollout(PROMPT, turns, RewardResult(total, error=None if total is not None else "none"))
+
+
+def credited(rollouts: list[Rollout], mode: str = "dr_grpo", discount: float = 1.0) -> list[list[float] | None]:
+    fill_advantages([Group(PROMPT, rollouts)], mode, turn_discount=discount)
+    return [one.turn_advantages for one in rollouts]
+
+
+def test_each_turn_is_compared_with_those_of_its_number():
+    """algorithms2 §17: rewards (0, 1, 1) and (.5, 0), γ = 1: G (2, 2, 1) and (.5, 0); a turn alone gets 0."""
+    first, second = rollout([0, 1, 1], 2.0), rollout([0.5, 0], 0.5)
+    assert (returns_to_go(first, 1.0), returns_to_go(second, 1.0)) == ([2, 2, 1], [0.5, 0])
+    assert credited([first, second]) == [[0.75, 1.0, 0.0], [-0.75, -1.0]]
+    assert first.advantage == pytest.approx(1.75 / 3)  # what a token gets on average
+    assert returns_to_go(rollout([0, 1, 1], 2.0), 0.5) == [0.75, 1.5, 1.0]
+
+
+def test_what_the_total_is_beyond_the_turns_comes_with_the_last():
+    assert returns_to_go(rollout([None, None], 1.0), 0.5) == [0.5, 1.0]
+    assert returns_to_go(rollout([0.25, None], 1.0), 1.0) == [1.0, 0.75]
+
+
+@pytest.mark.parametrize("mode", ["dr_grpo", "grpo", "rloo", "maxrl"])
+def test_a_reward_at_the_end_and_as_many_turns_equals_the_credit_of_episodes(mode):
+    totals = [1.0, 0.0, 0.0, 1.0]
+    by_turn = [rollout([None, None], total) for total in totals]
+    whole = [rollout([None, None], total) for total in totals]
+    credited(by_turn, mode)
+    fill_advantages([Group(PROMPT, whole)], mode)
+    for one, other in zip(by_turn, whole, strict=True):
+        assert one.turn_advantages == pytest.approx([other.advantage] * 2)
+        assert one.advantage == pytest.approx(other.advantage)
+        assert other.turn_advantages is None
+
+
+def test_whitening_weighs_turns_by_their_tokens():
+    """A turn of as many tokens as another turn of two: the same as with those two merged into their tokens."""
+    rollouts = [rollout([0.0, 1.0], 1.0, [3, 1]), rollout([0.0, 0.0], 0.0, [1, 2])]
+    credited(rollouts, "reinforce_pp")
+    values = np.concatenate(
+        [np.repeat(one.turn_advantages, [len(turn.action) for turn in one.turns]) for one in rollouts]
+    )
+    assert values.mean() == pytest.approx(0, abs=1e-9)
+    assert values.std() == pytest.approx(1, abs=1e-3)
+
+
+def test_turns_that_cancel_out_are_signal_all_the_same():
+    rollouts = [rollout([1.0, 0.0, 0.0], 0.5), rollout([0.0, 0.0, 0.5], 0.5)]
+    group = Group(PROMPT, rollouts)
+    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    assert group.discarded is None
+    same = Group(PROMPT, [rollout([0.0, 0.5], 0.5) for _ in range(2)])
+    fill_advantages([same], "dr_grpo", turn_discount=1.0)
+    assert same.discarded == "zero_advantage"
+
+
+def test_rollouts_without_reward_or_turns_take_no_part():
+    failed, empty, alone = rollout([0.0], None), Rollout(PROMPT, [], RewardResult(None)), rollout([1.0], 1.0)
+    group = Group(PROMPT, [failed, empty, alone])
+    fill_advantages([group], "grpo", turn_discount=1.0)
+    assert failed.turn_advantages is None
+    assert alone.turn_advantages == [0.0]
+    assert group.discarded == "zero_advantage"
+    assert samples_of([group], every=True)[0].token_ids.tolist() == [1, 2, 10]
+
+
+def test_returns_outside_the_unit_interval_are_refused_where_the_mode_needs_it():
+    with pytest.raises(RunFailed, match=r"maxrl is defined for rewards in \[0, 1\]"):
+        credited([rollout([1.0, 1.0], 2.0), rollout([0.0, 0.0], 0.0)], "maxrl")
+
+
+@pytest.mark.parametrize("transform", ["none", "gtpo", "gtpo_hicra"])
+def test_every_token_trains_with_the_advantage_of_its_turn(transform):
+    """Token credit weighs by the tokens of the whole rollout; with equal uncertainties the weights are 1."""
+    rollouts = [rollout([0, 1, 1], 2.0, [1, 2, 1]), rollout([0.5, 0], 0.5, [2, 2])]
+    group = Group(PROMPT, rollouts)
+    config = parse_dict(
+        {
+            "environment": {"tools": ["calculator"]},
+            "algorithm": {"transform_mode": transform, "turn_credit": "turn", "advantage_mode": "dr_grpo"},
+        }
+    )
+    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    for one in rollouts:
+        one.planning_T = np.zeros(len(one), dtype=bool)
+    credit = assign_credit([group], config, 0.0, ("placebo",))
+    assert rollouts[0].token_advantages_T.tolist() == pytest.approx([0.75, 1.0, 1.0, 0.0])
+    assert rollouts[1].token_advantages_T.tolist() == pytest.approx([-0.75, -0.75, -1.0, -1.0])
+    assert (credit.denominators.tokens, credit.denominators.sequences) == (8, 2)
+    (first, _) = samples_of([group])
+    assert first.token_ids.tolist() == [1, 2, 10, 5, 11, 11, 5, 12]
+    assert first.action_mask.tolist() == [False, False, True, False, True, True, False, True]
+    assert first.advantages.tolist() == pytest.approx([0, 0, 0.75, 0, 1.0, 1.0, 0, 0.0])
+
+
+def test_a_rewritten_conversation_gives_a_sample_for_each_time_it_was_read():
+    one = rollout([0.0, 1.0, 0.0], 1.0, [1, 2, 1])
+    one.turns[1].fresh, one.turns[1].observation_ids = True, (7, 8, 9)
+    group = Group(PROMPT, [one, rollout([0.0], 0.0)])
+    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    for each in group.rollouts:
+        each.planning_T = np.zeros(len(each), dtype=bool)
+    credit = assign_credit([group], parse_dict({"environment": {"tools": ["calculator"]}}), 0.0, ("placebo",))
+    first, second, third = samples_of([group])
+    assert first.token_ids.tolist() == [1, 2, 10]
+    assert second.token_ids.tolist() == [7, 8, 9, 11, 11, 5, 12]
+    assert second.action_mask.tolist() == [False] * 3 + [True, True, False, True]
+    assert third.token_ids.tolist() == [1, 2, 10]
+    assert (credit.denominators.tokens, credit.denominators.sequences) == (5, 3)
+    assert first.advantages.tolist() == pytest.approx([0, 0, 0.5])
+    assert second.advantages[second.action_mask].tolist() == pytest.approx([0, 0, 0])
