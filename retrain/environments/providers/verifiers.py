@@ -186,7 +186,7 @@ def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
     """The indices of the rows that are held out of training: those of the smallest hashes, so that the same rows are
     held out of the same data in every run, and equal rows are on the same side. Raises UsageError when none is left."""
     if wanted is None:
-        wanted = min(round(len(rows) * HELD_OUT_SHARE), MOST_HELD_OUT)
+        wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
     if wanted <= 0:
         return set()
     hashes = [
