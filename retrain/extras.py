@@ -24,7 +24,9 @@ EXTRAS = {
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
     "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
     "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks, as an environment or a data source"),
-    "verifiers": Extra({"verifiers": "verifiers"}, "environments of Prime Intellect's library and hub"),
+    "verifiers": Extra(
+        {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
+    ),
     "openenv": Extra({"openenv": "openenv-core"}, "environments behind OpenEnv servers"),
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),

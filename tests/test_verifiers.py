@@ -340,6 +340,7 @@ def test_its_own_limit_of_turns_ends_a_rollout_of_v1(opened):
 @v1
 def test_an_environment_that_plays_the_user(opened):
     environment = opened("toy_echo", heldout=0)
+    assert environment.problems("train")[0].prompt[-1]["content"] == "toy_echo, task 0"
     (seen, *steps), result = played(environment, ["one", "two", "four"])
     assert seen.messages == ({"role": "system", "content": "Repeat."}, {"role": "user", "content": "one"})
     assert [tuple(step.messages) for step in steps] == [
@@ -408,7 +409,7 @@ def test_episodes_of_several_worker_processes(kind):
     from retrain.config.tasks import Environment
     from retrain.environments.hosted import Hosted
 
-    args = {"kind": "tools"} if kind == "classic" else {"train": 2, "heldout": 0}
+    args = {"kind": "tools", "heldout": 0} if kind == "classic" else {"train": 2, "heldout": 0}
     section = Environment(provider="verifiers", id=f"toy_{kind}" if kind == "classic" else "toy_stamp", args=args)
     hosted = Hosted(section.model_copy(update={"timeout_s": 120.0}), TOYS)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,8 @@ HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 
 
 class Row(NamedTuple):
-    """A task of the library's. ``digest`` tells whether another process has the same one in this place."""
+    """A task of the library's. ``digest`` is a hash of all that makes it; another process must have the same one in
+    this place."""
 
     prompt: tuple[Message, ...]
     answer: str
@@ -160,6 +162,11 @@ class Verifiers:
         return self._libraries[which]
 
 
+def digest(task: Any) -> str:
+    """A hash of what is JSON, or can be written as text."""
+    return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None) -> Library:
     """The environment ``id`` of either kind."""
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
@@ -189,10 +196,7 @@ def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
         wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
     if wanted <= 0:
         return set()
-    hashes = [
-        hashlib.sha256(repr(([sorted(message.items()) for message in row.prompt], row.answer)).encode()).hexdigest()
-        for row in rows
-    ]
+    hashes = [row.digest for row in rows]
     last = sorted(hashes)[min(wanted, len(hashes)) - 1]
     held = {index for index, value in enumerate(hashes) if value <= last}
     if len(held) == len(rows):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import hashlib
 import importlib
 import logging
 import signal
@@ -53,7 +52,7 @@ class Classic:
 
     def rows(self, part: str) -> Sequence[Row]:
         """See ``Library``. An environment that has only data for evaluation is trained with them."""
-        from retrain.environments.providers.verifiers import Row
+        from retrain.environments.providers.verifiers import Row, digest
 
         dataset = self._dataset(part)
         if dataset is None:
@@ -63,8 +62,8 @@ class Classic:
             prompt = _prompt(row.get("prompt"))
             answer = "" if row.get("answer") is None else str(row["answer"])
             task = row.get("task")
-            digest = hashlib.sha256(repr((prompt, answer)).encode()).hexdigest()[:16]
-            rows.append(Row(prompt, answer, (task,) if isinstance(task, str) and task else (), digest))
+            hashed = digest((prompt, answer, row.get("info")))
+            rows.append(Row(prompt, answer, (task,) if isinstance(task, str) and task else (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:

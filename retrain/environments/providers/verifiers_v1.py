@@ -69,7 +69,7 @@ class Tasksets:
 
     def rows(self, part: str) -> Sequence[Row]:
         """See ``Library``; a taskset holds nothing out."""
-        from retrain.environments.providers.verifiers import Row
+        from retrain.environments.providers.verifiers import Row, digest
 
         if part != "train":
             return []
@@ -82,13 +82,15 @@ class Tasksets:
                 opening.append(("user", prompt))
             else:
                 opening += [(message.role, _text(message.content)) for message in prompt or ()]
+            if prompt is None:  # the environment opens the conversation
+                opening.append(("user", data.description or data.name or f"{self._id}, task {len(rows)}"))
             answer = getattr(data, "answer", None)
             rows.append(
                 Row(
                     tuple({"role": role, "content": content} for role, content in opening),
                     "" if answer is None else str(answer),
                     (),
-                    task.hash[:16],
+                    digest(data.model_dump(mode="json", exclude={"idx"})),
                 )
             )
         return rows
