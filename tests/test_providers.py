@@ -18,6 +18,7 @@ from retrain.extras import EXTRAS
 
 ARGUMENTS = {
     "reasoning_gym": {"id": "chain_sum"},
+    "verifiers": {"id": "any"},
     "openenv": {"url": "http://127.0.0.1:9"},
     "textarena": {"id": "GuessTheNumber-v0"},
 }

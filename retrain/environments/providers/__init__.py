@@ -23,6 +23,12 @@ PROVIDERS = {
         "gym",
         "a hundred kinds of generated problems with verifiable answers, one turn each",
     ),
+    "verifiers": Provider(
+        f"{_HERE}.verifiers:Verifiers",
+        "verifiers",
+        "verifiers",
+        "environments of Prime Intellect's hub and others made with verifiers, and its tasksets",
+    ),
     "openenv": Provider(
         f"{_HERE}.openenv:OpenEnv",
         "openenv",

@@ -1,0 +1,114 @@
+"""The plainest harness of ``verifiers.v1``, in this process: the model's answers, and the taskset's tools between them.
+
+It does what the library's ``null`` harness does, which starts a Python of its own for every rollout and fetches that
+one's packages. Found by the library as ``retrain-chat``; imported only where verifiers is.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
+from verifiers.v1.configs.harness import HarnessConfig  # pyright: ignore[reportMissingImports]
+from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harness import Harness  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
+from verifiers.v1.runtimes import ProgramResult, Runtime  # pyright: ignore[reportMissingImports]
+from verifiers.v1.task import TaskData  # pyright: ignore[reportMissingImports]
+from verifiers.v1.trace import Trace  # pyright: ignore[reportMissingImports]
+
+__all__ = ["ChatLoop"]
+
+
+class ChatLoopConfig(HarnessConfig):
+    """Nothing of its own."""
+
+
+class ChatLoop(Harness[ChatLoopConfig]):
+    """Asks, calls the tools that the answer calls, and asks again, until an answer calls none."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """See ``Harness.launch``."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
+            client.headers["Authorization"] = f"Bearer {secret}"
+            tools, places, connections = await connect_mcp({"mcpServers": servers}, stack)
+            while True:
+                body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+                reply = await client.post(f"{endpoint}/chat/completions", json=body)
+                if reply.status_code != 200:
+                    ends = "maximum context length" in reply.text  # a limit, and no fault
+                    return ProgramResult(exit_code=0 if ends else 1, stdout="", stderr=reply.text)
+                message = reply.json()["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in message["tool_calls"]:
+                    answer = await _denied(client, tool_interception_url, call) if tool_interception_url else None
+                    if answer is None:
+                        answer = {
+                            "role": "tool",
+                            "tool_call_id": call["id"],
+                            "content": await _called(call["function"], places, connections),
+                            "name": call["function"]["name"],
+                        }
+                    messages.append(bound_tool_message(answer))
+
+
+async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
+    """What the tool returns, or in words why there is nothing."""
+    name = function["name"]
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
+    if name not in places:
+        return f"error: unknown tool {name!r}"
+    return await call_mcp(connections, places, name, arguments)
+
+
+async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
+    """What a policy of the task's puts in place of the tool's answer; None where the tool may run. Raises RuntimeError
+    where it ends the rollout."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError:
+        arguments = function["arguments"]
+    reply = await client.post(url, json={"tool_call_id": call["id"], "name": function["name"], "arguments": arguments})
+    reply.raise_for_status()
+    decision = reply.json()
+    if decision["action"] == "stop":
+        raise RuntimeError(decision["reason"])
+    return decision["message"] if decision["action"] == "deny" else None

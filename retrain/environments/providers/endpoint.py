@@ -1,0 +1,199 @@
+"""An OpenAI chat endpoint on the loopback whose answers come from whoever holds the other end of a ``Channel``.
+
+Every rollout has a channel. A request names it by its address (``/<name>/v1/chat/completions``) or, at
+``/session/v1/…``, by the header ``X-Session-ID``; names are unguessable, other processes of the machine can reach the
+port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrain.environments.tools.calls import Call
+from retrain.types import Action
+
+MAX_REQUEST_BYTES = 64 << 20
+LOOPBACK = "127.0.0.1"
+OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
+"""In words that harnesses look for in the refusals of other servers; most end the rollout then and grade it."""
+LEAST_LOGPROB = -9999.0
+"""What servers write for −∞, which JSON has not."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that waits for its completion."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    completion: asyncio.Future[dict[str, Any]]
+
+
+class Refused(Exception):
+    """The rollout gets no further answers."""
+
+
+@dataclass(eq=False)
+class Channel:
+    """One rollout's requests, in the order in which they came."""
+
+    name: str
+    waiting: deque[Asked] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    refuses: bool = False
+    refused: int = 0
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The completion for a request's body, once it is there. Raises Refused."""
+        if self.refuses:
+            self.refused += 1
+            self.arrived.set()
+            raise Refused(OUT_OF_CONTEXT)
+        asked = Asked(
+            list(body.get("messages") or []),
+            list(body.get("tools") or []),
+            asyncio.get_running_loop().create_future(),
+        )
+        self.waiting.append(asked)
+        self.arrived.set()
+        return await asked.completion
+
+    def refuse(self, *taken: Asked) -> None:
+        """Refuse what was ``taken`` and has no answer, what waits, and all that follows, as a full context is."""
+        self.refuses = True
+        for asked in (*taken, *self.waiting):
+            if not asked.completion.done():
+                self.refused += 1
+                asked.completion.set_exception(Refused(OUT_OF_CONTEXT))
+        self.waiting.clear()
+
+
+class Endpoint:
+    """Serves the channels that are open, in the event loop in which it was started."""
+
+    def __init__(self) -> None:
+        self.channels: dict[str, Channel] = {}
+        self.url = ""
+        self._close: Callable[[], Any] | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port; ``url`` is known from here on."""
+        from aiohttp import web  # pyright: ignore[reportMissingImports]
+
+        spared = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+        if LOOPBACK not in spared.split(","):  # clients that a harness makes must not ask a proxy for this machine
+            os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{spared},{LOOPBACK}".lstrip(",")
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/{channel}/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, LOOPBACK, 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url, self._close = f"http://{host}:{port}", runner.cleanup
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._close is not None:
+            await self._close()
+            self._close = None
+
+    def url_of(self, channel: Channel) -> str:
+        """What an OpenAI client takes as its base_url."""
+        return f"{self.url}/{channel.name}/v1"
+
+    @property
+    def session_url(self) -> str:
+        """The same for clients that name the channel in a header."""
+        return f"{self.url}/session/v1"
+
+    async def _chat(self, request: Any) -> Any:
+        from aiohttp import web  # pyright: ignore[reportMissingImports]
+
+        name = request.match_info["channel"]
+        channel = self.channels.get(request.headers.get("X-Session-ID", "") if name == "session" else name)
+        if channel is None:
+            return web.json_response(_error("no such rollout", "not_found"), status=404)
+        try:
+            body = await request.json()
+            completion = await channel.ask(body)
+        except Refused as refused:
+            return web.json_response(_error(str(refused), "context_length_exceeded"), status=400)
+        except (ValueError, TypeError, AttributeError) as error:
+            return web.json_response(_error(f"not a request for a chat completion: {error}", "invalid"), status=400)
+        if body.get("stream"):
+            return web.Response(body=_events(completion), content_type="text/event-stream")
+        return web.json_response(completion)
+
+
+def completion(
+    action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]], model: str = "policy"
+) -> dict[str, Any]:
+    """A ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
+
+    ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
+    ``usage`` counts the sampled tokens only.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": _json(call.arguments)}}
+            for id, call in calls
+        ]
+    logprobs = [
+        {"token": f"token_id:{token}", "logprob": _finite(logprob), "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(action.token_ids, action.logprobs_T, strict=False)
+    ]
+    stopped = "tool_calls" if calls else "stop"
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "finish_reason": stopped if action.stop_reason == "stop" else "length",
+                "token_ids": list(action.token_ids),
+                "logprobs": {"content": logprobs, "refusal": None},
+            }
+        ],
+        "usage": {"prompt_tokens": 0, "completion_tokens": len(action), "total_tokens": len(action)},
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _finite(logprob: float) -> float:
+    return float(logprob) if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+def _error(message: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _events(completion: Mapping[str, Any]) -> bytes:
+    """The completion as a stream that says everything at once."""
+    choice = completion["choices"][0]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    said = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    chunks = [
+        head | {"choices": [said]},
+        head | {"choices": [ended]},
+        head | {"choices": [], "usage": completion["usage"]},
+    ]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"

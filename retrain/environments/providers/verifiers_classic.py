@@ -1,0 +1,164 @@
+"""Environments with ``load_environment``, as verifiers has them up to 0.3: data, rollout and rubric in one class."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import logging
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from retrain.environments.providers.endpoint import Channel
+from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.errors import UsageError
+from retrain.types import Message, RewardResult
+
+if TYPE_CHECKING:
+    from retrain.environments.providers.verifiers import Row
+
+LAST_WITH = "0.3.1"
+"""The last version of verifiers that has this kind."""
+UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
+"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
+PROMISE = 3600.0 * 24 * 7
+"""Seconds that the client waits for an answer: sampling has no limit here."""
+
+
+class Classic:
+    """One loaded environment."""
+
+    def __init__(self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion):
+        vf: Any = importlib.import_module("verifiers")
+        if env:
+            raise UsageError(f"env is for tasksets of verifiers.v1, and {id} is none: give its arguments in args")
+        if not hasattr(vf, "load_environment"):
+            raise UsageError(
+                f"there is no taskset {id}, and environments with load_environment need verifiers {LAST_WITH} or "
+                f"older: pip install 'verifiers<={LAST_WITH}', in a virtual environment of its own if need be"
+            )
+        with _signals_kept():
+            self.environment: Any = vf.load_environment(id, **args)
+        if getattr(self.environment, "requires_group_rollouts", False):
+            raise UsageError(
+                f"environment {id} grades the rollouts of a group together, which is not supported: they are graded in "
+                "different processes"
+            )
+        self._id, self._inversion = id, inversion
+        self._clients: Any = importlib.import_module(f"{_root(vf)}.clients")
+        self._config: Any = importlib.import_module(f"{_root(vf)}.types").ClientConfig
+        _hear_rubrics()
+
+    def rows(self, part: str) -> Sequence[Row]:
+        """See ``Library``. An environment that has only data for evaluation is trained with them."""
+        from retrain.environments.providers.verifiers import Row, digest
+
+        dataset = self._dataset(part)
+        if dataset is None:
+            return []
+        rows = []
+        for row in dataset:
+            prompt = _prompt(row.get("prompt"))
+            answer = "" if row.get("answer") is None else str(row["answer"])
+            task = row.get("task")
+            hashed = digest((prompt, answer, row.get("info")))
+            rows.append(Row(prompt, answer, (task,) if isinstance(task, str) and task else (), hashed))
+        return rows
+
+    def lead(self, part: str, index: int) -> Lead:
+        """See ``Library``."""
+        row = self._dataset(part)[index]
+
+        async def lead(channel: Channel) -> Outcome:
+            heard: list[str] = []
+            _heard.set(heard)
+            client = self._clients.resolve_client(
+                self._config(
+                    api_base_url=self._inversion.endpoint.url_of(channel),
+                    api_key_var=UNSET_KEY,
+                    timeout=PROMISE,
+                    max_retries=0,
+                )
+            )
+            try:
+                output = await self.environment.run_rollout(row, client, "policy", {})
+            finally:
+                await client.close()
+            return _outcome(output, heard)
+
+        return lead
+
+    def _dataset(self, part: str) -> Any:
+        environment = self.environment
+        train = environment.build_dataset()
+        if part == "train" and train is not None:
+            return train
+        evaluation = environment.build_eval_dataset()
+        return evaluation if (part == "eval") == (train is not None) else None
+
+
+def _root(vf: Any) -> str:
+    """Where this version keeps the package."""
+    return vf.load_environment.__module__.partition(".utils")[0]
+
+
+def _prompt(prompt: Any) -> tuple[Message, ...]:
+    """A row's prompt, for display: what is asked in the rollout is what the environment then sends."""
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": prompt},)
+    messages = []
+    for message in prompt or ():
+        content = message.get("content")
+        if not isinstance(content, str):
+            content = "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content or ())
+        messages.append({"role": str(message.get("role")), "content": content})
+    return tuple(messages)
+
+
+def _outcome(output: Mapping[str, Any], heard: Sequence[str]) -> Outcome:
+    stop = str(output.get("stop_condition") or "")
+    metrics = cast(
+        "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
+    )
+    error = output.get("error")
+    if error:
+        said = error.get("error_chain_str") or error.get("error_chain_repr") if isinstance(error, Mapping) else error
+        return Outcome(RewardResult(None, metrics, error=str(said)), stop or "error")
+    if heard:  # the rubric counts a reward function that raised as 0, and the model would be trained with it
+        return Outcome(RewardResult(None, metrics, error="; ".join(heard)), stop)
+    return Outcome(RewardResult(_number(output.get("reward")), metrics), stop)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+_heard: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("heard", default=None)
+"""What the rubric has logged of this rollout's reward functions."""
+
+
+class _Hearing(logging.Handler):
+    """Rubrics log what a reward function raises, and go on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        heard = _heard.get()
+        if heard is not None and record.msg and str(record.msg).startswith("Error calling"):
+            heard.append(record.getMessage())
+
+
+def _hear_rubrics() -> None:
+    logger = logging.getLogger("verifiers")
+    if not any(isinstance(handler, _Hearing) for handler in logger.handlers):
+        logger.addHandler(_Hearing(logging.ERROR))
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Environments take over SIGINT and SIGTERM when they are made."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
