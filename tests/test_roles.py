@@ -33,7 +33,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
     assert quiet == (expanded("logging", "squeeze", "campaign") - {"logging.strategic_grams", "campaign.seed"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", *CHARTS,
+        "backend.adapter_path", "environment.python", *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
@@ -43,7 +43,8 @@ def test_in_what_replicates_may_differ():
     assert may == (expanded("campaign", "logging", "squeeze", "backpressure") - {"logging.strategic_grams"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
-        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", *CHARTS,
+        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers",
+        "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS,
     }  # fmt: skip
 
 

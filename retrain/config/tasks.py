@@ -349,7 +349,8 @@ class Environment(Section):
             for key, given in (("id", self.id), ("args", self.args)):
                 if given:
                     fix = 'provider = "reasoning_gym"'
-                    yield Finding((f"environment.{key}",), "has no effect without a provider", fix)
+                    keys = (f"environment.{key}", "environment.provider")
+                    yield Finding(keys, "has no effect without a provider", fix)
         if self.auto_install:
             fix = "auto_install = false, after installing the environment yourself"
             yield Finding(("environment.auto_install",), "is true, but nothing is installed unasked", fix)

@@ -23,6 +23,14 @@ from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
+START_SECONDS = 180.0
+"""For a process to load its environment, which may import much."""
+PROBLEMS_SECONDS = 600.0
+"""For an environment to make its problems."""
+BEGINNING = 4
+"""An episode may take so many times ``timeout_s`` to begin: some start a server."""
+PAGE = 1000
+"""Problems that come at once."""
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
@@ -46,6 +54,8 @@ class Hosted:
                 what="the environment" if section.provider else "the tool",
                 python=section.python and str(_found(section.python, folder)),
                 folders=folders,
+                start_s=START_SECONDS,
+                longest_s=max(PROBLEMS_SECONDS, BEGINNING * section.timeout_s),
             )
             for _ in range(section.workers)
         ]
@@ -75,9 +85,14 @@ class Hosted:
     def problems(self, split: str) -> Sequence[Problem]:
         """See ``Environment.problems``. Raises DataError when there are none."""
         if split not in self._known:
-            reply = self._call(0, ("problems", split))
-            if reply.error is not None:
-                raise DataError(f"[environment] provider = {self.name!r}: {reply.error}")
+            rows: list[dict[str, Any]] = []
+            while len(rows) % PAGE == 0:
+                reply = self._call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
+                if reply.error is not None:
+                    raise DataError(f"[environment] provider = {self.name!r}: {reply.error}")
+                if not reply.value:
+                    break
+                rows += reply.value
             self._known[split] = [
                 Problem(
                     str(each["id"]),
@@ -86,7 +101,7 @@ class Hosted:
                     tuple(map(str, each["tags"])),
                     each["metadata"],
                 )
-                for each in reply.value
+                for each in rows
             ]
         if not self._known[split]:
             raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
@@ -108,8 +123,8 @@ class Hosted:
         for pool in self.pools:
             pool.close()
 
-    def _call(self, number: int, job: tuple[Any, ...]) -> Reply:
-        (reply,) = self.pools[number % len(self.pools)].map([job])
+    def _call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
+        (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
 
@@ -164,7 +179,8 @@ class HostedEpisode:
         self.environment._call(self.number, ("close", self.number))
 
     def _start(self) -> dict[str, Any]:
-        return self._value(("start", self.number, self.problem, self.seed))
+        limit = BEGINNING * self.environment.section.timeout_s
+        return self._value(("start", self.number, self.problem, self.seed), limit)
 
     def _again(self) -> None:
         """Begin anew, and take all actions again: its process died with another episode."""
@@ -174,8 +190,8 @@ class HostedEpisode:
         for action in self.actions:
             self._value(("step", self.number, action))
 
-    def _value(self, job: tuple[Any, ...]) -> Any:
-        reply = self.environment._call(self.number, job)
+    def _value(self, job: tuple[Any, ...], timeout_s: float | None = None) -> Any:
+        reply = self.environment._call(self.number, job, timeout_s)
         if reply.error is not None:
             kind = "flooded" if reply.error.startswith("Flooded:") else reply.kind or "died"
             raise EpisodeFailed(kind, reply.error)

@@ -59,6 +59,7 @@ class Host:
 
     def __init__(self, environment: Any):
         self.environment, self.episodes = environment, dict[int, Any]()
+        self.made: dict[str, list[Any]] = {}
         self.facts = {
             "exact": bool(getattr(environment, "exact", True)),
             "ranges": declared_ranges(environment) | _reward_range(environment),
@@ -67,15 +68,17 @@ class Host:
         }
 
     def __call__(self, job: Job) -> Any:
-        """Do a job: ("problems", split), ("start", number, problem, seed), ("step", number, action), ("result", number)
-        or ("close", number)."""
+        """Do a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
+        ("result", number) or ("close", number)."""
         kind, *arguments = job
         return getattr(self, kind)(*arguments)
 
-    def problems(self, split: str) -> list[dict[str, Any]]:
-        """All problems of a split. Raises PluginError for what is none."""
+    def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
+        """Some problems of a split. Raises PluginError for what is none."""
+        if split not in self.made:
+            self.made[split] = list(_waited(self.environment.problems(split)))
         made = []
-        for problem in _waited(self.environment.problems(split)):
+        for problem in self.made[split][begin : begin + count]:
             if not isinstance(problem, Problem):
                 raise PluginError(f"problems({split!r}) gave {type(problem).__name__}, not retrain.types.Problem")
             prompt = problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt)

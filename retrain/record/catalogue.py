@@ -302,6 +302,9 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("tools/total_tool_calls", "tool calls in the step", "calls", requires="tools"),
     _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share",
             requires="tools"),
+    _metric("tools/tool_errors", "tool calls that failed, malformed ones and unknown tools among them", "calls",
+            requires="tools"),
+    _metric("tools/tool_time", "in tools, over all processes", "s", requires="tools"),
 ],
 "Back pressure": [
     _metric("bp_action", "hold, increase or throttle; off without back pressure",
@@ -441,6 +444,7 @@ def _markdown_row(metric: Metric) -> str:
     needs = {
         "critic": "with a critic",
         "tools": "with tools",
+        "episodes": "with `[environment]`",
         "evaluation": "with evaluation",
         "weights": "with a gtpo transform",
         "pooling": "with gtpo_sepa",

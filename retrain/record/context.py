@@ -50,7 +50,8 @@ class RunContext:
         """What the configuration switches on, as named by ``Metric.requires``."""
         evaluated = {"evaluation"} if self.config.held_out else set()
         episodes = {"episodes"} if self.config.environment.hosted else set()
-        return credit_of(self.config.algorithm.transform_mode).features | evaluated | episodes
+        tools = {"tools"} if self.config.environment.tools else set()
+        return credit_of(self.config.algorithm.transform_mode).features | evaluated | episodes | tools
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -63,6 +63,7 @@ def step_row(
         **_OFF,
         **_rewards(samples, context),
         **(_episodes(record.groups) if "episodes" in context.features else {}),
+        **(_tools(samples) if "tools" in context.features else {}),
         **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
         **_policy(record, context, samples),
         **_credit(record, context),
@@ -126,6 +127,19 @@ def _episodes(groups: Sequence[Group]) -> Row:
         "env/all/episode_done_frac": shares["done"],
         **{f"env/all/ended_by/{reason}": share for reason, share in shares.items()},
         "env/all/rewritten_frac": sum(turn.fresh for turn in turns) / len(turns) if turns else None,
+    }
+
+
+def _tools(samples: Samples) -> Row:
+    """All tool calls of the step, from what the episodes counted."""
+    names = ("total_tool_calls", "tool_errors", "tool_time")
+    sums = {name: float(np.nansum(samples.parts.get(f"tools/{name}", np.zeros(0)))) for name in names}
+    calls = sums["total_tool_calls"]
+    return {
+        "tools/total_tool_calls": int(calls),
+        "tools/tool_errors": int(sums["tool_errors"]),
+        "tools/tool_success_rate": 1 - sums["tool_errors"] / calls if calls else None,
+        "tools/tool_time": sums["tool_time"],
     }
 
 

@@ -87,7 +87,8 @@ class WorkerPool:
     package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
     with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
     wall-clock limit of one job, ``memory_bytes`` the limit of the address space (RLIMIT_AS) or, for work that maps more
-    than it uses, of private memory (RLIMIT_DATA).
+    than it uses, of private memory (RLIMIT_DATA). ``start_s`` is how long a process may take to be ready, ``longest_s``
+    how long a job may take at most where some may take longer than ``timeout_s``.
     """
 
     def __init__(
@@ -102,7 +103,10 @@ class WorkerPool:
         what: str = "the reward",
         python: str | None = None,
         folders: Sequence[str] = (),
+        start_s: float = START_SECONDS,
+        longest_s: float | None = None,
     ):
+        self.start_s = start_s
         self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
@@ -110,12 +114,13 @@ class WorkerPool:
             {
                 "entry": entry,
                 "arguments": dict(arguments),
-                "timeout_s": timeout_s,
+                "timeout_s": longest_s or timeout_s,
                 "memory_bytes": memory_bytes,
                 "memory_kind": memory_kind,
                 "what": what,
             }
         )
+        self._limit_s = timeout_s
         self.facts: dict[str, Any] = {}
         """The attribute ``facts`` of the entry's function; known after ``start``."""
         self._alive: list[_Worker] = []
@@ -137,9 +142,10 @@ class WorkerPool:
                 if not self._alive:
                     self._spawn()
 
-    def map(self, jobs: Sequence[Any]) -> list[Reply]:
-        """One reply for each job, in order. Never raises for what a job does."""
+    def map(self, jobs: Sequence[Any], timeout_s: float | None = None) -> list[Reply]:
+        """One reply for each job, in order, of which each may take ``timeout_s``. Never raises for what a job does."""
         with self._lock:
+            self._limit_s = timeout_s or self.timeout_s
             replies = [Reply(error="not graded") for _ in jobs]
             waiting = deque(range(len(jobs)))
             self._failed_starts, self._timeouts, self._fatal = 0, 0, None
@@ -180,7 +186,7 @@ class WorkerPool:
                 start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
                 env=environment,
             )
-        worker = _Worker(process, ours, time.monotonic() + START_SECONDS)
+        worker = _Worker(process, ours, time.monotonic() + self.start_s)
         self._alive.append(worker)
         if not self._post(worker, self._setup):
             self._failed_start(worker, "it ended at once")
@@ -191,7 +197,7 @@ class WorkerPool:
             self._discard(worker)
             return
         worker.job = waiting.popleft()
-        worker.deadline = time.monotonic() + self.timeout_s
+        worker.deadline = time.monotonic() + self._limit_s
 
     def _post(self, worker: _Worker, payload: bytes) -> bool:
         """Send a frame; False when the worker is dead or does not take it."""
@@ -218,10 +224,10 @@ class WorkerPool:
         now = time.monotonic()
         for worker in [worker for worker in pending if worker in self._alive and worker.deadline <= now]:
             if not worker.ready:
-                self._failed_start(worker, f"it was not ready after {START_SECONDS:g} s")
+                self._failed_start(worker, f"it was not ready after {self.start_s:g} s")
             elif worker.job is not None:
                 self._give_up(
-                    worker, replies, f"{self.what} took longer than {self.timeout_s:g} s (timeout_s)", "timeout"
+                    worker, replies, f"{self.what} took longer than {self._limit_s:g} s (timeout_s)", "timeout"
                 )
                 self._timeouts += 1
                 if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:

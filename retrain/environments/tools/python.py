@@ -29,6 +29,8 @@ class Python:
     SandboxFailed when the machine has no room for another sandbox.
     """
 
+    exact = False  # time-outs, and random numbers without a seed
+
     def __init__(
         self,
         keep_state: bool = False,
