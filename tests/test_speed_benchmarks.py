@@ -141,6 +141,21 @@ def test_five_lanes_are_compared_with_five_runs_on_equal_tokens(models, tmp_path
     assert found["decode"] == pytest.approx(ratio)
 
 
+def test_turns_are_measured_in_three_ways(tmp_path, monkeypatch, capsys):
+    import turns
+
+    file = tmp_path / "turns.json"
+    monkeypatch.setattr(sys, "argv", ["turns.py", "--quick", "--threads", "1", "--json", str(file)])
+    turns.main()
+    assert "read again" in capsys.readouterr().out
+    (own,) = json.loads(file.read_text())["shapes"].values()
+    assert set(own) == {"one", "kept", "again"}
+    assert all(seconds > 0 for seconds in own.values())
+    found = {"shapes": {"a": {"one": 1.0, "kept": 1.19, "again": 2.0}}}
+    assert "met" in turns.report(found)
+    assert "missed" in turns.report({"shapes": {"a": {"one": 1.0, "kept": 1.21, "again": 2.0}}})
+
+
 def test_decoding_is_set_against_roofline_and_prediction(models, tmp_path, monkeypatch, capsys):
     import decode
 
