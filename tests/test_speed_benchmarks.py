@@ -141,11 +141,11 @@ def test_five_lanes_are_compared_with_five_runs_on_equal_tokens(models, tmp_path
     assert found["decode"] == pytest.approx(ratio)
 
 
-def test_turns_are_measured_in_three_ways(tmp_path, monkeypatch, capsys):
+def test_turns_are_measured_in_three_ways(models, tmp_path, monkeypatch, capsys):
     import turns
 
     file = tmp_path / "turns.json"
-    monkeypatch.setattr(sys, "argv", ["turns.py", "--quick", "--threads", "1", "--json", str(file)])
+    monkeypatch.setattr(sys, "argv", ["turns.py", "--quick", "--threads=1", f"--models={models}", f"--json={file}"])
     turns.main()
     assert "read again" in capsys.readouterr().out
     (own,) = json.loads(file.read_text())["shapes"].values()
