@@ -1,4 +1,5 @@
-"""What several turns cost beside one: four turns of 64 tokens, with 16 tokens read between them, and one turn of 256.
+"""What several turns cost beside one: four turns of 64 tokens with 16 tokens read between them, and one turn of 256
+after a prompt that holds these 48 as well: the same tokens, read and sampled.
 
     python benchmarks/turns.py [--shapes 256 512 smollm2]
 
@@ -26,9 +27,10 @@ TURNS, NEW, READ, AIM = 4, 64, 16, 1.2
 
 
 def one_turn(engine: Any, ref: Any, prompts: list[list[int]], samples: int, new: int, call: int) -> None:
-    """All tokens in one turn."""
+    """All tokens in one turn, behind a prompt that holds what is read later otherwise."""
+    later = list(range(5, 5 + READ)) * (TURNS - 1)
     engine.sample(
-        [SampleRequest(ref, tuple(ids), samples, new, 1.0, ("one", call, i)) for i, ids in enumerate(prompts)]
+        [SampleRequest(ref, (*ids, *later), samples, new, 1.0, ("one", call, i)) for i, ids in enumerate(prompts)]
     )
 
 

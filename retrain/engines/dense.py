@@ -292,12 +292,15 @@ class DenseDecoder:
         last_R: torch.Tensor,
         blocks: list[Block],
         kv_cache: KVCache,
-        rows_R: torch.Tensor,
+        rows: Sequence[int],
         real_R: torch.Tensor,
     ) -> torch.Tensor:
         """More tokens of rows whose first ``start_R`` columns are there, padded on the right → logits [R, V] at
-        ``last_R``. Only what is real is written to the cache; ``rows_R`` of the others is any row."""
-        rows, width = ids_RT.shape
+        ``last_R``. Only what is real is written to the cache; ``rows`` of the others is any row."""
+        count, width = ids_RT.shape
+        rows_R = torch.tensor(rows, device=self.device)
+        together = list(rows) == list(range(rows[0], rows[0] + count))
+        from_rows = slice(rows[0], rows[0] + count) if together else rows_R  # a slice copies nothing
         step_T = torch.arange(width, device=self.device)
         columns = int((start_R + last_R).max()) + 1
         position_RT = (start_R.unsqueeze(1) + step_T).clamp_(max=columns - 1)
@@ -305,19 +308,19 @@ class DenseDecoder:
         cos, sin = frame.cos[position_RT].unsqueeze(2), frame.sin[position_RT].unsqueeze(2)
         seen_R1TK = (torch.arange(columns, device=self.device) <= position_RT.unsqueeze(-1)).unsqueeze(1)
         written_RT = (step_T <= last_R.unsqueeze(1)) & real_R.unsqueeze(1)
-        into_N, at_N = rows_R.unsqueeze(1).expand(rows, width)[written_RT], position_RT[written_RT]
+        into_N, at_N = rows_R.unsqueeze(1).expand(count, width)[written_RT], position_RT[written_RT]
         x = F.embedding(ids_RT.reshape(-1), frame.embedding)
         for layer, block in enumerate(blocks):
             keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-            qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(rows, width, -1, frame.head_dim)
+            qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(count, width, -1, frame.head_dim)
             qk, v = qkv.split([frame.heads + frame.kv_heads, frame.kv_heads], 2)
             q, k = rotated(frame, block.head_norms, qk, cos, sin).split([frame.heads, frame.kv_heads], 2)
             keys[into_N, :, at_N], values[into_N, :, at_N] = k[written_RT], v[written_RT]
-            before = (keys[rows_R, :, :columns], values[rows_R, :, :columns])
+            before = (keys[from_rows, :, :columns], values[from_rows, :, :columns])
             attended = causal_attention(q.transpose(1, 2), *before, frame.scaling, seen_R1TK)
-            x = block_end(frame, block, x, attended.transpose(1, 2).reshape(rows * width, -1))
-        x_RTH = x.view(rows, width, -1)
-        return logits(frame, x_RTH[torch.arange(rows, device=self.device), last_R])
+            x = block_end(frame, block, x, attended.transpose(1, 2).reshape(count * width, -1))
+        x_RTH = x.view(count, width, -1)
+        return logits(frame, x_RTH[torch.arange(count, device=self.device), last_R])
 
     def output(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of hidden states behind the last norm."""

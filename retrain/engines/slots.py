@@ -321,9 +321,9 @@ class SlotBatch:
         ids = torch.tensor([[*new, *[self.base.pad_id] * (width - len(new))] for _, _, new in part], device=device)
         start = torch.tensor([start for _, start, _ in part], device=device)
         last = torch.tensor([len(new) - 1 for _, _, new in part], device=device)
-        rows, real_R = torch.tensor([row for row, _, _ in part], device=device), torch.tensor(real, device=device)
+        rows, real_R = [row for row, _, _ in part], torch.tensor(real, device=device)
         logits = self.decoder.extend(ids, start, last, self.blocks, self.kv_cache, rows, real_R)
-        self._first_token(logits[real_R], rows[real_R])
+        self._first_token(logits[real_R], torch.tensor(rows, device=device)[real_R])
 
     def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Prefill requests, lane by lane equally many, each with the rows that begin with its prompt."""
