@@ -152,19 +152,20 @@ MUTANTS = [
         ("test_collect.py::test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over",),
     ),
     Mutant(
-        "collect: a failed group goes on", "retrain/rollouts/collect.py",
-        "            if group.error is None\n", "",
-        ("test_collect.py::test_what_an_environment_raises_belongs_to_its_requests_only",),
+        "collect: a failed episode goes on", "retrain/rollouts/collect.py",
+        "self.ended = error.ended if isinstance(error, EpisodeFailed) else \"raised\"",
+        "self.ended = error.ended if isinstance(error, EpisodeFailed) else None",
+        ("test_collect.py::test_what_an_environment_raises_costs_the_episode_alone",),
     ),
     Mutant(
         "collect: a grader's fault at the first of its groups only", "retrain/rollouts/collect.py",
-        "                for group in groups:\n                    group.error",
-        "                for group in groups[:1]:\n                    group.error",
+        "                for group in own:\n                    group.error",
+        "                for group in own[:1]:\n                    group.error",
         ("test_collect.py::test_what_a_grader_raises_is_found_at_all_that_it_graded_together",),
     ),
     Mutant(
-        "collect: what the policy said is no part of the conversation", "retrain/rollouts/collect.py",
-        '[{"role": "assistant", "content": action.text}, *step.messages]', "step.messages",
+        "collect: what the policy said is no part of the conversation", "retrain/data/conversation.py",
+        '[{"role": "assistant", "content": action.text}, *messages]', "messages",
         ("test_collect.py::test_a_template_that_wants_roles_to_alternate_hears_of_every_answer",),
     ),
     Mutant(
@@ -180,12 +181,13 @@ MUTANTS = [
     # -- credit -----------------------------------------------------------------------------------------------------
     Mutant(
         "whitening: every completion weighs the same", "retrain/algorithms/standard.py",
-        "torch.tensor([len(rollout) for rollout in rated])", "torch.tensor([1 for rollout in rated])",
+        "torch.tensor([tokens for each, _ in rated for tokens in each.tokens])",
+        "torch.tensor([1 for each, _ in rated for tokens in each.tokens])",
         (WHITENING,),
     ),
     Mutant(
-        "whitening: over ungraded completions too", "retrain/algorithms/standard.py",
-        "            rated += known\n", "            rated += group.rollouts\n",
+        "whitening: over ungraded completions too", "retrain/algorithms/turns.py",
+        "if one.reward.total_reward is not None and one.turns]", "if one.turns]",
         (WHITENING,),
     ),
     Mutant(
@@ -349,13 +351,13 @@ MUTANTS = [
     ),
     Mutant(
         "base evaluations: however it was graded", "retrain/trainer.py",
-        "repr((run.config.reward.grading, run.config.campaign.seed))", "repr(run.config.campaign.seed)",
+        "run.config.reward.grading, run.config.campaign.seed))", "run.config.campaign.seed))",
         ("test_evaluation.py::test_runs_that_are_graded_otherwise_have_a_base_of_their_own",),
     ),
     Mutant(
         "base evaluations: in whatever order the problems are", "retrain/record/base_evaluations.py",
-        'if [prompt.problem.id for prompt in prompts] != facts["problem_ids"]:',
-        'if len(prompts) != len(facts["problem_ids"]):',
+        '[problem.id for problem in problems] != facts["problem_ids"]',
+        'len(problems) != len(facts["problem_ids"])',
         ("test_evaluation.py::test_the_kept_base_is_the_base",),
     ),
     Mutant(
@@ -438,7 +440,7 @@ MUTANTS = [
     ),
     Mutant(
         "roles: timeout_s decides what is learned", "retrain/config/tasks.py",
-        "    timeout_s: Annotated[Positive, Role.SPEED]", "    timeout_s: Annotated[Positive, Role.LEARNS]",
+        "timeout_s: Annotated[Positive, Role.SPEED] = 10.0", "timeout_s: Annotated[Positive, Role.LEARNS] = 10.0",
         (REPLICATES,),
     ),
     Mutant(
@@ -574,6 +576,66 @@ MUTANTS = [
         "back pressure: the roofline decides beyond the peak", "retrain/maths/backpressure.py",
         'regime = "retrograde" if load > fit.n_star else roofline or "optimal"',
         'regime = roofline or ("retrograde" if load > fit.n_star else "optimal")', (REGIME,),
+    ),
+    # -- episodes ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "episodes: a sampled end token is read again", "retrain/data/conversation.py",
+        'if action.stop_reason == "stop" and token_ids[:1]', 'if action.stop_reason == "length" and token_ids[:1]',
+        ("test_conversation.py",),
+    ),
+    Mutant(
+        "episodes: what was read before is not compared", "retrain/data/conversation.py",
+        "if begin < 0 or not text.startswith(read, at):", "if begin < 0:", ("test_conversation.py",),
+    ),
+    Mutant(
+        "episodes: dropped thinking goes unnoticed", "retrain/data/conversation.py",
+        "and _thought(mark) not in text[at:begin]", "and _thought(mark) in text[at:begin]", ("test_conversation.py",),
+    ),
+    Mutant(
+        "episodes: rewards to come are not discounted", "retrain/algorithms/turns.py",
+        "later = reward + discount * later", "later = reward + later",
+        ("test_turn_credit.py::test_each_turn_is_compared_with_those_of_its_number",),
+    ),
+    Mutant(
+        "episodes: a turn alone is compared with nothing", "retrain/algorithms/standard.py",
+        "1 if turn_discount is None else 2", "1", ("test_turn_credit.py",),
+    ),
+    Mutant(
+        "episodes: turns that cancel out are no signal", "retrain/algorithms/turns.py",
+        "(one.turn_advantages or [one.advantage]", "([one.advantage]",
+        ("test_turn_credit.py::test_turns_that_cancel_out_are_signal_all_the_same",),
+    ),
+    Mutant(
+        "episodes: a kept sequence of other tokens is taken", "retrain/engines/kept.py",
+        "and tuple(prompt_ids[:length]) == kept.token_ids else None", "else None",
+        ("test_kept_sequences.py::test_the_oldest_leave_first_and_other_tokens_are_not_found",),
+    ),
+    Mutant(
+        "episodes: old weights' keys stay", "retrain/engines/local.py",
+        "        self._published[ref.run_id] = (ref.version, weights.weights)\n        self.kept.clear()",
+        "        self._published[ref.run_id] = (ref.version, weights.weights)",
+        ("test_kept_sequences.py::test_new_weights_forget_what_the_old_ones_computed",),
+    ),
+    Mutant(
+        "episodes: new tokens see the padding behind them", "retrain/engines/dense.py",
+        "device=self.device) <= position_RT.unsqueeze(-1)",
+        "device=self.device) < columns + 0 * position_RT.unsqueeze(-1)",
+        ("test_kept_sequences.py::test_what_is_drawn_is_what_a_fresh_pass_over_all_tokens_says",),
+    ),
+    Mutant(
+        "episodes: a lost episode begins anew without its actions", "retrain/environments/hosted.py",
+        "for action in self.actions:", "for action in self.actions[:0]:",
+        ("test_hosted.py::test_what_goes_wrong_ends_one_episode_and_the_others_go_on",),
+    ),
+    Mutant(
+        "episodes: what is not exact begins anew", "retrain/environments/hosted.py",
+        "if not self.environment.exact:", "if not self.environment:",
+        ("test_hosted.py::test_what_is_not_exact_is_not_begun_anew",),
+    ),
+    Mutant(
+        "episodes: one more turn than max_turns", "retrain/rollouts/collect.py",
+        "elif len(one.turns) == self.request.limits.turns:", "elif len(one.turns) - 1 == self.request.limits.turns:",
+        ("test_episodes.py::test_every_row_says_how_the_episodes_went",),
     ),
 ]  # fmt: skip
 
