@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "whitening: over ungraded completions too", "retrain/algorithms/turns.py",
         "if one.reward.total_reward is not None and one.turns]", "if one.turns]",
-        (WHITENING,),
+        ("test_turn_credit.py::test_rollouts_without_reward_or_turns_take_no_part",),
     ),
     Mutant(
         "gtpo_paper: uniform groups are discarded although all train", "retrain/algorithms/standard.py",
@@ -635,7 +635,7 @@ MUTANTS = [
     Mutant(
         "episodes: one more turn than max_turns", "retrain/rollouts/collect.py",
         "elif len(one.turns) == self.request.limits.turns:", "elif len(one.turns) - 1 == self.request.limits.turns:",
-        ("test_episodes.py::test_every_row_says_how_the_episodes_went",),
+        ("test_collect.py::test_an_episode_ends_at_its_limits",),
     ),
 ]  # fmt: skip
 

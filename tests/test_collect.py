@@ -20,7 +20,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.protocol import ONE_TURN, Observation, Step
+from retrain.environments.protocol import ONE_TURN, Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.evaluation import Evaluator, Subject
 from retrain.rewards import Grader, RewardResult
@@ -304,6 +304,47 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
     assert collected.sync_seconds == 0.5
     times = [moment for _, begin, end in collected.spans for moment in (begin, end)]
     assert times == sorted(times)
+
+
+def test_an_episode_ends_at_its_limits():
+    """Turns, and tokens: three are read at first, one sampled, then four read; an action gets what is left at most."""
+    request = replace(asked(TwoTurns(turns=9), "a", 2), limits=Limits(turns=3))
+    engine = Scripted({"a": ["x", "last"]})
+    (group,) = collect(engine, [request]).groups
+    assert [(len(one.turns), one.ended) for one in group.rollouts] == [(3, "max_turns"), (1, "done")]
+    assert rewards(group) == [3.0, 1.0]
+    assert [len(each[0].sequences) for each in engine.requests] == [2, 1, 1]
+    first = len(group.prompt.token_ids)
+    second = len(group.rollouts[0].turns[1].observation_ids)
+    limit = first + 1 + second + 3
+    engine = Scripted({"a": ["x"]})
+    (group,) = collect(engine, [replace(request, samples=1, limits=Limits(tokens=limit))]).groups
+    (one,) = group.rollouts
+    assert one.ended == "max_tokens"
+    assert one.observation_tokens + len(one) <= limit
+    assert [each[0].max_tokens for each in engine.requests][:2] == [min(request.sampling.max_tokens, limit - first), 3]
+    assert rewards(group) == [float(len(one.turns))]
+    (group,) = collect(Scripted({}), [replace(request, limits=Limits(tokens=first))]).groups
+    assert [(one.turns, one.ended) for one in group.rollouts] == [([], "max_tokens")] * 2
+    assert "max_episode_tokens" in group.rollouts[0].reward.error
+
+
+class Unlike(TwoTurns):
+    """Every episode begins otherwise, as a server may."""
+
+    def start(self, problem, seed):
+        self.begun = getattr(self, "begun", 0) + 1
+        return TwoTurnsEpisode(replace(problem, id=f"{problem.id}{'b' * self.begun}"), 1)
+
+
+def test_episodes_that_begin_otherwise_have_prompts_of_their_own():
+    engine = Scripted({"a": ["x", "x"]})
+    (group,) = collect(engine, [asked(Unlike(), "a", 2)]).groups
+    (first,) = engine.requests
+    assert [request.samples for request in first] == [1, 1]
+    read = [one.turns[0].observation_ids for one in group.rollouts]
+    assert read == [request.prompt_ids for request in first]
+    assert read[0] != read[1]
 
 
 def test_a_template_that_wants_roles_to_alternate_hears_of_every_answer():

@@ -68,9 +68,11 @@ def test_whitening_weighs_turns_by_their_tokens():
 
 
 def test_turns_that_cancel_out_are_signal_all_the_same():
-    rollouts = [rollout([1.0, 0.0, 0.0], 0.5), rollout([0.0, 0.0, 0.5], 0.5)]
+    rollouts = [rollout([1.0, 0.0], 1.0), rollout([-1.0, 1.0], 0.0)]
     group = Group(PROMPT, rollouts)
     fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    assert [one.turn_advantages for one in rollouts] == [[0.5, -0.5], [-0.5, 0.5]]
+    assert [one.advantage for one in rollouts] == [0, 0]
     assert group.discarded is None
     same = Group(PROMPT, [rollout([0.0, 0.5], 0.5) for _ in range(2)])
     fill_advantages([same], "dr_grpo", turn_discount=1.0)
@@ -85,6 +87,11 @@ def test_rollouts_without_reward_or_turns_take_no_part():
     assert alone.turn_advantages == [0.0]
     assert group.discarded == "zero_advantage"
     assert samples_of([group], every=True)[0].token_ids.tolist() == [1, 2, 10]
+
+
+def test_a_turn_alone_has_no_advantage_by_a_mode_of_ones_own_either():
+    group = [rollout([0.0, 2.0], 2.0), rollout([1.0], 1.0)]
+    assert credited(group, lambda rewards: rewards) == [[2.0, 0.0], [1.0]]
 
 
 def test_returns_outside_the_unit_interval_are_refused_where_the_mode_needs_it():
