@@ -13,6 +13,7 @@ from toycampaign import campaign
 from retrain.campaign.running import assemble
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
+from retrain.environments.protocol import Limits
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver
 
@@ -33,7 +34,8 @@ def numbers(row: dict) -> dict:
 
 
 def test_an_environment_of_two_turns_trains_every_token_as_it_was_sampled(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(assemble, "environments_of", lambda config, data, grader: {"train": GuessTwice(data.train)})
+    monkeypatch.setattr(assemble, "environments_of", lambda config, data, *_: {"train": GuessTwice(data.train)})
+    monkeypatch.setattr(Limits, "of", lambda config, context: Limits(2))
     rows = trained(campaign(tmp_path, model), tmp_path / "out")
     for run, own in rows.items():
         assert len(own) == 4

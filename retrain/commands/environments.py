@@ -45,7 +45,7 @@ def environments(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what [environment] provider and tools can name, and what to install where it is missing.
+    """List the providers of environments and the tools that a file can name, and what to install where one is missing.
 
     With --check every data set of reasoning-gym solves itself: its own answers must score 1 and nonsense must not.
     """

@@ -43,8 +43,9 @@ def causal_attention(
     if grouped and wants_every_head(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-    own = seen_R1TK is None
-    return F.scaled_dot_product_attention(q, k, v, seen_R1TK, is_causal=own, scale=scale, enable_gqa=grouped)
+    if seen_R1TK is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_R1TK, scale=scale, enable_gqa=grouped)
 
 
 def wants_every_head(device: str, dtype: torch.dtype) -> bool:
