@@ -65,7 +65,8 @@ def _reply(grade: Any, frame: bytes, what: str) -> tuple[dict[str, Any], bool]:
     except MemoryError:
         return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}, True
     except BaseException as error:  # whatever a reward raises costs one completion, never the run
-        return {"error": printable(described(error))}, False
+        text = str(error) if isinstance(error, RetrainError) else described(error)
+        return {"error": printable(text)}, False
 
 
 def _limit(memory_bytes: int, memory_kind: str) -> None:
