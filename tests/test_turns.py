@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from chat_templates import TEMPLATES
 from lane_cases import fresh_logprobs, trained
 
 from retrain.config import parse_dict
@@ -192,3 +195,41 @@ def test_the_episodes_of_a_group_begin_with_the_same_seed(base, engine):
     environment = Asking()
     collect(engine, asking(environment, base))
     assert [environment.seeds.count(seed) for seed in dict.fromkeys(environment.seeds)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "qwen3 without thinking"])
+def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, lanes, policy, engine, monkeypatch):
+    """What the template rewrites, the policy reads anew: then each turn is a sample of its own, as it was seen."""
+    rewrites = name not in TEMPLATES
+    template, end = TEMPLATES["qwen3" if rewrites else name]
+    monkeypatch.setattr(base.tokenizer, "chat_template", template)
+    settings = Data(chat_template_kwargs={"enable_thinking": False}) if rewrites else QUIET
+    renderer = Renderer(base.tokenizer, settings)
+    requests = [replace(request, renderer=renderer) for request in asking(Asking(), base)]
+    groups = [group for group in collect(engine, requests).groups if isinstance(group, Group)]
+    assert len(groups) == 3
+    for rollout in (one for group in groups for one in group.rollouts):
+        first, second = rollout.turns
+        assert second.fresh == rewrites
+        samples = samples_of_rollout(rollout)
+        assert len(samples) == 1 + rewrites
+        before = [] if rewrites else [*first.observation_ids, *first.action.token_ids]
+        for turn, history in ((first, []), (second, before)):
+            read = [*history, *turn.observation_ids]
+            expected, _ = fresh_logprobs(base, lanes, policy.adapter, read, turn.action.token_ids, 1.0)
+            assert turn.action.logprobs_T == pytest.approx(expected, abs=2e-5)
+        said = [{"role": "assistant", "content": first.action.text}]
+        whole = renderer.text([*rollout.prompt.messages, *said, *second.messages[-1:]])
+        seen = base.tokenizer.decode([*before, *second.observation_ids], skip_special_tokens=True)
+        spaces = name in ("llama3", "mistral")  # these set what was said in spaces, or trim it
+        assert _plain(seen, end, spaces) == _plain(whole, end, spaces)
+    scores = policy.score(samples_of(groups, every=True), frozenset({Want.LOGPROBS})).of_rollouts(groups).logprobs
+    assert scores is not None
+    for rollout, own_T in zip((one for group in groups for one in group.rollouts), scores, strict=True):
+        assert own_T == pytest.approx(rollout.logprobs_T, abs=2e-5)
+
+
+def _plain(text: str, end: str, spaces: bool) -> str:
+    """Without the text of end tokens, which the toy's tokenizer has as one of another name, and perhaps spaces."""
+    text = text.replace(end, "")
+    return "".join(text.split()) if spaces else text
