@@ -154,3 +154,28 @@ def test_rewards_in_words():
     assert reward_words(own).startswith("custom: your own score of mine.py")
     judge = parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}})
     assert "the model m at http://h/v1 says" in reward_words(judge)
+
+
+def test_an_environment_is_named_with_its_turns_and_what_they_cost():
+    lines = explained(ROOT / "campaigns" / "calculator.toml")
+    assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
+    assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
+    assert lines["reward"].startswith("match")
+    assert "environment" not in explained(QUICKSTART)
+
+
+def test_a_provider_brings_problems_and_rewards(tmp_path):
+    (tmp_path / "toys.py").write_text("from toy_environments import Echo\n", encoding="utf-8")
+    (tmp_path / "toy_environments.py").write_text(
+        (Path(__file__).parent / "toy_environments.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nmodel = "tiny-reasoner"\n[environment]\nprovider = "toys:Echo"\nargs = { turns = 2 }\n'
+        "max_turns = 3\nworkers = 1\n[training]\nmax_tokens = 5\n[evaluation]\nproblems = 2\n",
+        encoding="utf-8",
+    )
+    lines = explained(file)
+    assert lines["reward"] == "that of toys:Echo"
+    assert lines["environment"] == "toys:Echo; at most 3 turns of 5 sampled tokens; in 1 process of its own"
+    assert lines["data"] == "toys:Echo: 6 problems to train on, 2 held out"

@@ -6,6 +6,7 @@ from retrain.config import Config
 from retrain.config.algorithm import Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
 from retrain.config.tasks import Reward, RewardComponent
+from retrain.wording import plural
 
 REWARDS = {
     "match": "1 where {answer} is the reference as text (42.0 = 42), else 0",
@@ -78,9 +79,24 @@ def loss_words(config: Config) -> str:
     return ", ".join(words)
 
 
+def environment_words(config: Config) -> str:
+    """What the model acts in, and for how long at most."""
+    section = config.environment
+    names = [each if isinstance(each, str) else str(each.get("tool", "?")) for each in section.tools]
+    what = f"tools {', '.join(names)}" if names else section.provider or ""
+    if section.id is not None:
+        ids = section.id if isinstance(section.id, list) else [section.id]
+        what += " " + ", ".join(each if isinstance(each, str) else str(each.get("name", "?")) for each in ids)
+    tokens = f", {section.max_episode_tokens} tokens of an episode" if section.max_episode_tokens else ""
+    turns = f"at most {plural(section.turns, 'turn')} of {config.training.max_tokens} sampled tokens{tokens}"
+    return f"{what}; {turns}; in {section.workers} {'process' if section.workers == 1 else 'processes'} of its own"
+
+
 def reward_words(config: Config) -> str:
     """What a completion is worth: the kind of reward, or the sum of them, with its limits where it has any."""
     reward = config.reward
+    if config.environment.provider is not None:
+        return f"that of {config.environment.provider}"
     if reward.type == "weighted":
         named = [(part, part.shown_name) for part in reward.components]
         sums = [

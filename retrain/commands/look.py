@@ -93,7 +93,7 @@ def explain(file: ConfigFile, sets: Sets = None, out: Out = None, pilot: Pilot =
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
-    from retrain.commands.formulas import credit_formula, loss_words, reward_words
+    from retrain.commands.formulas import credit_formula, environment_words, loss_words, reward_words
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -106,6 +106,8 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
+    if conditions[0].config.environment.hosted:
+        print(f"environment   {environment_words(conditions[0].config)}")
     prompt_tokens = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)

@@ -34,7 +34,7 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
     from retrain.campaign.planning.asked import askable, data_of, longest_completions, rooms
 
     config = configs[0]
-    source, model = visible(config.data.source), visible(config.model.model)
+    source, model = visible(config.environment.provider or config.data.source), visible(config.model.model)
     try:
         data = data_of(config, folder)
     except Exception as error:  # RetrainError, or what a function of the user's that makes problems raises

@@ -285,7 +285,7 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     between = (training.max_steps - 1) // training.eval_every if training.eval_every > 0 else 0
     return Work(
         prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
-        tokens=training.max_tokens,
+        tokens=min(training.max_tokens * config.environment.turns, config.environment.max_episode_tokens or 2**62),
         rows=training.batch_size * training.group_size,
         steps=training.max_steps,
         evaluated=evaluated,
