@@ -188,8 +188,11 @@ def test_everything_the_wheel_must_hold_is_named_and_there():
     assert {Path(target).name for target in shipped.values()} == set(TEMPLATE_FILES.values())
     assert all((ROOT / source).is_file() for source in shipped)
     assert (ROOT / "retrain" / "py.typed").is_file()
-    model = ROOT / "retrain" / "models" / "tiny_reasoner"
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
+    for name in ("tiny_reasoner", "tiny_tool_user"):
+        model = ROOT / "retrain" / "models" / name
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
+        assert sum(path.stat().st_size for path in model.iterdir()) <= 4_000_000
+        assert "license: apache-2.0" in (model / "README.md").read_text(encoding="utf-8")
 
 
 def test_wheel(tmp_path):
@@ -210,6 +213,8 @@ def test_wheel(tmp_path):
         "retrain/py.typed",
         "retrain/templates/quickstart.toml",
         "retrain/models/tiny_reasoner/config.json",
+        "retrain/models/tiny_tool_user/model.safetensors",
+        "retrain/environments/tools/inside.py",
     } <= names
     assets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "retrain" / "record" / "assets").iterdir()}
     assert assets
