@@ -152,6 +152,8 @@ def test_the_environment_in_the_documents_trains(tmp_path):
         ('provider = "toys:Echo"\nargs = { turn = 3 }', r"args: got an unexpected keyword argument 'turn'"),
         ('provider = "toys:Empty"', r"has no problems in 'train'"),
         ('provider = "toys:Leak"', "is also trained on"),
+        ('provider = "toys:Rich"', r"the reward is 2, outside the declared range \[0, 1\]"),
+        ('provider = "toys:Shut"', "cannot begin: ValueError: closed today"),
         ('tools = ["calculater"]', r"environment\.tools .*calculator"),
         ('tools = [{ tool = "search" }]', r"environment\.tools .*corpus"),
         ('provider = "textarena"\nid = "GuessTheNumbr-v0"', "GuessTheNumber-v0"),
@@ -164,7 +166,9 @@ def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_p
     (tmp_path / "toys.py").write_text(
         "from toy_environments import Echo\nfrom retrain import Problem\n"
         "class Empty(Echo):\n    def problems(self, split): return []\n"
-        "class Leak(Echo):\n    def problems(self, split): return [Problem('p', 'q', 'a')]\n",
+        "class Leak(Echo):\n    def problems(self, split): return [Problem('p', 'q', 'a')]\n"
+        "class Rich(Echo):\n    reward_range = (0.0, 1.0)\n"
+        "class Shut(Echo):\n    def start(self, problem, seed): raise ValueError('closed today')\n",
         encoding="utf-8",
     )
     shutil.copy(Path(__file__).parent / "toy_environments.py", tmp_path)

@@ -120,6 +120,21 @@ def test_an_episode_that_cannot_begin_says_why(echo):
     assert caught.value.ended == "raised"
 
 
+def test_a_reward_outside_the_declared_range_is_no_reward():
+    made = host(args={"turns": 10})
+    try:
+        episode = made.start(made.problems("train")[0], 1)
+        while not episode.step(said("a")).done:
+            pass
+        (result,) = made.results([episode])
+        assert result.total_reward is None
+        assert result.error == "the reward is 10, outside the declared range [0, 9]"
+        with pytest.raises(DataError, match=r"the reward is 10, outside the declared range \[0, 9\] for an episode of"):
+            made.examine(made.problems("train")[0])
+    finally:
+        made.close()
+
+
 def test_processes_share_the_episodes():
     made = host(workers=3, args={"turns": 1})
     try:

@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from retrain.config.tasks import Environment as EnvironmentSection
 from retrain.environments.hosting import LOST
 from retrain.environments.protocol import Episode, EpisodeFailed, Observation, Range, Step
@@ -31,6 +33,10 @@ BEGINNING = 4
 """An episode may take so many times ``timeout_s`` to begin: some start a server."""
 PAGE = 1000
 """Problems that come at once."""
+RANGE_SLACK = 1e-6
+"""Of a declared range of rewards, for rounding."""
+NOTHING = Action([], "", np.zeros(0), None, "stop")
+"""What a policy says that says nothing."""
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
@@ -116,7 +122,37 @@ class Hosted:
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
         """``result()`` of each; an episode that cannot say has the reason in place of a reward."""
         with ThreadPoolExecutor(self.parallel) as side_by_side:
-            return list(side_by_side.map(result_of, episodes))
+            results = list(side_by_side.map(result_of, episodes))
+        return [failed(fault) if (fault := self._outside(result)) else result for result in results]
+
+    def examine(self, problem: Problem) -> None:
+        """Play an episode in which the policy says nothing. Raises DataError when it cannot begin, or when its reward
+        is outside the declared range; that it goes wrong later may be the fault of what was said."""
+        owner = f"[environment] provider = {self.name!r}"
+        try:
+            episode = self.start(problem, 0)
+        except EpisodeFailed as error:
+            raise DataError(f"{owner}: an episode of {problem.id} cannot begin: {error}") from None
+        try:
+            for _ in range(self.section.turns):
+                if episode.step(NOTHING).done:
+                    break
+            result = episode.result()
+        except EpisodeFailed:
+            episode.close()
+            return
+        if fault := self._outside(result):
+            raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
+
+    def _outside(self, result: RewardResult) -> str:
+        """What is wrong with a reward outside the declared range; "" when nothing is."""
+        if self.reward_range is None or result.total_reward is None:
+            return ""
+        low, high = self.reward_range
+        slack = RANGE_SLACK * max(1.0, high - low)
+        if low - slack <= result.total_reward <= high + slack:
+            return ""
+        return f"the reward is {result.total_reward:g}, outside the declared range [{low:g}, {high:g}]"
 
     def close(self) -> None:
         """End the processes."""

@@ -166,9 +166,9 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
     key, value = ("provider", section.provider) if section.provider else ("tools", section.tools)
     shown = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
     try:
-        hosted(config, folder)
+        host = hosted(config, folder)
         if section.provider is not None:
-            data_of(config, folder)
+            host.examine(data_of(config, folder).train[0])
     except (PluginError, DataError) as error:
         reason = str(error).removeprefix(f"[environment] provider = {section.provider!r}: ")
         reason = reason.removeprefix(f"provider = {section.provider!r}: ")
