@@ -21,7 +21,7 @@ from retrain.record.recorder import RunRecorder
 from retrain.record.rollout_files import remove_files, write_files
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, single_turn
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Turn, single_turn
 
 ACT = f"window.{MARKER}=1"
 SHOW = "document.documentElement.dataset.hit=1"
@@ -33,8 +33,9 @@ def batch(groups: list[Group], split: str = "train", iteration: int = 3, **chang
 
 def characters(groups: Sequence[Group]) -> Callable[[Sequence[int]], tuple[str, np.ndarray]]:
     """Tokens of one character each, the rest of the tokens empty; the same ids stand for the same text."""
-    texts = {tuple(rollout.token_ids): rollout.text for group in groups for rollout in group.rollouts}
-    assert all(texts[tuple(rollout.token_ids)] == rollout.text for group in groups for rollout in group.rollouts)
+    actions = [turn.action for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    texts = {tuple(action.token_ids): action.text for action in actions}
+    assert all(texts[tuple(action.token_ids)] == action.text for action in actions)
 
     def place(token_ids: Sequence[int]) -> tuple[str, np.ndarray]:
         text, places = texts[tuple(token_ids)], np.arange(len(token_ids) + 1)
@@ -160,6 +161,10 @@ def hostile_groups() -> list[Group]:
         first, second = hostile.rollouts
         second.advantage = 0.0
         first.planning_T, second.planning_T = np.zeros(len(text), bool), np.ones(3, bool)
+        # What an environment answers is as hostile: the role, the tool's name, its text, a log.
+        answer = ({"role": text, "name": text, "content": text},)
+        second.turns.append(Turn((3,), completion(2), answer, reward=0.5, logs={"said": text}))
+        second.planning_T = np.ones(5, bool)
         made.append(hostile)
     return made
 
