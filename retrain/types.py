@@ -197,6 +197,11 @@ class Rollout:
         return self.turns[-1].action.stop_reason if self.turns else "stop"
 
     @property
+    def sequences(self) -> int:
+        """How many samples it trains as: one, and one more for every time that the conversation was rewritten."""
+        return len(_sequences(self.turns))
+
+    @property
     def observation_tokens(self) -> int:
         """Tokens that the policy read, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)

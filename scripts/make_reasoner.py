@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -192,20 +192,33 @@ def _length(row: tuple[list[int], list[int]]) -> int:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
-    """Next-token cross-entropy on demonstrations; the rates are constant for half the steps, then fall to zero."""
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
+    """Imitate the demonstrations of the curriculum."""
     pool = {level: problems("train", TRAIN_PROBLEMS, [level], seed) for level in LEVELS}
     sources = [
         batches(tokenizer, pool, stage, Random(stream_key(seed, "demonstrations", i)))
         for i, stage in enumerate(CURRICULUM)
     ]
+    imitate(model, lambda step: next(sources[sum(step >= round(each.until * steps) for each in CURRICULUM)]), steps)
+
+
+def imitate(
+    model: Any,
+    batch_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+    adam_lr: float = 3e-3,
+    muon_lr: float = 2e-2,
+    warmup: int = 30,
+    every: int = 100,
+) -> None:
+    """Next-token cross-entropy on (input_ids, labels) [B, T] of every step; the rates rise over ``warmup`` steps, are
+    constant for half of all, then fall to zero. A line is printed after every so many steps."""
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
     started, losses = time.monotonic(), []
     for step in range(steps):
-        stage = sum(step >= round(stage.until * steps) for stage in CURRICULUM)
-        input_ids, labels = next(sources[stage])
+        input_ids, labels = batch_of(step)
         states = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         trained = targets != -100
@@ -213,13 +226,13 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = min((step + 1) / 30, 2 * (steps - step) / steps, 1.0)
-        adam.param_groups[0]["lr"] = 3e-3 * rate
+        rate = min((step + 1) / warmup, 2 * (steps - step) / steps, 1.0)
+        adam.param_groups[0]["lr"] = adam_lr * rate
         adam.step()
-        muon.step(2e-2 * rate)
+        muon.step(muon_lr * rate)
         losses.append(loss.item())
-        if (step + 1) % 100 == 0:
-            mean = sum(losses[-100:]) / 100
+        if (step + 1) % every == 0:
+            mean = sum(losses[-every:]) / every
             print(f"step {step + 1}/{steps}  loss {mean:.4f}  {time.monotonic() - started:.0f} s", flush=True)
     model.eval()
 

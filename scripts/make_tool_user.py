@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_reasoner import EOS_ID, PAD_ID, THREADS, Muon, save
-from torch.nn import functional as F
+from make_reasoner import EOS_ID, PAD_ID, THREADS, imitate, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.config.tasks import Data
@@ -112,12 +110,9 @@ def train(model: Any, tokenizer: Any, steps: int, seed: int) -> None:
     from calculations import problems  # pyright: ignore[reportMissingImports]
 
     renderer, pool = Renderer(tokenizer, Data(), tools_prompt=""), problems("train")
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
-    rng, started, losses = Random(stream_key(seed, "tool user")), time.monotonic(), []
-    model.train()
-    for step in range(steps):
+    rng = Random(stream_key(seed, "tool user"))
+
+    def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         habits = PRACTICE if step < PRACTICE_SHARE * steps else PUPIL
         rows = [row_of(tokenizer, renderer, rng.choice(pool), habits, rng) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
@@ -125,24 +120,9 @@ def train(model: Any, tokenizer: Any, steps: int, seed: int) -> None:
         for i, (ids, own) in enumerate(rows):
             input_ids[i, : len(ids)] = torch.tensor(ids)
             labels[i, : len(ids)] = torch.where(torch.tensor(own), torch.tensor(ids), -100)
-        states = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
-        targets = labels[:, 1:]
-        trained = targets != -100
-        loss = F.cross_entropy(model.lm_head(states[trained]), targets[trained])
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = min((step + 1) / 20, 2 * (steps - step) / steps, 1.0)
-        adam.param_groups[0]["lr"] = 1e-3 * rate
-        adam.step()
-        muon.step(1e-2 * rate)
-        losses.append(loss.item())
-        if (step + 1) % 50 == 0:
-            print(
-                f"step {step + 1}/{steps}  loss {sum(losses[-50:]) / 50:.4f}  {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-    model.eval()
+        return input_ids, labels
+
+    imitate(model, batch_of, steps, adam_lr=1e-3, muon_lr=1e-2, warmup=20, every=50)
 
 
 CARD = """---

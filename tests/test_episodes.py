@@ -10,32 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import soak
 from snippets import blocks
 
 ROOT = Path(__file__).parents[1]
-CALCULATOR = """
-[model]
-model = "tiny-tool-user"
-lora_rank = 2
-[environment]
-tools = ["calculator"]
-tools_prompt = ""
-max_turns = 3
-[data]
-source = "calculations:problems"
-tags_column = "kind"
-[algorithm]
-turn_credit = "turn"
-[training]
-max_steps = 2
-batch_size = 3
-group_size = 6
-max_tokens = 48
-[evaluation]
-problems = 6
-[squeeze]
-enabled = false
-"""
+SIZES = ("training.max_steps=2", "training.batch_size=3", "training.group_size=6", "evaluation.problems=6")
 
 
 def retrain(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -52,8 +31,11 @@ def lines(path: Path) -> list[dict]:
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     shutil.copy(ROOT / "campaigns" / "calculations.py", folder)
-    (folder / "run.toml").write_text(CALCULATOR, encoding="utf-8")
-    done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=folder)
+    head = '[algorithm]\nturn_credit = "turn"\n'
+    text = soak.EPISODES.format(head=head, data="calculations:problems")
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    sets = [word for size in SIZES for word in ("--set", size)]
+    done = retrain("train", "run.toml", *sets, "--out", "out", "--plain", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "out"
 

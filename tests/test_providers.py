@@ -65,3 +65,9 @@ def test_global_generators_are_held_apart():
             raise KeyError
     assert together == expected
     assert [random.random(), np.random.random()] == outside
+
+
+def test_what_a_file_may_name_is_what_there_is():
+    from retrain.config import tasks
+
+    assert set(tasks.PROVIDERS) == set(PROVIDERS)

@@ -29,7 +29,7 @@ from retrain.plugins import load_function
 from retrain.policy.protocol import Denominators, Scores
 from retrain.rng import uniforms
 from retrain.tokenizer import Tokenizer
-from retrain.types import Action, Group, Problem, RewardResult, Rollout, samples_of_rollout
+from retrain.types import Action, Group, Problem, RewardResult, Rollout
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def assign_credit(
             group.discarded = None if group in signal else "zero_advantage"
     denominators = Denominators(
         tokens=int(credit.denominator_mask_BT.sum()),
-        sequences=sum(len(samples_of_rollout(rollout)) for _, rollout in rows if len(rollout) > 0),
+        sequences=sum(rollout.sequences for _, rollout in rows if len(rollout) > 0),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
     )
     return WatchedCredit(denominators, credit.stats, credit.exec_variance)

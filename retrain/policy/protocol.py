@@ -43,7 +43,7 @@ class Scores:
 
     def of_rollouts(self, groups: Sequence[Group]) -> Scores:
         """Those of ``samples_of(groups, every=True)``, rollout by rollout."""
-        counts = [len(samples_of_rollout(rollout)) for group in groups for rollout in group.rollouts]
+        counts = [rollout.sequences for group in groups for rollout in group.rollouts]
 
         def joined(given: list[np.ndarray] | None) -> list[np.ndarray] | None:
             if given is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -25,6 +26,12 @@ def meant(name: object, candidates: Iterable[str]) -> str:
     """``; did you mean …`` for the nearest candidate, "" when none is near."""
     close = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}" if close else ""
+
+
+def named_arguments(made: type) -> list[str]:
+    """The arguments that a class takes by name, besides ``id``, which stands beside [environment] args."""
+    parameters = inspect.signature(made).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "id"]
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> None:

@@ -17,7 +17,15 @@ from urllib.parse import urlsplit
 import httpx
 
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import count, ends, imported, refuse_unknown, table, text_or_none
+from retrain.environments.providers.arguments import (
+    count,
+    ends,
+    imported,
+    named_arguments,
+    refuse_unknown,
+    table,
+    text_or_none,
+)
 from retrain.environments.providers.openenv_chat import Actions, messages_of
 from retrain.environments.providers.openenv_server import Server
 from retrain.errors import PluginError, UsageError
@@ -25,22 +33,6 @@ from retrain.rewards.base import printable
 from retrain.types import Action, Message, Problem, RewardResult
 
 OWNER = "environment openenv"
-KNOWN = (
-    "url",
-    "command",
-    "size",
-    "heldout",
-    "seed",
-    "message_field",
-    "action_field",
-    "action",
-    "reset",
-    "metrics",
-    "exact",
-    "reward_range",
-    "start_seconds",
-    "step_seconds",
-)
 POLICYS_FAULTS = ("VALIDATION_ERROR",)
 """Errors of a server that say that the action was none, not that the environment is broken."""
 
@@ -75,7 +67,7 @@ class OpenEnv:
         step_seconds: float = 60.0,
         **unknown: Any,
     ):
-        refuse_unknown(unknown, KNOWN, OWNER)
+        refuse_unknown(unknown, named_arguments(OpenEnv), OWNER)
         self.url, self.command = _address(id if url is None else url, command)
         self.size, self.heldout = count(size, "size", OWNER, 1), count(heldout, "heldout", OWNER)
         self.first = count(seed, "seed", OWNER) * 1_000_000

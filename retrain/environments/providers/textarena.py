@@ -19,14 +19,21 @@ from functools import cached_property
 from typing import Any
 
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import count, ends, imported, meant, refuse_unknown, table
+from retrain.environments.providers.arguments import (
+    count,
+    ends,
+    imported,
+    meant,
+    named_arguments,
+    refuse_unknown,
+    table,
+)
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.errors import DataError, RetrainError, UsageError
 from retrain.plugins import described
 from retrain.types import Action, Message, Problem, RewardResult
 
 OWNER = "environment textarena"
-KNOWN = ("size", "heldout", "seed", "game", "unfinished_reward", "reward_range", "exact")
 MOVES = ("[5]", "[0 1]", "hello", "[up]", "[a]", "[1 1 1]", "[2 3]", "[left]")
 """What the check plays; sense and nonsense for most games."""
 _BOOT = (
@@ -56,7 +63,7 @@ class TextArena:
         exact: bool | None = None,
         **unknown: Any,
     ):
-        refuse_unknown(unknown, KNOWN, OWNER)
+        refuse_unknown(unknown, named_arguments(TextArena), OWNER)
         self.size, self.heldout = count(size, "size", OWNER, 1), count(heldout, "heldout", OWNER)
         self.first = count(seed, "seed", OWNER) * 1_000_000
         self.games = _games(id)
