@@ -168,6 +168,10 @@ class Rollout:
     """None without a reward."""
     loss_mask_T: np.ndarray | None = None
     """Which tokens train; None is all of them."""
+    values_T: np.ndarray | None = None
+    """What a critic expected before each token, where there is one."""
+    value_targets_T: np.ndarray | None = None
+    """What it should have expected."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -241,6 +245,8 @@ class Sample:
     ``action_mask`` marks the sampled tokens; what the policy read has mask 0 and, in the float arrays, 0.
     ``loss_mask`` marks those of them that train. ``versions`` name the weights that sampled a token (−1: none did).
     ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
+    ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
+    of a critic; None where there is no such thing.
     """
 
     token_ids: np.ndarray
@@ -250,6 +256,9 @@ class Sample:
     advantages: np.ndarray
     loss_mask: np.ndarray
     support: Support | None = None
+    old_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    value_targets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -331,6 +340,10 @@ def _laid_flat(rollout: Rollout, turns: Sequence[Turn], own_T: slice) -> Sample:
     if rollout.token_advantages_T is not None:
         sample.advantages[sample.action_mask] = rollout.token_advantages_T[own_T]
         sample.loss_mask[sample.action_mask] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[own_T]
+    if rollout.values_T is not None and rollout.value_targets_T is not None:
+        sample.values, sample.value_targets = np.zeros(length), np.zeros(length)
+        sample.values[sample.action_mask] = rollout.values_T[own_T]
+        sample.value_targets[sample.action_mask] = rollout.value_targets_T[own_T]
     return sample
 
 

@@ -18,11 +18,11 @@ from retrain.config.describe import choices
 from retrain.config.modes import MODES, Mode, Need, credit_of, modes_markdown, used_by
 from retrain.config.root import keys, sections
 from retrain.errors import ConfigError
-from retrain.maths import advantages, credit, losses
+from retrain.maths import advantages, credit, critic, losses
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = {
-    "advantage_mode": advantages.ADVANTAGES,
+    "advantage_mode": {**advantages.ADVANTAGES, "gae": critic.gae},
     "transform_mode": credit.TRANSFORMS,
     "uncertainty_kind": credit.UNCERTAINTIES,
     "loss": losses.POLICY_LOSSES,
@@ -79,8 +79,8 @@ def test_what_a_configuration_needs_is_what_its_modes_need():
 
 
 def test_a_mode_that_is_known_elsewhere_says_what_to_type():
-    with pytest.raises(ConfigError, match=r'it needs a value head.*advantage_mode = "rloo"'):
-        parse_dict({"algorithm": {"advantage_mode": "gae"}})
+    with pytest.raises(ConfigError, match=r'this variant is not available.*transform_mode = "gtpo_sepa"'):
+        parse_dict({"algorithm": {"transform_mode": "gtpo_sepa_amp"}})
 
 
 ROW = """ADVANTAGES: dict[str, Advantage] = {

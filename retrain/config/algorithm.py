@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
 else:
     _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
-AdvantageMode = Annotated[_Advantage | Plugin, Unavailable(UNAVAILABLE["advantage_mode"])]
+AdvantageMode = _Advantage | Plugin
 TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transform_mode"])]
 
 
@@ -47,12 +47,14 @@ def _with_credit(dotted: str, **how: bool) -> UsedWhen:
 _SEPA = _with_credit("sepa")
 _SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
+_SEVERAL = ("training.several_updates", "several updates of a batch")
 CLIPPED = (
     UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")),
-    UsedWhen("algorithm.tis_cap", (None,)),
-    UsedWhen("algorithm.icepop_band", (None,)),
+    UsedWhen("algorithm.tis_cap", (None,), False, False, *_SEVERAL),
+    UsedWhen("algorithm.icepop_band", (None,), False, False, *_SEVERAL),
 )
-"""Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1."""
+"""Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
+of a batch."""
 
 
 def _band(value: list[float] | None) -> list[float] | None:
@@ -102,7 +104,14 @@ class Algorithm(Section):
     way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
     statistics of trained tokens, and where no group has signal the optimizer still takes its step, by its momentum."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the frozen base in the loss. Groups without signal then train too."""
+    """Weight of the KL divergence to the frozen base, in the loss unless `kl_in_reward` is set. In the loss, groups
+    without signal train too."""
+    kl_in_reward: Annotated[
+        Literal["none", "k1", "k2", "k3"],
+        UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
+    ] = "none"
+    """With a critic: take `kl_coef` times this estimate of the divergence from every token's reward, as PPO does,
+    instead of adding it to the loss."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy of the whole distribution, as a bonus. Groups without signal then train too."""
     entropy_mask_rho: Annotated[PositiveShare, _with_credit("algorithm.entropy_mask_rho")] = 0.2
@@ -115,12 +124,28 @@ class Algorithm(Section):
     @property
     def regularised(self) -> bool:
         """Whether the loss has a term besides the advantages', so that every completion trains."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        return self.loss_kl_coef > 0 or self.entropy_coef > 0 or self.critic
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained."""
+        return Need.VALUES in self.needs
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL divergence in the loss."""
+        return self.kl_coef if self.kl_in_reward == "none" else 0.0
+
+    @property
+    def reward_kl_coef(self) -> float:
+        """Weight of the KL divergence in the tokens' rewards."""
+        return self.kl_coef - self.loss_kl_coef
 
     @property
     def needs(self) -> frozenset[Need]:
         """What its modes together cannot do without."""
-        return frozenset().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        kl = frozenset({Need.LOGPROBS, Need.REFERENCE}) if self.reward_kl_coef else frozenset[Need]()
+        return kl.union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
 
     @property
     def keeps_uniform_groups(self) -> bool:
@@ -128,7 +153,10 @@ class Algorithm(Section):
         return self.regularised or not self.discard_group_zero_advantage
 
     def findings(self) -> Iterator[Finding]:
-        """One correction of the difference between sampler and trainer."""
+        """One correction of the difference between sampler and trainer, a KL in the reward that weighs something."""
+        if self.kl_in_reward != "none" and self.kl_coef == 0:
+            keys = ("algorithm.kl_in_reward", "algorithm.kl_coef")
+            yield Finding(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
         if self.tis_cap is not None and self.icepop_band is not None:
             yield Finding(
                 ("algorithm.icepop_band", "algorithm.tis_cap"),

@@ -98,6 +98,10 @@ class UsedWhen:
     plugins: bool = False
     """Also while that key names code of the user's own."""
     training_only: bool = False
+    unless: str = ""
+    """Also while this property, dotted as a key is, is true, ..."""
+    unless_words: str = ""
+    """... which is called so."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,9 @@ Plugin = Annotated[str, Field(pattern=PLUGIN_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none, json_schema_input_type=str | None)]
 OptionalCount = Annotated[Count | None, BeforeValidator(zero_is_none, json_schema_input_type=Natural | None)]
+OptionalPositive = Annotated[
+    Annotated[float, Field(gt=0)] | None, BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None)
+]
 OptionalAboveOne = Annotated[
     Annotated[float, Field(gt=1)] | None, BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None)
 ]

@@ -50,7 +50,8 @@ class Advantage(Mode):
 
     ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None where it is not
     known. ``unit_rewards``: defined for rewards in [0, 1] alone. With fewer than ``smallest_group`` rewards a group
-    takes no part. ``whitened`` advantages are normalised over the batch afterwards.
+    takes no part. ``whitened`` advantages are normalised over the batch afterwards. ``by_token``: one number per token,
+    from the rollout's own rewards and a critic; no group is compared.
     """
 
     needs: frozenset[Need] = frozenset({Need.GROUP})
@@ -58,6 +59,7 @@ class Advantage(Mode):
     unit_rewards: bool = False
     smallest_group: int = 1
     whitened: bool = False
+    by_token: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,14 @@ ADVANTAGES: dict[str, Advantage] = {
         paper="2501.03262",
         scale=lambda p: 1.0,
         whitened=True,
+    ),
+    "gae": Advantage(
+        formula="Σ_k (γλ)^k·δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t of a critic, then whitened over the batch",
+        paper="1506.02438",
+        words="one number per token (PPO)",
+        needs=frozenset({Need.VALUES}),
+        keys=("critic", "algorithm.kl_in_reward"),
+        by_token=True,
     ),
 }
 
@@ -205,7 +215,6 @@ MODES: dict[str, Mapping[str, Mode]] = {
 """By their keys of [algorithm]."""
 
 UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
-    "advantage_mode": {"gae": ("it needs a value head, which is not available", 'advantage_mode = "rloo"')},
     "transform_mode": {
         name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
         for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")

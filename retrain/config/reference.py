@@ -13,7 +13,7 @@ from retrain.config.conditions import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
 from retrain.config.modes import modes_markdown
 from retrain.config.problems import LISTED
-from retrain.config.root import Config, keys, sections
+from retrain.config.root import Config, homes, keys, sections
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -69,14 +69,13 @@ def json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     overridable = [dotted for dotted in keys() if not why_fixed(dotted)]
     condition: dict[str, Any] = definitions["Condition"]["properties"]
-    names = [dotted.partition(".")[2] for dotted in overridable]
     for dotted in overridable:
         section, _, key = dotted.partition(".")
         of_key = {"$ref": f"#/$defs/{sections()[section].__name__}/properties/{key}"}
         if dotted.startswith("algorithm.") and key in MODES:
             continue
         condition[dotted] = of_key
-        if names.count(key) == 1 and key not in sections():
+        if [each for each in homes(key) if each in overridable] == [dotted] and key not in sections():
             condition[key] = of_key
         table = condition.setdefault(section, {"type": "object", "properties": {}, "additionalProperties": False})
         table["properties"][key] = of_key
@@ -124,7 +123,7 @@ def _default(field: FieldInfo) -> str:
 def _meaning(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     conditions = [
-        f"`{marker.key.partition('.')[2]}` {_one_of(marker)}"
+        f"`{marker.key.partition('.')[2]}` {_one_of(marker)}{marker.unless and f' (or {marker.unless_words})'}"
         for marker in field.metadata
         if isinstance(marker, UsedWhen)
     ]

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
+from retrain.config.critic import Critic
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
 from retrain.config.models import Backend, Inference, Lora, Model
@@ -34,6 +35,7 @@ class Config(Section):
     hicra: Hicra = Hicra()
     sepa: Sepa = Sepa()
     planning: Planning = Planning()
+    critic: Critic = Critic()
     backend: Backend = Backend()
     inference: Inference = Inference()
     data: Data = Data()
@@ -119,8 +121,10 @@ def keys() -> dict[str, FieldInfo]:
 
 
 def homes(name: str) -> list[str]:
-    """Every key, dotted, that is called ``name`` in its section."""
-    return [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    """Every key, dotted, that is called ``name`` in its section; of two of them not the critic's, which is meant only
+    where its section is named."""
+    named = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
 
 
 def role_of(dotted: str) -> Role | None:
@@ -143,6 +147,8 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
     for marker in keys()[dotted].metadata:
         if isinstance(marker, UsedWhen) and (override or not marker.training_only):
             value = value_at(config, marker.key)
+            if marker.unless and value_at(config, marker.unless):
+                continue
             if value not in marker.values and not (marker.plugins and is_plugin(value)):
                 other, wanted = marker.key.partition(".")[2], marker.values[0]
                 fix = "remove one of the two" if wanted is None else f'remove the line, or {other} = "{wanted}"'

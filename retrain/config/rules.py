@@ -96,6 +96,39 @@ def group_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+def update_rules(config: Config) -> Iterator[Finding]:
+    """How often a batch is trained on is up to a backend of the user's own."""
+    backend = config.backend.backend
+    if is_plugin(backend) and config.training.several_updates:
+        several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"
+        what = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
+        yield Finding((f"training.{several}", "backend.backend"), what, "remove the line")
+
+
+def critic_rules(config: Config) -> Iterator[Finding]:
+    """What goes together with a critic, which gives every token an advantage of its own."""
+    algorithm, critic, mode = config.algorithm, config.critic, config.algorithm.transform_mode
+    if not algorithm.critic:
+        return
+    named = ("algorithm.advantage_mode", "algorithm.transform_mode")
+    if not is_plugin(mode) and credit_of(mode).own_advantage:
+        what = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
+        yield Finding(named[::-1], what, 'transform_mode = "none"')
+    if algorithm.turn_credit == "turn":
+        what = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
+        yield Finding(("algorithm.turn_credit", named[0]), what, 'turn_credit = "episode"')
+    if is_plugin(config.backend.backend):
+        what = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
+        yield Finding((named[0], "backend.backend"), what, 'advantage_mode = "grpo"')
+    if critic.lam_policy is not None and critic.lam_value is not None and "lam" in critic.model_fields_set:
+        what = "has no effect with lam_policy and lam_value"
+        yield Finding(("critic.lam", "critic.lam_policy", "critic.lam_value"), what, "remove the line")
+    if critic.warmup_steps >= config.training.max_steps:
+        what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
+        keys = ("critic.warmup_steps", "training.max_steps")
+        yield Finding(keys, what, f"warmup_steps = {config.training.max_steps // 10}")
+
+
 def schedule_rules(config: Config) -> Iterator[Finding]:
     """Warm-up and evaluation must fall inside the run."""
     steps = config.training.max_steps
@@ -320,6 +353,8 @@ RULES = (
     model_rules,
     anneal_rules,
     group_rules,
+    update_rules,
+    critic_rules,
     schedule_rules,
     sepa_rules,
     data_rules,

@@ -17,6 +17,7 @@ from retrain.config.base import (
     Natural,
     NotNegative,
     OptionalCount,
+    OptionalPositive,
     Positive,
     PositiveShare,
     Role,
@@ -74,6 +75,17 @@ class Training(Section):
     """Sample from so many most probable tokens; 0 and -1 are off, and stand for 1024 beside `top_p` or `min_p`."""
     min_p: Decay = 0.0
     """Sample from the tokens at least this share as probable as the most probable one; 0 is off."""
+    num_iterations: Count = 1
+    """Passes over each batch (PPO's epochs). From the second update of a batch on the importance ratio differs from 1,
+    and clipping acts; it is then taken against the trainer's own log-probabilities before the first of them."""
+    minibatches: Count = 1
+    """Updates (optimizer steps) in a pass: the batch is split into so many parts, in each pass another way, and each
+    update divides its loss by what its own part counts."""
+    minibatch_by: Literal["group", "sequence"] = "group"
+    """Whether the rollouts of a prompt stay in one minibatch."""
+    target_kl: OptionalPositive = None
+    """No further pass over a batch once `policy/approxkl_avg`, over the updates of a pass, exceeds this; unset or 0
+    makes all of them."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-4
     """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0
@@ -112,6 +124,16 @@ class Training(Section):
         return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.min_p)
 
     @property
+    def updates(self) -> int:
+        """Most updates of a batch."""
+        return self.num_iterations * self.minibatches
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a batch has more than one."""
+        return self.updates > 1
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """(low, high) distances from ratio 1 at which to clip. (1, inf), where no ratio is, when clipping is off."""
         if self.clip_eps == 0:
@@ -119,7 +141,9 @@ class Training(Section):
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
     def findings(self) -> Iterator[Finding]:
-        """Sampling that can teach, an upper clip that needs the lower one, and checkpoints that can be kept."""
+        """Sampling that can teach, minibatches that have something, an upper clip that needs the lower one, and
+        checkpoints that can be kept."""
+        yield from self._update_findings()
         if self.top_k == 1:
             yield Finding(
                 ("training.top_k",),
@@ -150,6 +174,23 @@ class Training(Section):
             )
             what = f"is {every}: with save_every = {save} {kept}"
             yield Finding(("training.keep_every", "training.save_every"), what, fix)
+
+    def _update_findings(self) -> Iterator[Finding]:
+        whole = self.minibatch_by == "group"
+        units = self.batch_size if whole else self.batch_size * self.group_size
+        if self.minibatches > units:
+            what = f"batch_size = {self.batch_size}" if whole else f"{units} completions of a step"
+            yield Finding(
+                ("training.minibatches", "training.batch_size"),
+                f"is {self.minibatches}, more than the {what} that would be split",
+                f"minibatches = {units}",
+            )
+        if not whole and self.minibatches == 1:
+            keys = ("training.minibatch_by", "training.minibatches")
+            yield Finding(keys, "has no effect with one minibatch", "minibatches = 4")
+        if self.target_kl is not None and self.num_iterations == 1:
+            keys = ("training.target_kl", "training.num_iterations")
+            yield Finding(keys, "has no effect with one pass over a batch", "num_iterations = 4")
 
 
 class Optimizer(Section):

@@ -1,0 +1,83 @@
+"""Generalised advantage estimation and what a critic trains towards (arXiv 1506.02438, 1707.06347).
+
+Differences from the textbook: a sequence is the action tokens of a rollout, one after the other; what was read in
+between has no value and no reward, and the value after the last action is 0, also where it was cut off. The policy and
+the critic may have different λ. Advantages are whitened with the unbiased variance, as TRL does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
+
+WHITENING_EPSILON = 1e-8
+
+
+def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
+    """−kl_coef·KL_t for every token, and the score with the last of them; 0 where the mask is."""
+    rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
+    positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    last_B = torch.where(mask_BT, positions_T, -1).amax(1)
+    rows_B = torch.nonzero(last_B >= 0).squeeze(1)
+    rewards_BT[rows_B, last_B[rows_B]] += scores_B[rows_B].to(rewards_BT)
+    return rewards_BT
+
+
+def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: float, lam: float) -> Floats_BT:
+    """A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t over the tokens of the mask, 0 elsewhere.
+
+    Tokens outside the mask do not count as time. Same dtype as ``values_BT``, no gradient. Raises ValueError for shapes
+    that differ, or γ or λ outside [0, 1].
+    """
+    if not (rewards_BT.shape == values_BT.shape == mask_BT.shape):
+        shapes = ", ".join(str(tuple(each.shape)) for each in (rewards_BT, values_BT, mask_BT))
+        raise ValueError(f"rewards, values and mask have different shapes: {shapes}")
+    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
+        raise ValueError(f"gamma and lam must be in [0, 1]: got {gamma} and {lam}")
+    from scipy.signal import lfilter
+
+    order_BT = torch.argsort(~mask_BT, dim=1, stable=True)  # the tokens of the mask first
+    inside_BT = mask_BT.gather(1, order_BT)
+    rewards_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT), 0.0)
+    packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
+    next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
+    delta_BT = torch.where(inside_BT, rewards_BT + gamma * next_BT - packed_BT, 0.0)
+    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.double().cpu().numpy()[:, ::-1], axis=1)
+    advantages_BT = torch.from_numpy(backwards_BT[:, ::-1].copy()).to(values_BT)
+    return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
+
+
+def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
+    """(x − mean)/√(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere, and for fewer
+    than two tokens."""
+    count = int(mask_BT.sum())
+    if count < 2:
+        return torch.zeros_like(values_BT)
+    weight_BT = mask_BT.to(values_BT)
+    centred_BT = (values_BT - (values_BT * weight_BT).sum() / count) * weight_BT
+    variance = centred_BT.square().sum() / (count - 1)
+    return centred_BT * torch.rsqrt(variance + WHITENING_EPSILON)
+
+
+def value_loss(
+    values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
+) -> tuple[Floats_BT, Mask_BT]:
+    """½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and where the clipped one
+    is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
+    error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
+    if clip == 0.0:
+        return 0.5 * error_BT, torch.zeros_like(mask_BT)
+    old_BT = old_values_BT.detach()
+    clipped_BT = torch.maximum(torch.minimum(values_BT, old_BT + clip), old_BT - clip)
+    clipped_error_BT = torch.where(mask_BT, clipped_BT - targets_BT.detach(), 0.0).square()
+    return 0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).detach()
+
+
+def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
+    """1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a critic that knows, 0 for one that says the mean; None
+    where the targets do not vary."""
+    targets_M, errors_M = targets_BT[mask_BT].double(), (targets_BT - values_BT)[mask_BT].double()
+    if len(targets_M) == 0 or float(targets_M.var(correction=0)) == 0.0:
+        return None
+    return 1.0 - float(errors_M.var(correction=0) / targets_M.var(correction=0))
