@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,118 @@ def test_tokens_carry_surprisal_advantage_and_planning():
     untrained = rollout_page(batch([group([1.0], [3])]), 1)
     assert 'data-mode="a"' not in untrained
     assert 'data-mode="p"' not in untrained
+
+
+def two_turns(values: bool = True, targets: bool = True) -> Group:
+    """One episode of two turns, of three and two tokens, perhaps with a critic."""
+    first = Action([1, 2, 3], "abc", np.array([-0.5, -1.0, -2.0]), None, "stop")
+    second = Action([4, 5], "de", np.array([-0.25, -3.0]), None, "stop")
+    made = single_turn(Prompt(Problem("p", "q", "a"), "q", (1,)), [first], [RewardResult(1.0)])
+    (rollout,) = made.rollouts
+    rollout.turns.append(Turn((7, 8), second, ({"role": "user", "content": "<b>go on</b>"},)))
+    rollout.advantage, rollout.token_advantages_T = 0.5, np.array([-0.5, 2.0, 0.0004, -1.9996, 0.125])
+    rollout.values_T = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75], dtype=np.float32) if values else None
+    rollout.value_targets_T = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32) if targets else None
+    return made
+
+
+CRITIC_MARKS = re.compile(r' data-[vt]="[^"]*"|<button type="button" data-mode="v"[^>]*>value</button>')
+
+
+def test_tokens_carry_what_a_critic_expected():
+    made, plain = two_turns(), two_turns(values=False, targets=False)
+    text = rollout_page(batch([made], token_text=characters([made])), 1)
+    assert ' data-a="-500 2000 0" data-v="-250 0 123" data-t="0 500 250">abc</div>' in text
+    assert ' data-a="-2000 125" data-v="500 750" data-t="1000 1500">de</div>' in text
+    untold = rollout_page(batch([two_turns(targets=False)], token_text=characters([made])), 1)
+    assert ' data-v="500 750">de</div>' in untold
+    without = rollout_page(batch([plain], token_text=characters([plain])), 1)
+    assert CRITIC_MARKS.search(without.split("</style>")[1].split("<script>")[0]) is None
+    assert CRITIC_MARKS.sub("", text) == without  # a critic adds these and changes nothing else
+    unplaced = rollout_page(batch([made]), 1)
+    assert 'data-mode="v"' in unplaced
+    assert "data-v=" not in unplaced
+
+
+def test_a_critic_s_numbers_are_bounded_on_the_page():
+    long, length = two_turns(), 2 * SAMPLE_CHARACTERS
+    (rollout,) = long.rollouts
+    action = Action(list(range(length)), "x" * length, np.full(length, -1.0), None, "length")
+    rollout.turns = [Turn((1,), action)]
+    rollout.token_advantages_T = np.zeros(length)
+    rollout.values_T = np.full(length, 0.5, dtype=np.float32)
+    rollout.values_T[:4] = 3e38, -3e38, np.nan, np.inf  # a critic that diverged
+    rollout.value_targets_T = np.full(length, 1.0, dtype=np.float32)
+    text = rollout_page(batch([long], token_text=characters([long])), 1)
+    values, targets = (re.findall(rf' data-{name}="([^"]*)"', text)[0].split() for name in "vt")
+    assert len(values) == len(targets) == SAMPLE_CHARACTERS
+    assert values[:5] == ["1000000000000000", "-1000000000000000", "0", "0", "500"]
+    assert targets[:2] == ["1000", "1000"]
+
+
+def test_summaries_tell_what_a_critic_expected_turn_by_turn(tmp_path):
+    both, values, neither = two_turns(), two_turns(targets=False), two_turns(values=False, targets=False)
+    rows = [row["steps"] for row in summary_rows(batch([both, values, neither]))]
+    assert [turn["value_mean"] for turn in rows[0]] == pytest.approx([-0.1266 / 3, 0.6248])
+    assert [turn["value_target_mean"] for turn in rows[0]] == [0.25, 1.25]
+    assert [turn["value_mean"] for turn in rows[1]] == [turn["value_mean"] for turn in rows[0]]
+    assert rows[1] == [{k: v for k, v in turn.items() if k != "value_target_mean"} for turn in rows[0]]
+    assert rows[2] == [{k: v for k, v in turn.items() if k != "value_mean"} for turn in rows[1]]
+    (rollout,) = both.rollouts
+    rollout.turns.append(Turn((9,), Action([], "", np.zeros(0), None, "length")))  # nothing was sampled any more
+    write_files(tmp_path, batch([both]), None)
+    (line,) = read_jsonl(tmp_path / "train_iteration_000003_rollout_summaries.jsonl")
+    assert (line["steps"][2]["value_mean"], line["steps"][2]["value_target_mean"]) == (None, None)
+
+
+@needs_chromium
+def test_values_and_signed_advantages_are_coloured_and_told(tmp_path):
+    """Values go from the page's lowest to its highest, advantages from 0 to the largest of either sign."""
+    made = two_turns()
+    write_files(tmp_path, batch([made], token_text=characters([made])), 1)
+    classes = "[...document.querySelectorAll('.sample .t')].map(t => t.className.slice(2)).join()"
+    legend = "[...document.querySelectorAll('#legend .t')].map(t => t.textContent).join(' ')"
+    with Browser() as browser:
+        browser.open(tmp_path / "train_iteration_000003.html")
+        assert browser.run(classes) == ""
+        for mode, wanted, ends in (
+            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
+            ("a", "dn h3,up h6,,dn h6,up h2", "−2.00 −0.50 0 +0.50 +2.00"),
+            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
+        ):
+            browser.click(*browser.centre(f"[data-mode={mode}]"))
+            wait_for(browser, f"document.querySelectorAll('.sample[data-shown={mode}]').length === 2")
+            assert browser.run(classes) == wanted
+            assert browser.run(legend) == ends
+            browser.mouse("mouseMoved", *browser.centre(".sample .t"))
+            told = browser.run("document.getElementById('readout').textContent")
+            assert told == '"a" · token 0 · surprisal 0.50 · advantage −0.500 · V −0.250 (target 0.000)'
+        shades = "[...document.querySelectorAll('.sample .t')].map(t => getComputedStyle(t).backgroundColor)"
+        assert browser.run(f"new Set({shades}).size") == 4  # h0, h2 twice, h5, h6
+        assert not browser.errors
+
+
+def wait_for(browser: Browser, condition: str) -> None:
+    """Until a JavaScript condition holds: what is in sight is coloured a moment after the click."""
+    deadline = time.monotonic() + 10.0
+    while not browser.run(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.02)
+
+
+@needs_chromium
+@pytest.mark.parametrize("placed", [True, False])
+def test_values_that_do_not_differ_have_no_scale(tmp_path, placed):
+    made = two_turns()
+    made.rollouts[0].values_T = np.full(5, 0.5, dtype=np.float32)
+    made.rollouts[0].token_advantages_T = np.zeros(5)
+    write_files(tmp_path, batch([made], token_text=characters([made]) if placed else None), 1)
+    with Browser() as browser:
+        browser.open(tmp_path / "train_iteration_000003.html", "#color=v")
+        assert browser.run("document.getElementById('legend').textContent") == ("0.500" if placed else "")
+        browser.click(*browser.centre("[data-mode=a]"))
+        assert browser.run("document.getElementById('legend').textContent") == "0"
+        assert not browser.errors
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The page of one iteration: each prompt once, its samples side by side, tokens coloured on demand.
 
 Without scripts the page is complete except for the colours. Each sample carries its tokens as short integer lists in
-attributes: lengths in characters, surprisal in hundredths of a nat, token advantage in thousandths, and the planning
-mask as run lengths. The size is bounded by the constants below; what is left out is counted on the page.
+attributes: lengths in characters, surprisal in hundredths of a nat, token advantage in thousandths, the planning mask
+as run lengths and, with a critic, values and value targets in thousandths. The size is bounded by the constants below;
+what is left out is counted on the page.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ TABLE_ROWS = 1_000
 """Trajectories in the table at the end of the page."""
 PARTS_SHOWN = 50
 """Numbers of a reward beside each sample, and columns for them in the table."""
+LARGEST_INTEGER = 10**15
+"""Magnitude at which the integers of the attributes end; a script counts so far exactly."""
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
@@ -138,6 +141,8 @@ def _toolbar(groups: Sequence[Group]) -> str:
     modes = {"none": "plain", "s": "surprisal"}
     if any(rollout.token_advantages_T is not None for rollout in rollouts):
         modes["a"] = "advantage"
+    if any(rollout.values_T is not None for rollout in rollouts):
+        modes["v"] = "value"
     if any(rollout.planning_T is not None for rollout in rollouts):
         modes["p"] = "planning"
     buttons = "".join(
@@ -303,13 +308,17 @@ def _tokens(batch: Batch, rollout: Rollout, own: slice, said: str, limit: int) -
         columns["a"] = _scaled(rollout.token_advantages_T[own][keep], 1000)
     if rollout.planning_T is not None:
         columns["p"] = _runs(rollout.planning_T[own][keep])
+    if rollout.values_T is not None:
+        columns["v"] = _scaled(rollout.values_T[own][keep], 1000)
+        if rollout.value_targets_T is not None:
+            columns["t"] = _scaled(rollout.value_targets_T[own][keep], 1000)
     return text, "".join(f' data-{name}="{" ".join(map(str, values.tolist()))}"' for name, values in columns.items())
 
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:
     """Integers of ``values`` times ``factor``; what is not finite counts as 0."""
     finite = np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    return np.rint(finite * factor).astype(np.int64)
+    return np.rint(np.clip(finite * factor, -LARGEST_INTEGER, LARGEST_INTEGER)).astype(np.int64)
 
 
 def _runs(mask_T: np.ndarray) -> np.ndarray:

@@ -15,7 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from retrain.record.html import escape
+from retrain.record.samples import mean
 from retrain.types import Group, Message, Prompt, RewardResult, Rollout
 
 Row = dict[str, Any]
@@ -102,15 +105,22 @@ def summary_rows(batch: Batch) -> list[Row]:
 
 def _turn_rows(rollout: Rollout) -> list[Row]:
     """What was read and sampled in every turn. What the total reward is beyond the rewards of single turns stands in
-    the last, where the episode ends, so that they add up to it."""
+    the last, where the episode ends, so that they add up to it. With a critic: the mean of what it expected before the
+    turn's tokens, and of what it should have expected."""
     total, reward = rollout.reward.total_reward, rollout.reward
     earlier = math.fsum(turn.reward or 0.0 for turn in rollout.turns[:-1])
-    rows = []
+    critic_T = {} if rollout.values_T is None else {"value_mean": rollout.values_T}
+    if critic_T and rollout.value_targets_T is not None:
+        critic_T["value_target_mean"] = rollout.value_targets_T
+    rows, at = [], 0
     for index, turn in enumerate(rollout.turns):
+        own = slice(at, at + len(turn.action))
+        at = own.stop
         last = index + 1 == len(rollout.turns)
         rest = None if total is None else total - earlier
         error = {"error": reward.error[:500]} if last and reward.error else {}
         more: Row = {} if rollout.turn_advantages is None else {"advantage": rollout.turn_advantages[index]}
+        more |= {name: mean(each_T[own].astype(np.float64)) for name, each_T in critic_T.items()}
         rows.append(
             {
                 "step_idx": index,

@@ -15,7 +15,8 @@
   const parsed = element => {
     if (tokens.has(element)) return tokens.get(element);
     const data = element.dataset;
-    const read = { l: numbers(data.l), s: numbers(data.s), a: data.a === undefined ? null : numbers(data.a), p: null };
+    const read = { l: numbers(data.l), s: numbers(data.s), p: null };
+    for (const name of ["a", "v", "t"]) read[name] = data[name] === undefined ? null : numbers(data[name]);
     if (data.p !== undefined) {
       read.p = [];
       numbers(data.p).forEach((run, i) => { for (let k = 0; k < run; k++) read.p.push(i % 2); });
@@ -23,12 +24,18 @@
     tokens.set(element, read);
     return read;
   };
-  let largest = 0;
-  for (const element of samples) for (const a of parsed(element).a || []) largest = Math.max(largest, Math.abs(a));
+  let largest = 0, low = Infinity, high = -Infinity;
+  for (const element of samples) {
+    const read = parsed(element);
+    for (const a of read.a || []) largest = Math.max(largest, Math.abs(a));
+    for (const v of read.v || []) { low = Math.min(low, v); high = Math.max(high, v); }
+  }
   const level = share => Math.round(6 * Math.min(1, share));
+  const signed = (thousandths, digits) => (thousandths / 1000).toFixed(digits).replace("-", "−");
   const css = (mode, read, i) => {
     if (mode === "s") return "su h" + level(read.s[i] / 400);
     if (mode === "p") return read.p && read.p[i] ? "pl" : "";
+    if (mode === "v") return read.v ? "va h" + level((read.v[i] - low) / (high - low || 1)) : "";
     const a = read.a ? read.a[i] : 0;
     return a ? (a > 0 ? "up h" : "dn h") + Math.max(1, level(Math.sqrt(Math.abs(a) / largest))) : "";
   };
@@ -69,12 +76,15 @@
     for (const entry of entries) if (entry.isIntersecting && mode !== "none") colour(entry.target, mode);
   }, { rootMargin: "600px" });
   const span = (name, text) => `<span class="t ${name}">${text}</span>`;  // constants only
-  const scale = (largest / 1000).toFixed(2);
+  const stop = (css, at, range) => span(css, (css[0] === "u" ? "+" : "") + signed(at, range < 200 ? 3 : 2));
+  const a = (css, share) => stop(css, share * largest, largest);  // the tint is the root of the share
+  const v = (css, share) => stop(css, low + share * (high - low), high - low);
   const words = {
     none: "",
     s: ["0", 1, 2, 3, "≥ 4 nats"].map((t, i) => span("su h" + [0, 2, 3, 5, 6][i], t)).join(""),
-    a: span("dn h6", "−" + scale) + span("dn h3", "") + span("", "0") + span("up h3", "") + span("up h6", "+" + scale),
+    a: largest ? a("dn h6", -1) + a("dn h3", -.25) + span("", "0") + a("up h3", .25) + a("up h6", 1) : span("", "0"),
     p: span("pl", "planning token"),
+    v: high > low ? v("va h0", 0) + v("va h3", .5) + v("va h6", 1) : high === low ? span("", signed(low, 3)) : "",
   };
   const choose = wanted => {
     mode = wanted;
@@ -93,11 +103,12 @@
     if (!at) return;
     const read = parsed(at.closest(".sample")), i = Number(at.dataset.i);
     const facts = [JSON.stringify(at.textContent), `token ${i}`, `surprisal ${(read.s[i] / 100).toFixed(2)}`];
-    if (read.a) facts.push(`advantage ${(read.a[i] / 1000).toFixed(3)}`);
+    if (read.a) facts.push(`advantage ${signed(read.a[i], 3)}`);
+    if (read.v) facts.push(`V ${signed(read.v[i], 3)}` + (read.t ? ` (target ${signed(read.t[i], 3)})` : ""));
     if (read.p && read.p[i]) facts.push("planning");
     readout.textContent = facts.join(" · ");
   });
   addEventListener("beforeprint", () => { if (mode !== "none") samples.forEach(element => colour(element, mode)); });
-  const asked = /^#colou?r=([sap])$/.exec(location.hash);
+  const asked = /^#colou?r=([sapv])$/.exec(location.hash);
   if (asked && toolbar.querySelector(`[data-mode="${asked[1]}"]`)) choose(asked[1]);
 })();
