@@ -34,13 +34,14 @@ from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, probe_of, samples_of
+from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, samples_of
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest
 from retrain.types import Group, Problem, StepRecord
+from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
 
 UNGRADED_STEPS = 3
 """A run fails after this many steps in a row in which no rollout could be graded."""
@@ -207,10 +208,12 @@ class Run:
             for i, problem in enumerate(self.cursor.take(training.batch_size))
         ]
 
-    def lr(self) -> float:
-        """Learning rate of the next update."""
+    def lr(self, update: int = 0) -> float:
+        """Learning rate of this update of the next step; the schedule counts updates."""
         optimizer, training = self.config.optimizer, self.config.training
-        return learning_rate(optimizer.schedule, self.step, training.max_steps, optimizer.warmup_steps, training.lr)
+        at, every = self.step * training.updates + update, training.updates
+        steps, warmup = training.max_steps * every, optimizer.warmup_steps * every
+        return learning_rate(optimizer.schedule, at, steps, warmup, training.lr)
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Have the algorithm credit the step's rollouts."""
@@ -218,16 +221,37 @@ class Run:
         scores: Scores | None = None
         if want:
             scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
-        return self.algorithm.credit(groups, scores, self.step)
+        credit = self.algorithm.credit(groups, scores, self.step)
+        if self.config.training.several_updates:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            if scores is not None and scores.logprobs is not None:
+                for rollout, logprobs_T in zip(rollouts, scores.logprobs, strict=True):
+                    rollout.old_logprobs_T = logprobs_T
+            note_old_logprobs(self.policy, groups)
+        return credit
 
     def update(self, groups: Sequence[Group], credit: Credit) -> dict[str, Any]:
-        """The optimizer step, which ends the step; skipped, and recorded as such, when loss or gradient is not finite,
-        up to ``nonfinite_limit`` times in a row. Returns its numbers. Raises RunFailed at these limits.
+        """The optimizer step, or the several of them, with which the step ends. One whose loss or gradient is not
+        finite is skipped, and recorded as such, up to ``nonfinite_limit`` times in a row. Returns their numbers. Raises
+        RunFailed at these limits.
         """
         self._check_grading(groups)
-        samples, lr = samples_of(groups), self.lr()
-        probe = [] if samples else probe_of(groups)
-        batch = TrainBatch(samples, credit.denominators, self.step, self.stream, probe)
+        training, taken, made = self.config.training, list[Taken](), 0
+        try:
+            for batches in passes(groups, credit, training, self.step, self.stream):
+                taken += [Taken(batch, self._update(batch)) for batch in batches]
+                made += 1
+                if far_enough(taken[-len(batches) :], training.target_kl):
+                    break
+        finally:
+            for note in self.policy.notes():
+                self.recorder.log(f"step {self.step}: {note}", "warning")
+        self.step += 1
+        return together(taken, made) if training.several_updates else dict(taken[0].numbers)
+
+    def _update(self, batch: TrainBatch) -> dict[str, Any]:
+        """One optimizer step, or its numbers where it is left out."""
+        lr = self.lr(batch.update)
         try:
             numbers = {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
         except NonFinite as error:
@@ -238,14 +262,9 @@ class Run:
                 raise RunFailed(f"step {self.step}: {error}{steps}") from error
             self.recorder.log(f"step {self.step}: {error}", "warning")
             absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
-            numbers = {**absent, "optim/lr": lr, "num_datums": len(samples), "optim/skipped": True}
-        else:
-            if samples:
-                self.skipped_updates = 0
-        finally:
-            for note in self.policy.notes():
-                self.recorder.log(f"step {self.step}: {note}", "warning")
-        self.step += 1
+            return {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}
+        if batch.samples:
+            self.skipped_updates = 0
         return numbers
 
     def _check_grading(self, groups: Sequence[Group]) -> None:

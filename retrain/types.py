@@ -168,6 +168,8 @@ class Rollout:
     """None without a reward."""
     loss_mask_T: np.ndarray | None = None
     """Which tokens train; None is all of them."""
+    old_logprobs_T: np.ndarray | None = None
+    """The trainer's own log-probability of each, before the first of several updates."""
     values_T: np.ndarray | None = None
     """What a critic expected before each token, where there is one."""
     value_targets_T: np.ndarray | None = None
@@ -340,6 +342,9 @@ def _laid_flat(rollout: Rollout, turns: Sequence[Turn], own_T: slice) -> Sample:
     if rollout.token_advantages_T is not None:
         sample.advantages[sample.action_mask] = rollout.token_advantages_T[own_T]
         sample.loss_mask[sample.action_mask] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[own_T]
+    if rollout.old_logprobs_T is not None:
+        sample.old_logprobs = np.zeros(length)
+        sample.old_logprobs[sample.action_mask] = rollout.old_logprobs_T[own_T]
     if rollout.values_T is not None and rollout.value_targets_T is not None:
         sample.values, sample.value_targets = np.zeros(length), np.zeros(length)
         sample.values[sample.action_mask] = rollout.values_T[own_T]

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from retrain.config.modes import Need
 from retrain.policy.protocol import Denominators, Scores
-from retrain.types import Group
+from retrain.types import Group, Rollout
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Of a whole step: what the loss is divided by, and numbers for the record."""
+    """Of a whole step: what the loss is divided by, numbers for the record, and how many tokens of each rollout with a
+    reward count in the divisor."""
 
     denominators: Denominators
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[Rollout, int] = field(default_factory=dict, compare=False)
+
+    def denominators_of(self, rollouts: Sequence[Rollout]) -> Denominators:
+        """What a loss over these rollouts alone is divided by."""
+        known = [rollout for rollout in rollouts if rollout in self.tokens and len(rollout) > 0]
+        return replace(
+            self.denominators,
+            tokens=sum(self.tokens[rollout] for rollout in known),
+            sequences=sum(rollout.sequences for rollout in known),
+            action_tokens=sum(map(len, known)),
+        )
 
 
 class Algorithm(Protocol):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.protocol import Credit
 from retrain.algorithms.turns import Compared, compared, has_signal, set_advantage
 from retrain.config import Config
@@ -89,16 +90,27 @@ class Standard:
 
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
         """See ``Algorithm.credit``. λ is read first: what is observed of this batch counts from the next step on."""
-        turns = self.config.algorithm.turn_discount if self.config.algorithm.turn_credit == "turn" else None
-        reward = self.config.environment.provider or self.config.reward.type
-        fill_advantages(groups, self.modes.advantage, reward, turns)
+        own, numbers = self._advantages(groups, scores)
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
-        credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes)
+        credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes, own)
+        credit = replace(credit, metrics={**credit.metrics, **numbers})
         if not credit_of(self.modes.transform).pooled:
             return credit
         self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), credit.exec_variance)
         return replace(credit, metrics={**credit.metrics, "sepa_lambda": lam, "sepa_gate_open": gate_open})
+
+    def _advantages(
+        self, groups: Sequence[Group], scores: Scores | None
+    ) -> tuple[Mapping[Rollout, np.ndarray], dict[str, Any]]:
+        """Set the advantages of all rollouts; where a critic gives one to every token, those too, and its numbers."""
+        if advantage_of(self.modes.advantage).by_token:
+            assert scores is not None, "values were asked for"
+            return fill_token_advantages(groups, scores, self.config)
+        turns = self.config.algorithm.turn_discount if self.config.algorithm.turn_credit == "turn" else None
+        reward = self.config.environment.provider or self.config.reward.type
+        fill_advantages(groups, self.modes.advantage, reward, turns)
+        return {}, {}
 
     def state(self) -> dict[str, Any]:
         """What SEPA has observed so far."""
@@ -195,12 +207,14 @@ def assign_credit(
     sepa_lambda: float,
     placebo_stream: tuple[int | str, ...],
     modes: Modes | None = None,
+    by_token: Mapping[Rollout, np.ndarray] | None = None,
 ) -> WatchedCredit:
     """Set the token advantages and loss masks of every rollout that has a reward. Groups without signal stay marked
     as discarded, unless the loss has a KL or entropy term or ``discard_group_zero_advantage`` is off: then all groups
     train. The denominators count all of them either way.
 
-    ``placebo_stream`` names the random stream of the HICRA placebo; ``modes`` are loaded from ``config`` by default.
+    ``placebo_stream`` names the random stream of the HICRA placebo; ``modes`` are loaded from ``config`` by default;
+    ``by_token`` are advantages of single tokens [T], where a critic gives them.
     Where the token credit makes its own advantages (``gtpo_paper``, one of the user's), what it returns decides which
     groups have signal.
     """
@@ -213,7 +227,7 @@ def assign_credit(
     rows = [(group, rollout) for group in groups for rollout in group.rollouts if math.isfinite(rollout.advantage)]
     if not rows:
         return WatchedCredit(Denominators(0, 0))
-    credit = _token_credit(rows, config, modes, sepa_lambda, placebo_stream)
+    credit = _token_credit(rows, config, modes, sepa_lambda, placebo_stream, by_token or {})
     advantages_BT, loss_mask_BT = credit.advantages_BT.numpy(), credit.loss_mask_BT.numpy()
     for (_, rollout), advantages_T, mask_T in zip(rows, advantages_BT, loss_mask_BT, strict=True):
         rollout.token_advantages_T = advantages_T[: len(rollout)]
@@ -222,15 +236,18 @@ def assign_credit(
         signal = {group for (group, _), row in zip(rows, advantages_BT, strict=True) if row.any()}
         for group, _ in rows:
             group.discarded = None if group in signal else "zero_advantage"
+    counted = credit.denominator_mask_BT.sum(1).tolist()
     denominators = Denominators(
-        tokens=int(credit.denominator_mask_BT.sum()),
+        tokens=sum(counted),
         sequences=sum(rollout.sequences for _, rollout in rows if len(rollout) > 0),
         all_tokens=config.algorithm.entropy_mask_denominator == "all",
+        action_tokens=sum(len(rollout) for _, rollout in rows),
     )
-    return WatchedCredit(denominators, credit.stats, credit.exec_variance)
+    tokens = {rollout: count for (_, rollout), count in zip(rows, counted, strict=True)}
+    return WatchedCredit(denominators, credit.stats, tokens, credit.exec_variance)
 
 
-def _by_token(rollout: Rollout) -> np.ndarray:
+def _spread(rollout: Rollout) -> np.ndarray:
     """The advantage of every token before it is weighted: its turn's, or the whole rollout's."""
     if rollout.turn_advantages is None:
         return np.full(len(rollout), rollout.advantage)
@@ -243,6 +260,7 @@ def _token_credit(
     modes: Modes,
     sepa_lambda: float,
     placebo_stream: tuple[int | str, ...],
+    by_token: Mapping[Rollout, np.ndarray],
 ) -> TokenCredit:
     """Credit of these rollouts, padded to one width."""
     rollouts = [rollout for _, rollout in rows]
@@ -257,7 +275,7 @@ def _token_credit(
     number = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in rows))}
     return token_advantages(
         modes.transform,
-        _padded([_by_token(rollout) for rollout in rollouts], width, np.float64),
+        _padded([by_token.get(rollout, _spread(rollout)) for rollout in rollouts], width, np.float64),
         _padded([rollout.logprobs_T for rollout in rollouts], width, np.float64),
         _padded_if_all([rollout.entropy_T for rollout in rollouts], width, np.float64),
         planning_BT,

@@ -47,14 +47,19 @@ def compared(group: Group, turn_discount: float | None = None) -> Iterator[Compa
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
-    """G_t of every turn. What the total reward is beyond the rewards of single turns comes with the last."""
-    rewards = [turn.reward or 0.0 for turn in rollout.turns]
-    rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
+    """G_t of every turn."""
     returns, later = [], 0.0
-    for reward in reversed(rewards):
+    for reward in reversed(own_rewards(rollout)):
         later = reward + discount * later
         returns.append(later)
     return returns[::-1]
+
+
+def own_rewards(rollout: Rollout) -> list[float]:
+    """What each turn was given. What the total reward is beyond the rewards of single turns comes with the last."""
+    rewards = [turn.reward or 0.0 for turn in rollout.turns]
+    rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
+    return rewards
 
 
 def set_advantage(rollout: Rollout, turn: int | None, value: float) -> None:

@@ -39,19 +39,26 @@ AdvantageMode = _Advantage | Plugin
 TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transform_mode"])]
 
 
-def _with_credit(dotted: str, **how: bool) -> UsedWhen:
+def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> UsedWhen:
     """The marker of a key that some modes of token credit use."""
-    return UsedWhen("algorithm.transform_mode", used_by("transform_mode", dotted), **how)
+    modes = used_by("transform_mode", dotted)
+    return UsedWhen("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
 
 
 _SEPA = _with_credit("sepa")
 _SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
-_SEVERAL = ("training.several_updates", "several updates of a batch")
+
+
+def _unset_or_several(dotted: str) -> UsedWhen:
+    """The marker of a key that a correction takes the effect from, unless a batch has several updates."""
+    return UsedWhen(dotted, (None,), unless="training.several_updates", unless_words="several updates of a batch")
+
+
 CLIPPED = (
     UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")),
-    UsedWhen("algorithm.tis_cap", (None,), False, False, *_SEVERAL),
-    UsedWhen("algorithm.icepop_band", (None,), False, False, *_SEVERAL),
+    _unset_or_several("algorithm.tis_cap"),
+    _unset_or_several("algorithm.icepop_band"),
 )
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
@@ -144,8 +151,8 @@ class Algorithm(Section):
     @property
     def needs(self) -> frozenset[Need]:
         """What its modes together cannot do without."""
-        kl = frozenset({Need.LOGPROBS, Need.REFERENCE}) if self.reward_kl_coef else frozenset[Need]()
-        return kl.union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own and self.kl_coef > 0 else own
 
     @property
     def keeps_uniform_groups(self) -> bool:

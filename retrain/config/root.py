@@ -65,6 +65,12 @@ class Config(Section):
         named = key.split("/")[1] if key.startswith("eval/") else None
         return next((each for each in self.held_out if each.name == named), next(iter(self.held_out), None))
 
+    @property
+    def lane_ranks(self) -> int:
+        """Ranks of all adapters that a run trains, together: the policy's, and a critic's own."""
+        own = self.algorithm.critic and not self.critic.share_adapter
+        return self.model.lora_rank + (own and (self.critic.lora_rank or self.model.lora_rank))
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
         return self.model_dump(mode="json")

@@ -7,6 +7,7 @@ the critic may have different λ. Advantages are whitened with the unbiased vari
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
@@ -43,7 +44,7 @@ def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: fl
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
     delta_BT = torch.where(inside_BT, rewards_BT + gamma * next_BT - packed_BT, 0.0)
-    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.double().cpu().numpy()[:, ::-1], axis=1)
+    backwards_BT = np.asarray(lfilter([1.0], [1.0, -gamma * lam], delta_BT.double().cpu().numpy()[:, ::-1], axis=1))
     advantages_BT = torch.from_numpy(backwards_BT[:, ::-1].copy()).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
 

@@ -207,8 +207,9 @@ def policy_loss(
 def ratio_sums(log_ratio_BT: Floats_BT, mask_BT: Mask_BT, low_BT: Mask_BT, high_BT: Mask_BT) -> Sums:
     """What micro-batches must add up for the ratio and clipping metrics: 0-dim float64 tensors, no synchronisation.
 
-    With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d). ``clip_low_min`` and
-    ``clip_high_max`` are extremes over completions (combined by min and max, see ``add_sums``).
+    With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d); ``moved`` is again
+    Σ½d². ``clip_low_min`` and ``clip_high_max`` are extremes over completions (combined by min and max, see
+    ``add_sums``).
     """
     mask_BT = mask_BT.to(torch.bool)
     weight_BT = mask_BT.to(torch.float64)
@@ -226,10 +227,27 @@ def ratio_sums(log_ratio_BT: Floats_BT, mask_BT: Mask_BT, low_BT: Mask_BT, high_
         "k1": d_BT.sum(),
         "k2": 0.5 * d_BT.square().sum(),
         "k3": (torch.expm1(-d_BT) + d_BT).sum(),
+        "moved": 0.5 * d_BT.square().sum(),
         "clip_low": low_B.sum(),
         "clip_high": high_B.sum(),
         "clip_low_min": d_BT.new_tensor(torch.inf) if empty else share_low_B.min(),
         "clip_high_max": d_BT.new_tensor(-torch.inf) if empty else share_high_B.max(),
+    }
+
+
+@torch.no_grad()
+def mismatch_sums(
+    logprobs_BT: Floats_BT, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT
+) -> Sums:
+    """Those of ``ratio_sums`` that compare with the sampler, where the ratio is another one: ``k1`` and ``k2`` of the
+    trainer before the first of several updates, ``k3`` of the policy now."""
+    weight_BT = mask_BT.to(torch.float64)
+    before_BT = -log_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
+    now_BT = -log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
+    return {
+        "k1": before_BT.sum(),
+        "k2": 0.5 * before_BT.square().sum(),
+        "k3": (torch.expm1(-now_BT) + now_BT).sum(),
     }
 
 
@@ -255,7 +273,7 @@ def loss_metrics(sums: Sums) -> dict[str, float | None]:
     return {
         "val/ratio": ratio,
         "val/ratio_var": max(number["ratio_sq"] / tokens - ratio * ratio, 0.0),
-        "policy/approxkl_avg": number["k2"] / tokens,
+        "policy/approxkl_avg": number["moved"] / tokens,
         "policy/clipfrac_avg": clipped,
         "clip_ratio/low_mean": number["clip_low"] / tokens,
         "clip_ratio/low_min": number["clip_low_min"],

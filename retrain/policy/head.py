@@ -85,16 +85,18 @@ class Head:
         temperature: float = 1.0,
         *,
         entropy: bool = False,
+        entropy_gradient: bool = True,
         lap: Lap = no_lap,
         supports: Supports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature), over
         ``supports`` where given.
 
-        Gradients reach ``hidden_NH`` alone. ``lap`` hears of "forward" before and of "compute_entropy" after the
-        entropy of each chunk.
+        Gradients reach ``hidden_NH`` alone, from the entropy only with ``entropy_gradient``. ``lap`` hears of "forward"
+        before and of "compute_entropy" after the entropy of each chunk.
         """
-        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropy, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
+        entropies = (entropy, entropy_gradient)
+        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropies, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
@@ -112,16 +114,16 @@ class _Logprobs(torch.autograd.Function):
         targets_N: torch.Tensor,
         head: Head,
         temperature: float,
-        entropy: bool,
+        entropies: tuple[bool, bool],
         lap: Lap,
         supports: Supports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_VH = head.weight_VH
+        weight_VH, (entropy, entropy_gradient) = head.weight_VH, entropies
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         entropy_N = torch.empty_like(chosen_N) if entropy else chosen_N.new_empty(0)
         wanted = ctx.needs_input_grad[0]
-        slopes = [torch.empty_like(hidden_NH) for _ in range(wanted * (1 + entropy))]
+        slopes = [torch.empty_like(hidden_NH) for _ in range(wanted * (1 + (entropy and entropy_gradient)))]
         size = head.chunk_rows()
         for start in range(0, len(hidden_NH), size):
             part = slice(start, start + size)
@@ -147,7 +149,7 @@ class _Logprobs(torch.autograd.Function):
                 lap("forward")
                 logprobs_RV.clamp_min_(torch.finfo(real).min)  # 0 · −inf
                 entropy_N[part] = -torch.linalg.vecdot(probs_RV, logprobs_RV)
-            if wanted and entropy:  # ∂H = −π (log π + H), one per logit
+            if len(slopes) > 1:  # ∂H = −π (log π + H), one per logit
                 slope_RV = logprobs_RV.add_(entropy_N[part].unsqueeze(1)).mul_(probs_RV).mul_(scale).neg_()
                 slopes[1][part] = slope_RV.to(weight_VH.dtype) @ weight_VH
             if entropy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
-from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
+from retrain.policy.logprobs import by_place, collate, hidden_states, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
@@ -31,11 +32,14 @@ OPTIMIZER = "optimizer.safetensors"
 
 @dataclass(frozen=True)
 class LocalSnapshot:
-    """An adapter as it was: its weights, what peft has to know of them, and AdamW's moments if it is resumable."""
+    """An adapter as it was: its weights, what peft has to know of them, and if it is resumable AdamW's moments and the
+    critic."""
 
     weights: LoraWeights
     peft: Mapping[str, Any]
     optimizer: Mapping[str, torch.Tensor] | None = None
+    critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """What goes into each of the critic's files."""
 
     def write(self, directory: Path) -> None:
         """A PEFT directory and the optimizer. Raises StorageError when the file system refuses."""
@@ -44,6 +48,8 @@ class LocalSnapshot:
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
         self.export(directory, directory)
         write_bytes(directory / OPTIMIZER, save(dict(self.optimizer)))
+        for name, tensors in self.critic.items():
+            write_bytes(directory / name, save(dict(tensors)))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
         """A PEFT directory that peft, transformers, vLLM and SGLang load."""
@@ -76,6 +82,7 @@ class LocalPolicy:
         self.optimizer = new_optimizer(self.adapter, training.lr, betas, optimizer.eps, training.weight_decay)
         tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
         self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
+        self.critic = Critic(base, lanes, config, stream) if config.algorithm.critic else None
         self.version = 0
 
     @property
@@ -89,8 +96,8 @@ class LocalPolicy:
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
         """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients. Raises
-        ModelError for values: it has no critic."""
-        if Want.VALUES in want:
+        ModelError for values where it has no critic."""
+        if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
         while want:
             parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
@@ -118,6 +125,9 @@ class LocalPolicy:
                         tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
                             self.base, batch, temperature, entropy=Want.ENTROPY in want
                         )
+                if Want.VALUES in want and self.critic is not None:
+                    with self.lanes.single(self.critic.adapter or self.adapter):
+                        tables[Want.VALUES] = by_place(self.critic.head(hidden_states(self.base, batch)), batch)
             for kind in want:
                 table = tables[kind]
                 assert table is not None
@@ -142,6 +152,7 @@ class LocalPolicy:
                 grad_clip_norm=self.config.optimizer.grad_clip_norm,
                 dropout=self.config.lora.dropout,
                 workers=self.workers,
+                critic=self.critic,
             )
         finally:
             self.version += weights._version != before  # also when an error came after a part of the change
@@ -152,7 +163,8 @@ class LocalPolicy:
         peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
         if not resumable:
             return LocalSnapshot(self.adapter.frozen(), peft)
-        return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer))
+        critic = {} if self.critic is None else {WEIGHTS: self.critic.tensors(), MOMENTS: self.critic.moments()}
+        return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer), critic)
 
     def load(self, directory: Path) -> None:
         """See ``Policy.load``. Raises CheckpointError when the adapter is of another shape."""
@@ -163,6 +175,8 @@ class LocalPolicy:
         except ModelError as error:
             raise CheckpointError(f"{directory} does not fit this run: {error}") from error
         load_optimizer(self.optimizer, load_file(directory / OPTIMIZER))
+        if self.critic is not None:
+            self.critic.load(directory)
 
     def begin_with(self, directory: Path) -> None:
         """The weights of a PEFT directory. Raises ModelError when there is none, UsageError when its scale differs."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Lap, Supports, no_lap
@@ -19,7 +20,8 @@ from retrain.types import Sample
 @dataclass
 class MicroBatch:
     """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads; ``targets_M`` are
-    the action tokens themselves, sequence after sequence."""
+    the action tokens themselves, sequence after sequence. ``old_logprobs_BT`` are there in several updates of a batch,
+    ``values_BT`` (as they were before) and ``value_targets_BT`` with a critic."""
 
     layout: Layout
     targets_M: torch.Tensor
@@ -28,18 +30,14 @@ class MicroBatch:
     advantages_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
     supports: Supports | None = None
+    old_logprobs_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None
+    value_targets_BT: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(
-            self.layout.to(device),
-            self.targets_M.to(device),
-            self.action_BT.to(device),
-            self.loss_mask_BT.to(device),
-            self.advantages_BT.to(device),
-            self.sampler_logprobs_BT.to(device),
-            None if self.supports is None else self.supports.to(device),
-        )
+        moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
+        return MicroBatch(**moved)
 
 
 def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
@@ -92,6 +90,7 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
         own = sample.action_mask
         floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
         masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
+    more = {f"{name}_BT": _table_of(samples, name, shape, real) for name in ("old_logprobs", "values", "value_targets")}
     return MicroBatch(
         layout=backbone_of(base).layout(samples, base, share),
         targets_M=torch.from_numpy(np.concatenate([sample.token_ids[sample.action_mask] for sample in samples])),
@@ -100,7 +99,19 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
         advantages_BT=torch.from_numpy(floats[0]),
         sampler_logprobs_BT=torch.from_numpy(floats[1]),
         supports=_supports(samples),
+        **more,
     )
+
+
+def _table_of(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> torch.Tensor | None:
+    """What every sample has under this name, of its action tokens [B, T]; None where one has nothing."""
+    given = [getattr(sample, name) for sample in samples]
+    if any(each is None for each in given):
+        return None
+    table = np.zeros(shape, dtype=real)
+    for row, sample, each in zip(table, samples, given, strict=True):
+        row[: int(sample.action_mask.sum())] = each[sample.action_mask]
+    return torch.from_numpy(table)
 
 
 def _supports(samples: Sequence[Sample]) -> Supports | None:
@@ -118,18 +129,31 @@ def _supports(samples: Sequence[Sample]) -> Supports | None:
 
 
 def token_logprobs(
-    base: BaseModel, batch: MicroBatch, temperature: float, *, entropy: bool = False, lap: Lap = no_lap
+    base: BaseModel,
+    batch: MicroBatch,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = True,
+    lap: Lap = no_lap,
+    hidden_MH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability [B, T] of each action token at this temperature, and the entropy [B, T].
 
     The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, or over
     the recorded support of each token, in fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the
-    base's device; ``lap`` as in ``Head.logprobs``.
+    base's device; ``lap`` as in ``Head.logprobs``; ``hidden_MH`` are the hidden states where they are known already.
     """
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
         chosen_M, entropy_M = backbone.head.logprobs(
-            backbone.hidden(layout), batch.targets_M, temperature, entropy=entropy, lap=lap, supports=batch.supports
+            backbone.hidden(layout) if hidden_MH is None else hidden_MH,
+            batch.targets_M,
+            temperature,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            lap=lap,
+            supports=batch.supports,
         )
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
@@ -145,11 +169,24 @@ def token_logprobs(
             if batch.supports is not None:
                 logprobs_MV = logprobs_MV.masked_fill(logprobs_MV == -math.inf, 0.0)  # 0 · −inf
             entropy_M = -(probs_MV * logprobs_MV).sum(-1)
+            entropy_M = entropy_M if entropy_gradient else entropy_M.detach()
             lap("compute_entropy")
-    return _table(chosen_M, batch), None if entropy_M is None else _table(entropy_M, batch)
+    return by_place(chosen_M, batch), None if entropy_M is None else by_place(entropy_M, batch)
 
 
-def _table(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states [M, H] of the places that predict an action token, for a critic. Raises ModelError where a model
+    does not give them."""
+    backbone = backbone_of(base)
+    if backbone.decoder is None:
+        raise ModelError(
+            f"{type(base.model).__name__} does not come apart into layers and an output layer, so it can have no "
+            'critic: advantage_mode = "grpo"'
+        )
+    return backbone.hidden(batch.layout)
+
+
+def by_place(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Values of the action tokens at their places [B, T], 0 elsewhere."""
     zeros_BT = values_M.new_zeros(batch.action_BT.shape)
     return zeros_BT.masked_scatter(batch.action_BT, values_M)

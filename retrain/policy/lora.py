@@ -130,11 +130,10 @@ class Adapter:
                 self._put(name, *truncate(a, b, self.scale, rank))
         self.live_rank = rank
 
-    def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``loss`` in the order of ``flat``; ``flat.grad`` is left alone."""
-        weights = [store[s.name] for s in self.shapes for store in (self.A, self.B)]
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in gradients])
+    @property
+    def views(self) -> list[nn.Parameter]:
+        """A and B of every layer, in the order of ``flat``."""
+        return [store[shape.name] for shape in self.shapes for store in (self.A, self.B)]
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Detached (A, B) of every layer, of the live rank."""

@@ -1,7 +1,8 @@
 """What an update minimises: a sum of terms, each with its settings, what it needs, and whether it wants every sequence.
 
 Beside the policy loss, with the same weights per token: the KL divergence to the base (k2, whose gradient is the
-reverse KL's; the base is the model with no adapter active) and a bonus on the entropy of the whole distribution.
+reverse KL's; the base is the model with no adapter active) and a bonus on the entropy of the whole distribution. A
+critic's loss is a term too, over all action tokens and divided by their number.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from retrain.config import Config
+from retrain.maths.critic import value_loss
 from retrain.maths.losses import (
     Loss,
     Sums,
@@ -20,6 +22,7 @@ from retrain.maths.losses import (
     importance_ratio,
     kl_terms,
     log_ratio,
+    mismatch_sums,
     mismatch_weights,
     policy_loss,
     ratio_sums,
@@ -34,12 +37,13 @@ from retrain.policy.protocol import Denominators, Want
 class TokenScores:
     """What the forward passes say of a micro-batch's action tokens, [B, T]; only what some term needs is there.
 
-    ``logprobs_BT`` and ``entropy_BT`` carry gradients, ``reference_BT`` (of the frozen base) does not.
+    ``logprobs_BT``, ``entropy_BT`` and ``values_BT`` carry gradients, ``reference_BT`` (of the frozen base) does not.
     """
 
-    logprobs_BT: torch.Tensor
+    logprobs_BT: torch.Tensor | None = None
     entropy_BT: torch.Tensor | None = None
     reference_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None
 
 
 class Term(Protocol):
@@ -47,7 +51,7 @@ class Term(Protocol):
 
     @property
     def needs(self) -> frozenset[Want]:
-        """What it reads besides log-probabilities."""
+        """What it reads."""
         ...
 
     @property
@@ -69,8 +73,11 @@ class PolicyTerm:
     """The policy loss, with the mismatch of sampler and trainer corrected if asked.
 
     A correction splits π/π_sampler into the policy's own ratio π/π_old, which the loss clips, and the weight
-    π_old/π_sampler. A batch has one update, so π_old is π itself and the own ratio is 1; the statistics stay those
-    against the sampler, and what they count as clipped is what the cap or the band cuts.
+    π_old/π_sampler. Where a batch has one update, π_old is π itself and the own ratio is 1; the statistics stay those
+    against the sampler, and what they count as clipped is what the cap or the band cuts. In several updates π_old are
+    the log-probabilities that the samples bring, and ratio and clipping are those of the loss.
+
+    ``logged``: the mean loss of a token is a number of the record too.
     """
 
     loss: Loss = "ppo"
@@ -80,12 +87,13 @@ class PolicyTerm:
     dual_clip: float | None = None
     tis_cap: float | None = None
     icepop_band: tuple[float, float] | None = None
+    logged: bool = False
     timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def needs(self) -> frozenset[Want]:
-        """Nothing more."""
-        return frozenset()
+        """Log-probabilities with their gradient."""
+        return frozenset({Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
@@ -94,10 +102,11 @@ class PolicyTerm:
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """See ``maths.losses.policy_loss``."""
+        assert scores.logprobs_BT is not None
         logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
-        cap, band = self.tis_cap, self.icepop_band
+        cap, band, given_BT = self.tis_cap, self.icepop_band, batch.old_logprobs_BT
         corrected = cap is not None or band is not None
-        old_BT = logprobs_BT.detach() if corrected else sampler_BT
+        old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if corrected else sampler_BT
         weights_BT = mismatch_weights(old_BT, sampler_BT, mask_BT, cap=cap, band=band) if corrected else None
         per_token_BT, sums = policy_loss(
             self.loss,
@@ -111,10 +120,14 @@ class PolicyTerm:
             ratio_cap=self.ratio_cap,
             weights_BT=weights_BT,
         )
-        if corrected:
+        if given_BT is not None:
+            sums |= mismatch_sums(logprobs_BT.detach(), given_BT, sampler_BT, mask_BT)
+        elif corrected:
             low, high = band or (0.0, cap or math.inf)
             ratio_BT = importance_ratio(old_BT, sampler_BT, mask_BT)
             sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, ratio_BT < low, ratio_BT > high)
+        if self.logged:
+            sums["policy_loss"] = per_token_BT.detach().double().sum()
         return per_token_BT, sums
 
 
@@ -127,8 +140,8 @@ class KLTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """The base's log-probabilities."""
-        return frozenset({Want.REFERENCE})
+        """The base's log-probabilities beside its own."""
+        return frozenset({Want.REFERENCE, Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
@@ -138,6 +151,7 @@ class KLTerm:
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """k2 for the gradient, the sum of k3 for the record."""
         assert scores.reference_BT is not None
+        assert scores.logprobs_BT is not None
         mask_BT = batch.loss_mask_BT
         sums = {"kl": kl_terms("k3", scores.logprobs_BT.detach(), scores.reference_BT, mask_BT).double().sum()}
         if self.coef == 0:
@@ -147,25 +161,60 @@ class KLTerm:
 
 @dataclass(frozen=True)
 class EntropyTerm:
-    """A bonus of ``coef`` times the entropy of the whole distribution."""
+    """A bonus of ``coef`` times the entropy of the whole distribution; with 0 it is only logged."""
 
-    coef: float
+    coef: float = 0.0
+    logged: bool = False
     timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def needs(self) -> frozenset[Want]:
-        """Entropies with their gradient."""
-        return frozenset({Want.ENTROPY})
+        """Entropies, with their gradient where they have a weight."""
+        return frozenset({Want.ENTROPY, Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
         """Every token has an entropy."""
-        return True
+        return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """See ``maths.losses.entropy_loss``."""
         assert scores.entropy_BT is not None
-        return entropy_loss(scores.entropy_BT, batch.loss_mask_BT, self.coef), {}
+        entropy_BT, mask_BT = scores.entropy_BT, batch.loss_mask_BT
+        sums = {"entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()} if self.logged else {}
+        return (entropy_loss(entropy_BT, mask_BT, self.coef) if self.coef > 0 else None), sums
+
+
+@dataclass(frozen=True)
+class ValueTerm:
+    """``coef`` times a critic's squared error, of values that move by ``clip`` at most (see ``maths.critic``)."""
+
+    coef: float
+    clip: float
+    timed_as: ClassVar[str] = "loss_computation"
+
+    @property
+    def needs(self) -> frozenset[Want]:
+        """Values with their gradient."""
+        return frozenset({Want.VALUES})
+
+    @property
+    def every_sequence(self) -> bool:
+        """Every token has a value."""
+        return True
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        """See ``maths.critic.value_loss``."""
+        assert scores.values_BT is not None
+        assert batch.values_BT is not None
+        assert batch.value_targets_BT is not None
+        mask_BT = batch.action_BT
+        loss_BT, clipped_BT = value_loss(scores.values_BT, batch.values_BT, batch.value_targets_BT, mask_BT, self.clip)
+        return self.coef * loss_BT, {
+            "value_tokens": mask_BT.double().sum(),
+            "value_loss": loss_BT.detach().double().sum(),
+            "value_clipped": (clipped_BT & mask_BT).double().sum(),
+        }
 
 
 @dataclass(frozen=True)
@@ -183,7 +232,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """What all terms together read besides log-probabilities."""
+        """What all terms together read."""
         return frozenset().union(*(term.needs for term in self.terms))
 
     @property
@@ -192,9 +241,22 @@ class Objective:
         return any(term.every_sequence for term in self.terms)
 
     @property
+    def entropy_gradient(self) -> bool:
+        """Whether entropies are needed with their gradient."""
+        return any(term.coef > 0 for term in self.terms if isinstance(term, EntropyTerm))
+
+    @property
     def kl_coef(self) -> float:
         """Weight of the KL divergence; 0 without."""
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
+
+    def alone(self, *kinds: type) -> Objective:
+        """With the terms of these kinds alone."""
+        return replace(self, terms=tuple(term for term in self.terms if isinstance(term, kinds)))
+
+    def without(self, *kinds: type) -> Objective:
+        """Without the terms of these kinds."""
+        return replace(self, terms=tuple(term for term in self.terms if not isinstance(term, kinds)))
 
     def without_gradient(self) -> Objective:
         """The same forward passes, that to the base included, with a loss that has no gradient without advantages."""
@@ -205,14 +267,19 @@ class Objective:
         self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, lap: Lap = no_lap
     ) -> tuple[torch.Tensor, Sums]:
         """This micro-batch's share of the step's loss (0-dim), and its statistics; ``lap`` hears of each term."""
-        total_BT, sums = None, {}
+        total_BT, value_BT, sums = None, None, {}
         for term in self.terms:
             per_token_BT, own = term.per_token(batch, scores)
             sums |= own
-            if per_token_BT is not None:
+            if isinstance(term, ValueTerm):
+                value_BT = per_token_BT
+            elif per_token_BT is not None:
                 total_BT = per_token_BT if total_BT is None else total_BT + per_token_BT
             lap(term.timed_as)
-        assert total_BT is not None, "an objective has a term that is not only logged"
+        value = None if value_BT is None else value_BT.sum() / denominators.action_tokens
+        if total_BT is None:
+            assert value is not None, "an objective has a term that is not only logged"
+            return value, sums
         weights_BT = token_weights(
             self.normalizer,
             batch.loss_mask_BT,
@@ -221,7 +288,8 @@ class Objective:
             max_tokens=self.max_tokens,
             denominator_mask_BT=batch.action_BT if denominators.all_tokens else None,
         )
-        return (total_BT * weights_BT).sum(), sums
+        loss = (total_BT * weights_BT).sum()
+        return loss if value is None else loss + value, sums
 
 
 def objective_of(config: Config, loss: Loss) -> Objective:
@@ -238,10 +306,13 @@ def objective_of(config: Config, loss: Loss) -> Objective:
             dual_clip=algorithm.dual_clip,
             tis_cap=algorithm.tis_cap,
             icepop_band=(band[0], band[1]) if band else None,
+            logged=algorithm.critic,
         )
     ]
-    if algorithm.kl_coef > 0 or config.logging.log_kl:
-        terms.append(KLTerm(algorithm.kl_coef))
-    if algorithm.entropy_coef > 0:
-        terms.append(EntropyTerm(algorithm.entropy_coef))
+    if algorithm.loss_kl_coef > 0 or config.logging.log_kl:
+        terms.append(KLTerm(algorithm.loss_kl_coef))
+    if algorithm.entropy_coef > 0 or algorithm.critic:
+        terms.append(EntropyTerm(algorithm.entropy_coef, logged=algorithm.critic))
+    if algorithm.critic:
+        terms.append(ValueTerm(config.critic.vf_coef, config.critic.cliprange_value))
     return Objective(tuple(terms), algorithm.loss_normalizer, training.temperature, training.max_tokens)

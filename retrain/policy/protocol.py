@@ -58,21 +58,24 @@ class Scores:
 class Denominators:
     """Counts over *all* rollouts of the optimizer step that have a reward, trained on or not.
 
-    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask.
+    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask. ``action_tokens``: all
+    action tokens, which a critic's loss is divided by.
     """
 
     tokens: int
     sequences: int
     all_tokens: bool = False
+    action_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class TrainBatch:
     """What one optimizer step trains on.
 
-    ``samples`` are the rollouts with signal; ``denominators`` count the whole step, groups without signal included.
-    ``step`` counts from 0, ``stream`` is the prefix of the run's random streams. Where nothing trains, ``probe`` holds
-    a few rollouts without advantages, on which sampler and trainer are compared all the same.
+    ``samples`` are the rollouts with signal; ``denominators`` count all of this update's, groups without signal
+    included. ``step`` counts from 0, as does ``update`` within it; ``stream`` is the prefix of the run's random
+    streams. Where nothing trains, ``probe`` holds a few rollouts without advantages, on which sampler and trainer are
+    compared all the same.
     """
 
     samples: Sequence[Sample]
@@ -80,6 +83,7 @@ class TrainBatch:
     step: int
     stream: tuple[int | str, ...]
     probe: Sequence[Sample] = ()
+    update: int = 0
 
 
 PROBE_SIZE = 4
@@ -148,7 +152,7 @@ class Policy(Protocol):
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
         """Take one optimizer step; its numbers under the catalogue's keys. Raises NonFinite, with nothing changed, when
-        loss or gradient is not finite."""
+        a loss or gradient is not finite."""
         ...
 
     def snapshot(self, resumable: bool = False) -> PolicySnapshot:

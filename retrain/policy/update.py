@@ -11,24 +11,34 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from retrain.errors import NonFinite
 from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
 from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
-from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.critic import Critic, ValueHead
+from retrain.policy.logprobs import (
+    MicroBatch,
+    by_place,
+    collate,
+    hidden_states,
+    split_microbatches,
+    token_logprobs,
+)
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import Objective, TokenScores
+from retrain.policy.objective import Objective, TokenScores, ValueTerm
 from retrain.policy.packing import Layout
-from retrain.policy.protocol import Denominators, TrainBatch, Want
+from retrain.policy.protocol import PROBE_SIZE, Denominators, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
-from retrain.types import Sample
+from retrain.types import Sample, without_advantages
 
 FUSED = ("cuda",)
 """Devices on which AdamW is one kernel."""
@@ -92,49 +102,123 @@ def train_step(
     grad_clip_norm: float = 1.0,
     dropout: float = 0.0,
     workers: Workers | None = None,
+    critic: Critic | None = None,
 ) -> dict[str, Any]:
     """Accumulate gradients over all samples and take one optimizer step.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
-    side by side, which changes no bit of the result; ``dropout`` is sampled from a stream of ``batch.stream``. Returns
-    the catalogue's update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of
-    ``batch.probe`` then go through the forward pass, so that sampler and trainer are compared in every step. Raises
-    NonFinite when the loss or the gradient is not finite and RunFailed when one sample does not fit in memory; the
-    weights are then untouched.
+    side by side, which changes no bit of the result; ``dropout`` is sampled from a stream of ``batch.stream``. A
+    ``critic`` learns from the same samples, in a pass of its own unless it reads the policy's adapter; in its warm-up
+    nothing else changes. Returns the catalogue's update metrics. With no samples (no group had signal) nothing changes
+    and the loss is 0; those of ``batch.probe`` then go through the forward pass, so that sampler and trainer are
+    compared in every step. Raises NonFinite when a loss or a gradient is not finite and RunFailed when one sample does
+    not fit in memory; the weights are then untouched.
     """
-    samples = batch.samples
+    samples, workers = batch.samples, workers or Workers()
+    warming = critic is not None and batch.step < critic.warmup_steps
+    trained = [] if warming else [sample for sample in samples if sample.loss_mask.any()]
+    probe = [without_advantages(sample) for sample in samples[:PROBE_SIZE]] if warming else batch.probe
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(samples)}
-    trained = [sample for sample in samples if sample.loss_mask.any()]
     if not trained:
         metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
-        if not batch.probe:
-            return metrics
-    assert adapter.flat.grad is not None
-    stream = (*batch.stream, "dropout", batch.step)
-    asked = objective if trained else objective.without_gradient()
-    work = _Work(base, lanes, adapter, asked, batch.denominators, dropout, stream)
+    stream = (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
+    work = partial(_Work, base, lanes, denominators=batch.denominators, dropout=dropout, dropout_stream=stream)
+    both = critic is not None and critic.adapter is None and len(trained) > 0
+    steps: list[_Step] = []
+    clocks: list[_Clock] = []
     try:
-        loss_total, sums, clock = work.gradient(trained or batch.probe, budget, workers or Workers())
+        if trained or probe:
+            asked = objective if trained else objective.without_gradient()
+            if critic is not None and both:
+                used, asked = samples, work(adapter, asked, head=critic.head)
+            else:
+                used, asked = trained or probe, work(adapter, asked.without(ValueTerm))
+            loss, sums, clock = asked.gradient(used, budget, workers)
+            clocks.append(clock)
+            metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
+            if trained:
+                steps.append(_Step(optimizer, [adapter.flat], lr, loss))
+            if critic is not None and both:
+                steps.append(_Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
+                metrics |= _value_metrics(sums)
+        if critic is not None and samples and not both:
+            own = work(
+                critic.adapter or adapter,
+                objective.alone(ValueTerm),
+                head=critic.head,
+                frozen=critic.adapter is None,
+            )
+            loss, sums, clock = own.gradient(samples, budget, workers)
+            clocks.append(clock)
+            steps.append(_Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
+            metrics |= _value_metrics(sums)
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
-    ratios = loss_metrics(sums)
-    metrics |= _kl_metrics(sums, objective.kl_coef, len(samples if trained else batch.probe))
-    if not trained:
-        return metrics | {key: ratios[key] for key in MISMATCH_METRICS} | clock.metrics()
-    norm = float(adapter.flat.grad.norm())
-    if not (math.isfinite(loss_total) and math.isfinite(norm)):
-        raise NonFinite(f"loss {loss_total} with gradient norm {norm}: the update was not applied")
-    clipped = grad_clip_norm > 0 and norm > grad_clip_norm
-    if clipped:
-        adapter.flat.grad.mul_(grad_clip_norm / (norm + 1e-6))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    clock.begin()
-    apply_gradient(optimizer)
+    if not clocks:
+        return metrics
+    for step in steps:
+        step.check()
+    clock = _Clock(base.device)
+    for step in steps:
+        metrics |= step.take(grad_clip_norm)
     clock.lap("weight_sync_trainer")
-    metrics.update({"loss": loss_total, "reported_loss": loss_total})
-    metrics.update({"optim/grad_norm": norm, "optim/grad_clipped": clipped})
-    return metrics | ratios | clock.metrics()
+    for other in clocks:
+        clock.add(other, 1.0)
+        clock.microbatches += other.microbatches
+    if trained:
+        metrics |= {"loss": steps[0].loss, "reported_loss": steps[0].loss}
+    return metrics | clock.metrics()
+
+
+class _Step:
+    """What one optimizer is about to do with the gradients of its weights; ``name`` stands before its metrics' names
+    where it is not the policy's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
+    ):
+        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
+        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms = [float(gradient.norm()) for gradient in self.gradients]
+        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+    def check(self) -> None:
+        """Raise NonFinite when loss or gradient is not finite."""
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            of = "of the critic " if self.name else ""
+            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
+
+    def take(self, clip_norm: float) -> dict[str, Any]:
+        """Change the weights; gradients are scaled to ``clip_norm`` if larger (0: never). Returns what to log."""
+        clipped = clip_norm > 0 and self.norm > clip_norm
+        if clipped:
+            for gradient in self.gradients:
+                gradient.mul_(clip_norm / (self.norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        apply_gradient(self.optimizer)
+        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
+        return logged if self.name else {**logged, "optim/grad_clipped": clipped}
+
+
+def _policy_metrics(sums: Sums, kl_coef: float, sequences: int, trained: bool) -> dict[str, Any]:
+    """Ratios and clipping where something trained, else the comparison of sampler and trainer alone; the means that
+    terms have asked for."""
+    ratios, tokens = loss_metrics(sums), float(sums["tokens"])
+    logged = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
+    means = {key: float(sums[name]) / tokens for key, name in logged.items() if name in sums and tokens}
+    if not trained:
+        return {key: ratios[key] for key in MISMATCH_METRICS} | _kl_metrics(sums, kl_coef, sequences)
+    return ratios | means | _kl_metrics(sums, kl_coef, sequences)
+
+
+def _value_metrics(sums: Sums) -> dict[str, float]:
+    """Means over all action tokens."""
+    tokens = float(sums["value_tokens"])
+    return {
+        "loss/value_avg": float(sums["value_loss"]) / tokens,
+        "val/clipfrac_avg": float(sums["value_clipped"]) / tokens,
+    }
 
 
 def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
@@ -142,22 +226,24 @@ def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
     if "kl" not in sums or sums["tokens"] == 0:
         return {}
     total = float(sums["kl"])
-    return {"kl": total / float(sums["tokens"]), "objective/non_score_reward": 0.0 - kl_coef * total / sequences}
+    penalty = {"objective/non_score_reward": 0.0 - kl_coef * total / sequences} if kl_coef else {}
+    return {"kl": total / float(sums["tokens"]), **penalty}
 
 
 @dataclass
 class _Part:
-    """What one micro-batch gave: its share of the loss and the statistics, and its gradient unless accumulated."""
+    """What one micro-batch gave: its share of the loss and the statistics, and its gradients unless accumulated."""
 
     loss: torch.Tensor
     sums: Sums
     clock: _Clock
-    gradient: torch.Tensor | None
+    gradients: list[torch.Tensor]
 
 
 @dataclass
 class _Work:
-    """The forward and backward passes of one optimizer step."""
+    """The forward and backward passes of one optimizer step, with this adapter; ``head`` gives values of the same
+    hidden states. A ``frozen`` adapter has no gradient, only the head has."""
 
     base: BaseModel
     lanes: Lanes
@@ -166,9 +252,18 @@ class _Work:
     denominators: Denominators
     dropout: float
     dropout_stream: tuple[int | str, ...]
+    head: ValueHead | None = None
+    frozen: bool = False
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Where the gradients are."""
+        weights = [] if self.frozen else [self.adapter.flat]
+        grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
+        return [grad for grad in grads if grad is not None]
 
     def gradient(self, samples: Sequence[Sample], budget: Budget, workers: Workers) -> tuple[float, Sums, _Clock]:
-        """Fill ``adapter.flat.grad``; returns the loss, the statistics and the times. Made again with smaller
+        """Fill ``buffers``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
         budget.note(*backbone_of(self.base).notes)
         while True:
@@ -205,9 +300,9 @@ class _Work:
     ) -> list[_Part] | str:
         """All micro-batches; the words of the error when memory ran out. The error itself, which keeps every tensor
         of the failed pass alive, is gone then."""
-        flat_grad = self.adapter.flat.grad
-        assert flat_grad is not None
-        flat_grad.zero_()
+        buffers = self.buffers
+        for buffer in buffers:
+            buffer.zero_()
         apart = workers.count > 1 and len(batches) > 1
         try:
             numbered = [(i, part, wanted) for i, (part, wanted) in enumerate(batches)]
@@ -217,12 +312,12 @@ class _Work:
                 raise
             return str(error)
         for part in parts:  # in order, so that the sum does not depend on who was first
-            if part.gradient is not None:
-                flat_grad += part.gradient
+            for buffer, gradient in zip(buffers, part.gradients, strict=False):
+                buffer += gradient
         return parts
 
     def _micro_batch(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
-        """One forward pass and, if ``wanted``, one backward pass, into ``adapter.flat.grad`` or a tensor ``apart``."""
+        """One forward pass and, if ``wanted``, one backward pass, into ``buffers`` or tensors ``apart``."""
         base, objective, clock = self.base, self.objective, _Clock(self.base.device)
         batch = collate(samples, base, share=self.dropout == 0)
         clock.lap("prepare_tensors")
@@ -236,21 +331,48 @@ class _Work:
                 reference_BT, _ = token_logprobs(base, batch, objective.temperature)
             clock.lap("compute_kl")
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
-        gradient = None
+        gradients = []
         with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, self.dropout), layers:
-            logprobs_BT, entropy_BT = token_logprobs(
-                base, batch, objective.temperature, entropy=Want.ENTROPY in objective.needs, lap=clock.lap
-            )
+            scores = self._scores(batch, clock)
             clock.lap("forward")
-            scores = TokenScores(logprobs_BT, entropy_BT, reference_BT)
+            scores = replace(scores, reference_BT=reference_BT)
             loss, sums = objective.loss(batch, scores, self.denominators, clock.lap)
             clock.lap("loss_computation")
             if wanted and apart:
-                gradient = self.adapter.gradient_of(loss)
+                gradients = self._gradients(loss)
             elif wanted:
                 loss.backward()
             clock.lap("backward")
-        return _Part(loss.detach(), sums, clock, gradient)
+        return _Part(loss.detach(), sums, clock, gradients)
+
+    def _scores(self, batch: MicroBatch, clock: _Clock) -> TokenScores:
+        """What the objective reads, of the adapter that is active."""
+        needs, objective = self.objective.needs, self.objective
+        hidden_MH, values_BT = None, None
+        if self.head is not None and Want.VALUES in needs:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                hidden_MH = hidden_states(self.base, batch)
+            values_BT = by_place(self.head(hidden_MH), batch)
+        if Want.LOGPROBS not in needs:
+            return TokenScores(values_BT=values_BT)
+        logprobs_BT, entropy_BT = token_logprobs(
+            self.base,
+            batch,
+            objective.temperature,
+            entropy=Want.ENTROPY in needs,
+            entropy_gradient=objective.entropy_gradient,
+            lap=clock.lap,
+            hidden_MH=hidden_MH,
+        )
+        return TokenScores(logprobs_BT, entropy_BT, values_BT=values_BT)
+
+    def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients of ``loss`` in the order of ``buffers``, which are left alone."""
+        views = [] if self.frozen else self.adapter.views
+        weights = [*views, *([] if self.head is None else [self.head.flat])]
+        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        flat = [torch.cat([gradient.flatten() for gradient in found[: len(views)]])] if views else []
+        return [*flat, *found[len(views) :]]
 
     @contextmanager
     def _again(self, layout: Layout) -> Iterator[None]:

@@ -128,8 +128,37 @@ SECTIONS: dict[str, list[Metric]] = {
             telescope="grad_norm"),
     _metric("optim/skipped", "whether the update was left out because loss or gradient was not finite", "boolean",
             "false"),
-    _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`", "boolean"),
+    _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`; of several updates, that "
+            "of any", "boolean"),
+    _metric("optim/updates", "updates (optimizer steps) that the batch had", "updates",
+            "num_iterations × minibatches, fewer where `target_kl` ended the passes", requires="updates"),
+    _metric("optim/lr_max", "largest learning rate of the step's updates; `optim/lr` is their mean", "",
+            requires="updates"),
+    _metric("optim/grad_norm_max", "largest gradient norm of the step's updates before clipping; `optim/grad_norm` is "
+            "their mean", "", requires="updates"),
+    _metric("optim/grad_clipped_frac", "share of the step's updates whose gradient was scaled down", "share",
+            requires="updates"),
 ],
+"Critic": [replace(metric, requires="critic") for metric in (
+    _metric("loss/policy_avg", "mean policy loss of a trained token, without value loss, KL and entropy; of several "
+            "updates, the mean over their tokens, as of all that follows here", ""),
+    _metric("loss/value_avg", "mean of ½·max((V − R)², (clip(V) − R)²) over action tokens", "reward²", "falling"),
+    _metric("val/clipfrac_avg", "share of action tokens whose clipped value has the larger error", "share",
+            "0 with one update per batch"),
+    _metric("critic/explained_variance", "1 − Var(R − V)/Var(R) over action tokens, V what the critic expected before "
+            "the update and R what it trains towards; null where R does not vary", "",
+            "rising towards 1; below 0 the critic is worse than a constant"),
+    _metric("critic/value_mean", "mean of V over action tokens, before the update", "reward"),
+    _metric("critic/target_mean", "mean of R over action tokens", "reward"),
+    _metric("policy/entropy_avg", "mean full-vocabulary entropy of trained tokens in the forward passes of the "
+            "updates", "nats", "falling slowly, not to 0"),
+    _metric("objective/entropy", "mean over completions of Σ(−ln p) of their tokens, p the sampler's", "nats"),
+    _metric("objective/kl", "mean over completions of Σ KL to the base of their tokens before the update, as "
+            "`kl_in_reward` estimates it (else k1); null without `kl_coef`", "nats", "rising slowly"),
+    _metric("optim/critic_lr", "learning rate of the critic's update", ""),
+    _metric("optim/critic_grad_norm", "norm of the critic's gradient before clipping", ""),
+)],
+
 "Reward": [
     _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
             tinker="env/all/reward/total reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
@@ -215,18 +244,18 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over the completions that the "
             "trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
-    _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens", "nats²"),
+    _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens; with several "
+            "updates of a batch this and what follows compare with the trainer itself before the first of them, over "
+            "the tokens of all of them", "nats²"),
     _metric("policy/clipfrac_avg", "share of trained tokens whose ratio was clipped", "share", "below 0.2",
             retrain="clip_fraction"),
     _metric("val/ratio", "mean importance ratio over trained tokens", "", "1 on-policy"),
     _metric("val/ratio_var", "variance of the importance ratio over trained tokens", "", "near 0 on-policy"),
     _metric("clip_ratio/low_mean", "share of trained tokens clipped from below (negative advantage)", "share"),
-    _metric("clip_ratio/low_min", "the same in the micro-batch where it is smallest", "share"),
+    _metric("clip_ratio/low_min", "the same in the completion where it is smallest", "share"),
     _metric("clip_ratio/high_mean", "share of trained tokens clipped from above (positive advantage)", "share"),
-    _metric("clip_ratio/high_max", "the same in the micro-batch where it is largest", "share"),
+    _metric("clip_ratio/high_max", "the same in the completion where it is largest", "share"),
     _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
-    _metric("loss/value_avg", "loss of the critic", "", requires="critic"),
-    _metric("val/clipfrac_avg", "share of clipped value predictions", "share", requires="critic"),
     _metric("off_policy_steps_mean", "mean age of the rollouts in policy versions", "steps", "0 when synchronous"),
     _metric("off_policy_steps_max", "largest age of the rollouts in policy versions", "steps", "0 when synchronous"),
 ],
@@ -443,6 +472,7 @@ def _markdown_row(metric: Metric) -> str:
     aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
     needs = {
         "critic": "with a critic",
+        "updates": "with several updates",
         "tools": "with tools",
         "episodes": "with `[environment]`",
         "evaluation": "with evaluation",

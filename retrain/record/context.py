@@ -51,7 +51,10 @@ class RunContext:
         evaluated = {"evaluation"} if self.config.held_out else set()
         episodes = {"episodes"} if self.config.environment.hosted else set()
         tools = {"tools"} if self.config.environment.tools else set()
-        return credit_of(self.config.algorithm.transform_mode).features | evaluated | episodes | tools
+        updates = {"updates"} if self.config.training.several_updates else set()
+        critic = {"critic"} if self.config.algorithm.critic else set()
+        named = evaluated | episodes | tools | updates | critic
+        return credit_of(self.config.algorithm.transform_mode).features | named
 
 
 def chart_ranges(*declared: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -81,9 +81,12 @@ def step_row(
         values["loss"] = values["reported_loss"] = None  # nothing was differentiated
     row: Row = {}
     tools = context.config.logging.aliases
-    for metric in row_metrics(context):
+    metrics = row_metrics(context)
+    own = {metric.key for metric in metrics}
+    for metric in metrics:
         row[metric.key] = values.pop(metric.key, None)
-        row.update(alias_values(metric, row[metric.key], tools))
+        named = alias_values(metric, row[metric.key], tools)
+        row.update({alias: value for alias, value in named if alias not in own})
     names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
@@ -186,7 +189,8 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
-    penalty = record.update.get("objective/non_score_reward")
+    given = {**record.state, **record.update}
+    penalty = given.get("objective/non_score_reward")
     if penalty is None and not context.config.algorithm.kl_coef:
         penalty = 0.0
     score = mean(samples.reward_N)

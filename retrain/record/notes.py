@@ -153,7 +153,7 @@ def _format_never(recent: Recent, shares: list[float]) -> Finding:
 
 
 def _all_uniform(recent: Recent, mixed: list[float]) -> Finding:
-    if max(mixed) > 0:
+    if max(mixed) > 0 or recent.config.algorithm.critic:
         return None
     good = _mean([row.get("env/all/by_group/frac_all_good") or 0.0 for row in recent.rows[-3:]])
     formats = recent.last("env/all/format", 3)
@@ -174,7 +174,7 @@ def _all_uniform(recent: Recent, mixed: list[float]) -> Finding:
 
 
 def _few_mixed(recent: Recent, mixed: list[float]) -> Finding:
-    if not 0 < _mean(mixed) < 0.1:
+    if not 0 < _mean(mixed) < 0.1 or recent.config.algorithm.critic:
         return None
     return (
         f"in the last 10 steps only {percent(_mean(mixed))} of the groups had rewards that differ; only these train",
@@ -184,6 +184,8 @@ def _few_mixed(recent: Recent, mixed: list[float]) -> Finding:
 
 def _unchanged(recent: Recent) -> Finding:
     rows = recent.rows[-5:]
+    if any(row.get("optim/critic_grad_norm") for row in rows):
+        return None  # the critic's warm-up
     if len(rows) < 5 or any((row.get("optim/grad_norm") or 0) > 0 and (row.get("optim/lr") or 0) > 0 for row in rows):
         return None
     if not any(row.get("num_datums") for row in rows):
@@ -201,7 +203,12 @@ def _unchanged(recent: Recent) -> Finding:
 
 
 def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> Finding:
-    if recent.now.get("loss_is_placeholder") or max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
+    if (
+        recent.now.get("loss_is_placeholder")
+        or recent.config.algorithm.critic
+        or max(map(abs, losses)) > 1e-3
+        or min(norms) <= 1e-6
+    ):
         return None
     return (
         "the loss is near 0: on-policy that is normal, the advantages of a group cancel in its value",
@@ -210,7 +217,7 @@ def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> 
 
 
 def _clip_zero(recent: Recent, shares: list[float], ratios: list[float]) -> Finding:
-    if max(shares) > 0 or max(abs(ratio - 1) for ratio in ratios) > 1e-3:
+    if recent.config.training.several_updates or max(shares) > 0 or max(abs(ratio - 1) for ratio in ratios) > 1e-3:
         return None
     return (
         "no token is clipped: with one update per batch the importance ratio is 1, so that is normal",

@@ -27,7 +27,7 @@ class DoesNotFit(Exception):
 def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
     """What the adapters and optimizers of these runs take, for the layers that the adapters really have."""
     features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
-    return sum(adapter_bytes(spec.config.model.lora_rank * features, base.dtype.itemsize) for spec in specs)
+    return sum(adapter_bytes(spec.config.lane_ranks * features, base.dtype.itemsize) for spec in specs)
 
 
 def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int) -> None:

@@ -1,0 +1,114 @@
+"""PPO's advantages: one per action token, from its reward and what a critic expects (generalised advantage estimation,
+arXiv 1506.02438; PPO, 1707.06347).
+
+Differences from the textbook: the action tokens of a rollout are one sequence, over all its turns, so what the policy
+read in between has no value, and the last token of a turn bootstraps from the first one of the next. A turn's reward
+comes with its last token, and what the total is beyond those of single turns with the last token of all. With
+``kl_in_reward`` every token has a reward of −kl_coef·KL to the base, as in TRL; there the score stands one position
+later where there is room, here on the last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.algorithms.turns import own_rewards
+from retrain.config import Config
+from retrain.maths.critic import explained_variance, gae, whiten_tokens
+from retrain.maths.losses import kl_terms
+from retrain.policy.protocol import Scores
+from retrain.types import Group, Rollout
+
+
+def fill_token_advantages(
+    groups: Sequence[Group], scores: Scores, config: Config
+) -> tuple[dict[Rollout, np.ndarray], dict[str, Any]]:
+    """The advantage of every action token, float64 [T], of the rollouts that have a reward; and numbers for the record.
+
+    Sets ``advantage`` (the mean over its tokens), ``values_T`` and ``value_targets_T`` of these rollouts, and
+    ``discarded`` of groups without any reward. ``scores`` are those of all rollouts, in order.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert scores.values is not None, "the critic's values were asked for"
+    for group in groups:
+        group.discarded = None
+    for rollout in rollouts:
+        rollout.advantage, rollout.turn_advantages = math.nan, None
+        rollout.values_T = rollout.value_targets_T = None
+    rated = [i for i, one in enumerate(rollouts) if one.reward.total_reward is not None and len(one) > 0]
+    for group in groups:
+        if all(rollout.reward.total_reward is None or not len(rollout) for rollout in group.rollouts):
+            group.discarded = "no_reward"
+    if not rated:
+        return {}, {}
+    own = [rollouts[i] for i in rated]
+    mask_BT = _padded([np.ones(len(rollout)) for rollout in own]).bool()
+    values_BT = _padded([scores.values[i] for i in rated])
+    rewards_BT = _padded([_token_rewards(rollout) for rollout in own])
+    kl_BT, metrics = _divergence(rated, scores, config, mask_BT)
+    rewards_BT = rewards_BT - config.algorithm.reward_kl_coef * kl_BT
+    critic = config.critic
+    targets_BT = values_BT + gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.value_lambda)
+    advantages_BT = gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.policy_lambda)
+    if critic.whiten:
+        advantages_BT = whiten_tokens(advantages_BT, mask_BT)
+    advantages = {}
+    for rollout, row_T, values_T, targets_T in zip(own, advantages_BT, values_BT, targets_BT, strict=True):
+        count = len(rollout)
+        advantages[rollout] = row_T[:count].numpy()
+        rollout.advantage = float(row_T[:count].mean())
+        rollout.values_T, rollout.value_targets_T = values_T[:count].numpy(), targets_T[:count].numpy()
+    sampled = [-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)]
+    return advantages, {
+        **metrics,
+        "objective/entropy": sum(sampled) / len(sampled),
+        "critic/value_mean": float(values_BT[mask_BT].mean()),
+        "critic/target_mean": float(targets_BT[mask_BT].mean()),
+        "critic/explained_variance": explained_variance(values_BT, targets_BT, mask_BT),
+    }
+
+
+def _token_rewards(rollout: Rollout) -> np.ndarray:
+    """The reward of every action token, float64 [T]: those of turns at their ends. A turn in which nothing was sampled
+    leaves its own to the one before it, or to the first that has something."""
+    rewards_T = np.zeros(len(rollout))
+    ends = np.cumsum([len(turn.action) for turn in rollout.turns]) - 1
+    np.add.at(rewards_T, np.maximum(ends, 0), own_rewards(rollout))
+    return rewards_T
+
+
+def _divergence(
+    rated: Sequence[int], scores: Scores, config: Config, mask_BT: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """KL to the base of every token [B, T] that its reward has, and what TRL logs of it."""
+    algorithm, none_BT = config.algorithm, torch.zeros(mask_BT.shape, dtype=torch.float64)
+    if scores.logprobs is None or scores.reference is None:
+        return none_BT, {}
+    policy_BT = _padded([scores.logprobs[i] for i in rated])
+    reference_BT = _padded([scores.reference[i] for i in rated])
+
+    def estimate(kind: str) -> torch.Tensor:
+        return torch.where(mask_BT, kl_terms(kind, policy_BT, reference_BT, mask_BT), 0.0)
+
+    if not algorithm.reward_kl_coef:
+        return none_BT, {"objective/kl": float(estimate("k1").sum(1).mean())}
+    kl_BT = estimate(algorithm.kl_in_reward)
+    total = float(kl_BT.sum(1).mean())
+    return kl_BT, {
+        "kl": float(estimate("k3").sum() / mask_BT.sum()),
+        "objective/kl": total,
+        "objective/non_score_reward": -algorithm.reward_kl_coef * total,
+    }
+
+
+def _padded(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """Rows of their own lengths as one table, float64 [B, T], 0 beyond."""
+    table_BT = np.zeros((len(arrays), max(map(len, arrays))))
+    for row_T, array in zip(table_BT, arrays, strict=True):
+        row_T[: len(array)] = array
+    return torch.from_numpy(table_BT)

@@ -1,0 +1,100 @@
+"""A critic over the frozen base: a value head, and an adapter of its own unless it reads the policy's.
+
+The value before an action token is a linear function of the hidden state that predicts it, in fp32. The head begins at
+0, so an untrained critic expects nothing, whatever the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from retrain.config import Config
+from retrain.errors import CheckpointError
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import Adapter, Lanes
+
+WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
+
+
+class ValueHead:
+    """V = w·h + b, its weights [H + 1] one buffer, as is their gradient."""
+
+    def __init__(self, width: int, device: torch.device):
+        self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
+        self.flat.grad = torch.zeros_like(self.flat)
+
+    def __call__(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """Values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
+        real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
+        weights = self.flat.to(real)
+        return hidden_MH.to(real) @ weights[:-1] + weights[-1]
+
+
+class Critic:
+    """The critic of one run. ``adapter`` is None where it reads the policy's; ``optimizer`` is AdamW over the head and,
+    if it has one, its own adapter; ``scale`` is its learning rate as a multiple of the policy's."""
+
+    def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...]):
+        critic, training, optimizer = config.critic, config.training, config.optimizer
+        width = base.model.config.get_text_config().hidden_size
+        self.head = ValueHead(width, base.device)
+        self.adapter: Adapter | None = None
+        if not critic.share_adapter:
+            rank = critic.lora_rank or config.model.lora_rank
+            self.adapter = lanes.new_adapter(rank, config.lora.alpha).initialise(*stream, "critic")
+        self.lr = critic.lr or training.lr
+        self.scale = self.lr / training.lr
+        self.warmup_steps = critic.warmup_steps
+        self.optimizer = torch.optim.AdamW(
+            self.weights,
+            lr=self.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=training.weight_decay,
+            foreach=False,
+        )
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The flat buffers that it trains."""
+        return [self.head.flat, *([] if self.adapter is None else [self.adapter.flat])]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """A copy of its weights in host memory."""
+        names = ("head", "adapter")
+        return {name: flat.detach().to("cpu", copy=True) for name, flat in zip(names, self.weights, strict=False)}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """A copy of AdamW's moments and step counts in host memory; empty before the first update."""
+        state = self.optimizer.state_dict()["state"]
+        return {
+            f"{index}.{key}": torch.as_tensor(value).detach().cpu().clone()
+            for index, own in state.items()
+            for key, value in own.items()
+        }
+
+    def load(self, directory: Path) -> None:
+        """Go on from what a checkpoint holds. Raises CheckpointError where it holds no critic of this shape."""
+        from safetensors.torch import load_file
+
+        if not (directory / WEIGHTS).is_file():
+            raise CheckpointError(f'{directory} holds no critic: it is of a run without advantage_mode = "gae"')
+        stored = load_file(directory / WEIGHTS)
+        for name, flat in zip(("head", "adapter"), self.weights, strict=False):
+            if name not in stored or stored[name].shape != flat.shape:
+                raise CheckpointError(f"{directory / WEIGHTS} does not fit this run: [critic] is another one")
+            with torch.no_grad():
+                flat.copy_(stored[name])
+        self._load_moments(load_file(directory / MOMENTS))
+
+    def _load_moments(self, stored: Mapping[str, torch.Tensor]) -> None:
+        state = self.optimizer.state_dict()
+        state["state"] = {}
+        for name, tensor in stored.items():
+            index, _, key = name.partition(".")
+            state["state"].setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict(state)
