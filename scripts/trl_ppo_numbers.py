@@ -2,7 +2,7 @@
 
 It needs a virtual environment of its own: TRL 1.12.0 is the last release that has PPO, and retrain does not need TRL.
 
-python -m venv build/trl-ppo
+python3.11 -m venv build/trl-ppo
 build/trl-ppo/bin/pip install trl==1.12.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 torch==2.13.0
 build/trl-ppo/bin/python scripts/trl_ppo_numbers.py tests/data/trl_ppo.json
 
@@ -188,7 +188,7 @@ def models(seed: int) -> tuple[Any, Any, Any, Any]:
 def one_batch(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments and every recorded tensor of one batch that TRL has trained on."""
     from datasets import Dataset
-    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # pyright: ignore[reportMissingImports]
 
     policy, reference, reward_model, value_model = models(arguments["seed"])
     original = ppo_trainer.masked_whiten

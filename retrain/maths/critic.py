@@ -73,8 +73,12 @@ def value_loss(
 
 def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
     """1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a critic that knows, 0 for one that says the mean; None
-    where the targets do not vary."""
-    targets_M, errors_M = targets_BT[mask_BT].double(), (targets_BT - values_BT)[mask_BT].double()
-    if len(targets_M) == 0 or float(targets_M.var(correction=0)) == 0.0:
+    where the targets vary by no more than the rounding of A + V."""
+    targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
+    if len(targets_M) == 0:
         return None
-    return 1.0 - float(errors_M.var(correction=0) / targets_M.var(correction=0))
+    rounding = torch.finfo(targets_BT.dtype).eps * float(torch.maximum(targets_M.abs(), values_M.abs()).max())
+    variance = float(targets_M.var(correction=0))
+    if variance <= (2.0 * rounding) ** 2:
+        return None
+    return 1.0 - float((targets_M - values_M).var(correction=0)) / variance
