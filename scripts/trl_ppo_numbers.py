@@ -175,7 +175,7 @@ def models(seed: int) -> tuple[Any, Any, Any, Any]:
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,
-        num_labels=1,
+        num_labels=1,  # pyright: ignore[reportCallIssue]
     )
     torch.manual_seed(seed)
     policies = PhiForCausalLM(config), PhiForCausalLM(config)

@@ -36,12 +36,11 @@ def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: fl
 
     order_BT = torch.argsort(~mask_BT, dim=1, stable=True)  # the tokens of the mask first
     inside_BT = mask_BT.gather(1, order_BT)
-    rewards_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT), 0.0)
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
-    delta_BT = torch.where(inside_BT, rewards_BT + gamma * next_BT - packed_BT, 0.0)
-    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.cpu().double().numpy()[:, ::-1], axis=1)
-    advantages_BT = torch.from_numpy(backwards_BT[:, ::-1].copy()).to(values_BT)
+    delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
+    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.flip(1).cpu().double().numpy(), axis=1)
+    advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
 
 
