@@ -15,7 +15,7 @@ WHITENING_EPSILON = 1e-8
 
 
 def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
-    """−kl_coef·KL_t for every token, and the score with the last of them; 0 where the mask is."""
+    """−kl_coef·KL_t for every token, and the score with the last of them; 0 outside the mask."""
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last_BT, rewards_BT + scores_B.to(rewards_BT).unsqueeze(1), rewards_BT)
