@@ -7,7 +7,6 @@ the critic may have different λ. Advantages are whitened with the unbiased vari
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
@@ -16,13 +15,10 @@ WHITENING_EPSILON = 1e-8
 
 
 def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
-    """−kl_coef·KL_t for every token, and the score with the last of them; 0 where the mask is."""
+    """−kl_coef·KL_t for every token, and the score with the last of them; 0 outside the mask."""
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
-    positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-    last_B = torch.where(mask_BT, positions_T, -1).amax(1)
-    rows_B = torch.nonzero(last_B >= 0).squeeze(1)
-    rewards_BT[rows_B, last_B[rows_B]] += scores_B[rows_B].to(rewards_BT)
-    return rewards_BT
+    is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(is_last_BT, rewards_BT + scores_B.to(rewards_BT).unsqueeze(1), rewards_BT)
 
 
 def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: float, lam: float) -> Floats_BT:
@@ -40,12 +36,11 @@ def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: fl
 
     order_BT = torch.argsort(~mask_BT, dim=1, stable=True)  # the tokens of the mask first
     inside_BT = mask_BT.gather(1, order_BT)
-    rewards_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT), 0.0)
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
-    delta_BT = torch.where(inside_BT, rewards_BT + gamma * next_BT - packed_BT, 0.0)
-    backwards_BT = np.asarray(lfilter([1.0], [1.0, -gamma * lam], delta_BT.double().cpu().numpy()[:, ::-1], axis=1))
-    advantages_BT = torch.from_numpy(backwards_BT[:, ::-1].copy()).to(values_BT)
+    delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
+    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.flip(1).cpu().double().numpy(), axis=1)
+    advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
 
 
@@ -55,8 +50,8 @@ def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     count = int(mask_BT.sum())
     if count < 2:
         return torch.zeros_like(values_BT)
-    weight_BT = mask_BT.to(values_BT)
-    centred_BT = (values_BT - (values_BT * weight_BT).sum() / count) * weight_BT
+    mean = torch.where(mask_BT, values_BT, 0.0).sum() / count
+    centred_BT = torch.where(mask_BT, values_BT - mean, 0.0)
     variance = centred_BT.square().sum() / (count - 1)
     return centred_BT * torch.rsqrt(variance + WHITENING_EPSILON)
 
@@ -70,15 +65,19 @@ def value_loss(
     if clip == 0.0:
         return 0.5 * error_BT, torch.zeros_like(mask_BT)
     old_BT = old_values_BT.detach()
-    clipped_BT = torch.maximum(torch.minimum(values_BT, old_BT + clip), old_BT - clip)
+    clipped_BT = torch.clamp(values_BT, old_BT - clip, old_BT + clip)
     clipped_error_BT = torch.where(mask_BT, clipped_BT - targets_BT.detach(), 0.0).square()
     return 0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).detach()
 
 
 def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
     """1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a critic that knows, 0 for one that says the mean; None
-    where the targets do not vary."""
-    targets_M, errors_M = targets_BT[mask_BT].double(), (targets_BT - values_BT)[mask_BT].double()
-    if len(targets_M) == 0 or float(targets_M.var(correction=0)) == 0.0:
+    where the targets vary by no more than the rounding of A + V."""
+    targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
+    if len(targets_M) == 0:
         return None
-    return 1.0 - float(errors_M.var(correction=0) / targets_M.var(correction=0))
+    rounding = torch.finfo(targets_BT.dtype).eps * float(torch.maximum(targets_M.abs(), values_M.abs()).max())
+    variance = float(targets_M.var(correction=0))
+    if variance <= (2.0 * rounding) ** 2:
+        return None
+    return 1.0 - float((targets_M - values_M).var(correction=0)) / variance
