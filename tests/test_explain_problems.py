@@ -142,7 +142,7 @@ def test_rewards_that_differ_are_named_by_condition(tmp_path):
 def test_rewards_in_words():
     """Every kind of reward has its words; a sum names parts, weights and offsets."""
     kinds = set(RewardComponent.model_fields["type"].annotation.__args__)
-    assert kinds == {*REWARDS, "judge", "custom"}
+    assert kinds == {*REWARDS, "judge", "custom", "reward_model"}
     reward = {
         "type": "weighted",
         "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],
@@ -154,6 +154,10 @@ def test_rewards_in_words():
     assert reward_words(own).startswith("custom: your own score of mine.py")
     judge = parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}})
     assert "the model m at http://h/v1 says" in reward_words(judge)
+    scored = parse_dict({"reward": {"type": "reward_model", "reward_model": "own/scorer"}})
+    assert (
+        reward_words(scored) == "reward_model: the score that the reward model own/scorer gives to problem and answer"
+    )
 
 
 def test_an_environment_is_named_with_its_turns_and_what_they_cost():

@@ -43,7 +43,7 @@ def test_in_what_replicates_may_differ():
     assert may == (expanded("campaign", "logging", "squeeze", "backpressure") - {"logging.strategic_grams"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
-        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers",
+        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", "reward.reward_batch",
         "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS,
     }  # fmt: skip
 
@@ -63,9 +63,15 @@ def test_what_decides_grades():
     assert shown.grading == plain.grading
     for other in (
         {"type": "math"}, {"workers": 3}, {"timeout_s": 1.0}, {"custom_function": "own"}, {"strict": False},
-        {"name": "own"},
+        {"name": "own"}, {"type": "reward_model", "reward_model": "own"},
     ):  # fmt: skip
         assert parse_dict({"reward": {**other}}).reward.grading != plain.grading
+
+
+def test_which_reward_model_decides_grades():
+    scored = {"type": "reward_model", "reward_model": "own"}
+    for other in ({"reward_model": "another"}, {"reward_batch": 2}):
+        assert parse_dict({"reward": scored | other}).reward.grading != parse_dict({"reward": scored}).reward.grading
 
 
 OTHER_BASE = [

@@ -118,5 +118,7 @@ def _grader_words(grader: Reward | RewardComponent) -> str:
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "custom":
         return f"your own {grader.custom_function} of {grader.custom_module}"
+    if grader.type == "reward_model":
+        return f"the score that the reward model {grader.reward_model} gives to problem and answer"
     answer = "the marked answer" if grader.strict else "the marked answer, or else the last number or line,"
     return REWARDS[grader.type].format(answer=answer)

@@ -153,13 +153,15 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
     named += [(each, "source") for each in sets] if isinstance(sets, list) else []
-    for table, key in [*named, *((table, "custom_module") for table in rewards)]:
+    graders = [(table, key) for table in rewards for key in ("custom_module", "reward_model")]
+    for table, key in [*named, *graders]:
         value = table.get(key) if isinstance(table, dict) else None
         if not isinstance(value, str) or not value or "\0" in value:
             continue
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
         beside = path.parent / value
-        names_directory = key != "custom_module" and value not in SOURCES and beside.is_dir()
-        if names_directory or (value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()):
+        may_be_directory = key == "reward_model" or (key != "custom_module" and value not in SOURCES)
+        is_file = value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()
+        if is_file or (may_be_directory and beside.is_dir()):
             table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is

@@ -64,6 +64,7 @@ OTHERS: dict[str, str] = {
     "algorithm.tis_cap": "vllm_importance_sampling_cap",
     "data.source": "dataset dataset_name",
     "reward.type": "reward_type",
+    "reward.reward_model": "reward_model_path reward_model_name reward_model_name_or_path",
     "logging.log_dir": "log_path output_dir",
 }
 """Our key → what TRL, verl, prime-rl and other tools call it. By its spelling, many a name is nearer to a wrong key."""

@@ -152,6 +152,9 @@ class Grader(Section):
     """Module or `.py` file of a reward of your own; looked for beside the TOML file first."""
     custom_function: Text = "score"
     """Its function: gets the completion and the reference answer, returns a number or a `RewardResult`."""
+    reward_model: OptionalText = None
+    """Directory (looked for beside the TOML file first) or hub name of a sequence-classification model with one label,
+    in transformers format with its own tokenizer."""
 
     @property
     def shown_name(self) -> str:
@@ -163,7 +166,7 @@ class Grader(Section):
 class RewardComponent(Grader):
     """One part of a weighted reward: weight × (reward + offset)."""
 
-    type: Literal["match", "math", "format", "judge", "custom"]
+    type: Literal["match", "math", "format", "judge", "custom", "reward_model"]
     """As in [reward]."""
     weight: float = 1.0
     """Factor of this part in the total."""
@@ -173,8 +176,18 @@ class RewardComponent(Grader):
 
 def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
     """What one grader needs for its kind, and what it has without using it."""
-    owners = {"judge_model": "judge", "judge_url": "judge", "judge_api_key_env": "judge", "custom_module": "custom"}
-    needs = {"judge": ("judge_model", "gpt-4o-mini"), "custom": ("custom_module", "my_rewards")}
+    owners = {
+        "judge_model": "judge",
+        "judge_url": "judge",
+        "judge_api_key_env": "judge",
+        "custom_module": "custom",
+        "reward_model": "reward_model",
+    }
+    needs = {
+        "judge": ("judge_model", "gpt-4o-mini"),
+        "custom": ("custom_module", "my_rewards"),
+        "reward_model": ("reward_model", "./my_reward_model"),
+    }
     for key, owner in owners.items():
         if kind != owner and getattr(grader, key) is not None:
             fix = f'remove the line, or type = "{owner}"'
@@ -196,14 +209,22 @@ class Reward(Grader):
 
     role: ClassVar[Role] = Role.LEARNS
 
-    type: Literal["match", "math", "format", "judge", "custom", "weighted"] = "match"
+    type: Literal["match", "math", "format", "judge", "custom", "reward_model", "weighted"] = "match"
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
-    `format`: whether there is a marked answer; `judge`: a model decides; `custom`: your function; `weighted`: a sum of
+    `format`: whether there is a marked answer; `judge`: a model behind an endpoint decides; `custom`: your function;
+    `reward_model`: the score of a model that is run here, an answer above 0.5 counting as correct; `weighted`: a sum of
     `[[reward.components]]`."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
-    """Longest time for grading one completion, in seconds; then its reward is null and the run goes on."""
+    """Longest time for grading one completion, in seconds; then its reward is null and the run goes on. `reward_model`
+    has no such limit."""
     workers: Annotated[Count, Role.SPEED] = 2
     """Processes (`math`) or connections (`judge`) that grade side by side."""
+    reward_batch: Annotated[
+        Count,
+        UsedWhen("reward.type", ("reward_model",), unless="reward.reward_models", unless_words="that of a component"),
+        Role.SPEED,
+    ] = 8
+    """Most answers to one problem that a `reward_model` reads at once."""
     components: list[RewardComponent] = Field(default_factory=list)
     """The parts of a weighted reward, each logged by its name."""
     metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges), Role.RECORDS] = Field(
@@ -221,6 +242,12 @@ class Reward(Grader):
         """Whether only marked answers count as answers; false for rewards that look for none themselves."""
         graders = [part for part in (self, *self.components) if part.type in MARKED]
         return bool(graders) and graders[0].strict
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The names of all reward models among the graders."""
+        parts = (self, *self.components)
+        return tuple(part.reward_model for part in parts if part.type == "reward_model" and part.reward_model)
 
     @property
     def grading(self) -> str:

@@ -4,14 +4,15 @@ torch nor transformers is imported."""
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from retrain.models import BUNDLED, bundled_model_path
+from retrain.models import BUNDLED, bundled_model_path, find_file
 
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,12 +26,22 @@ WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as safetensors itself limits them."""
+Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
+"""What a model is for, as transformers writes it in the names of its tables."""
+TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
+CLASSIFIER = "ForSequenceClassification"
+DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+"""Endings of the files that decide what a model computes."""
+BLOCK, BLOCKS = 1 << 16, 256
+"""Bytes and number of the blocks that stand for a large file in a digest."""
 
 
-def local_directory(name: str) -> Path | None:
-    """The directory of a bundled model or of a path that is one (``~`` is the home); None for anything else."""
-    path = bundled_model_path(name) or _expanded(name)
-    return path if path.is_dir() else None
+def local_directory(name: str, *folders: Path) -> Path | None:
+    """The directory of a bundled model, or of a path that is one, in one of ``folders`` first (``~`` is the home); None
+    for anything else."""
+    path = _expanded(name)
+    places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
+    return next((place for place in places if place is not None and place.is_dir()), None)
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
@@ -50,13 +61,58 @@ def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
     return f'it is neither a directory nor a bundled model: did you mean "{close[0]}"' if close else ""
 
 
-def directory_fault(directory: Path, *, trust_remote_code: bool = False) -> str:
+def reward_model_fault(name: str, *folders: Path) -> str:
+    """Why no reward model can be loaded by this name, looked for in ``folders`` first, or "". Of a hub name only the
+    form is checked, and the configuration where it is in the local cache."""
+    directory = local_directory(name, *folders)
+    if directory is None:
+        cached = None if (fault := model_fault(name)) else find_file(name, CONFIG)
+        return fault if cached is None else _classifier_fault(cached.parent)
+    return directory_fault(directory, task="SEQUENCE_CLASSIFICATION") or _classifier_fault(directory)
+
+
+def _classifier_fault(directory: Path) -> str:
+    """What is wrong with a configuration for a model that gives one score."""
+    config, fault = _json(directory / CONFIG)
+    if fault:
+        return fault
+    names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    if names and not any(name.endswith(CLASSIFIER) for name in names):
+        return f"it is a {names[0]}, and a reward model is a …{CLASSIFIER} with one label"
+    named = config.get("id2label")
+    labels = len(named) if isinstance(named, dict) else config.get("num_labels") or 2  # transformers' own default
+    return "" if labels == 1 else f"it has {labels} labels, and a reward model has one, its score"
+
+
+def files_digest(directory: Path) -> str:
+    """Hash of the files that decide what the model in ``directory`` computes; of a large file, of its size and of
+    blocks all over it, which training changes."""
+    files = sorted(path for path in directory.iterdir() if path.suffix in DIGESTED and path.is_file())
+    return _digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, size, _ in files:
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with open(path, "rb") as file:
+            if size <= BLOCK * BLOCKS:
+                digest.update(file.read())
+                continue
+            for index in range(BLOCKS):
+                file.seek(index * (size - BLOCK) // (BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: Task = "CAUSAL_LM") -> str:
     """The first fault that keeps the model in ``directory`` from being loaded, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
         return (
-            _config_fault(directory, trust_remote_code)
+            _config_fault(directory, trust_remote_code, task)
             or _weights_fault(directory)
             or _tokenizer_fault(directory, trust_remote_code)
         )
@@ -71,34 +127,41 @@ def _expanded(name: str) -> Path:
         return Path(name)
 
 
-def _config_fault(directory: Path, trust_remote_code: bool) -> str:
+def _config_fault(directory: Path, trust_remote_code: bool, task: Task) -> str:
     if not (directory / CONFIG).is_file():
         return f"it has no {CONFIG}: a model directory is what save_pretrained writes"
     config, fault = _json(directory / CONFIG)
     if fault:
         return fault
     kind, own_code = config.get("model_type"), bool(config.get("auto_map"))
-    known = causal_types()
+    known = model_types(task)
     if isinstance(kind, str) and (known is None or kind in known):
         return ""
+    if own_code and task != "CAUSAL_LM":
+        return "it comes with its own code, which is run for [model] alone"
     if own_code:
         return "" if trust_remote_code else "it comes with its own code: read it, then set trust_remote_code = true"
     if not isinstance(kind, str):
         return f"its {CONFIG} has no model_type"
     close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
-    return f'its {CONFIG} has model_type "{kind}", of which this transformers has no language model{hint}'
+    return f'its {CONFIG} has model_type "{kind}", of which this transformers has no {TASK_WORDS[task]}{hint}'
+
+
+def causal_types() -> frozenset[str] | None:
+    """Every model_type of which the installed transformers has a causal language model."""
+    return model_types("CAUSAL_LM")
 
 
 @cache
-def causal_types() -> frozenset[str] | None:
-    """Every model_type of which the installed transformers has a causal language model, by its source; None where the
+def model_types(task: Task) -> frozenset[str] | None:
+    """Every model_type of which the installed transformers has a model for ``task``, by its source; None where the
     table is not in it."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place) / "models" / "auto" / "modeling_auto.py"
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", text, re.MULTILINE | re.DOTALL)
+        table = re.search(rf"^MODEL_FOR_{task}_MAPPING_NAMES = .*?^\)", text, re.MULTILINE | re.DOTALL)
         if table and (types := re.findall(r'^\s+\("([\w.-]+)",', table.group(), re.MULTILINE)):
             return frozenset(types)
     return None

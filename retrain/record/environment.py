@@ -21,6 +21,8 @@ from typing import Any
 from retrain.config import Config
 from retrain.files import sha256, write_bytes, write_json
 from retrain.gpus import nvidia_gpus
+from retrain.models import find_file
+from retrain.models.directory import files_digest, local_directory
 from retrain.record.repositories import code_diff, git_state, own_checkout
 from retrain.record.secrets import without_keys
 
@@ -60,17 +62,22 @@ def code_version() -> dict[str, str]:
 
 
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
-    """SHA-256 of the source of every module of the user's that a configuration names, without importing any.
+    """SHA-256 of the source of every module of the user's that a configuration names, without importing any, and of
+    the files of every reward model.
 
-    Modules are looked up in ``folder``, the working directory and on the import path; others are left out.
+    Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
+    and in the hub's cache; others are left out.
     """
-    named = set()
+    named, hashes = set(), dict[str, str]()
+    for name in config.reward.reward_models:
+        cached = find_file(name, "config.json")
+        if directory := local_directory(name, folder, Path.cwd()) or (cached and cached.parent):
+            hashes[name] = files_digest(directory)
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if key == "custom_module":
             named.add(value)
         elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and not value.startswith("gpu:"):
             named.add(value.partition(":")[0])
-    hashes = {}
     for name in sorted(named):
         file = name if name.endswith(".py") else name.replace(".", "/") + ".py"
         package = name.replace(".", "/") + "/__init__.py"

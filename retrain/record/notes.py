@@ -112,6 +112,7 @@ def is_graded(row: Row) -> bool:
 CAUSES = {
     "judge": "a judge that cannot be reached, or that replies with something else than a number",
     "custom": "a reward function that raises, returns no number or takes longer than [reward] timeout_s",
+    "reward_model": "a conversation longer than the reward model's context, or a score that is not finite",
     "math": "answers that take longer than [reward] timeout_s to compare",
 }
 """Why rewards of a type cannot be had."""

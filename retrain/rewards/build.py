@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +11,41 @@ from retrain.config import tasks
 from retrain.rewards.base import Grader, Reward
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.judge import JudgeReward
+from retrain.rewards.reward_model import RewardModelReward
 from retrain.rewards.rules import FormatReward, MatchReward
 from retrain.rewards.symbolic import MathReward
 from retrain.rewards.weighted import Component, WeightedReward
 
 
-def build_grader(section: tasks.Reward, base_dir: Path | None = None) -> Grader:
+@dataclass(frozen=True)
+class _Shared:
+    """What the parts of a reward have in common: the TOML's folder, and what [reward] says for all of them."""
+
+    base_dir: Path | None
+    limits: dict[str, Any]
+    batch: int
+    device: Callable[[], object]
+
+
+def build_grader(
+    section: tasks.Reward, base_dir: Path | None = None, device: Callable[[], object] = lambda: "cpu"
+) -> Grader:
     """The grader of a valid ``[reward]`` section.
 
     ``base_dir`` is the folder of the TOML: relative paths and modules are looked up there, then in the current
-    directory. Raises MissingExtra, PluginError or UsageError for what the section names and is missing.
+    directory. ``device`` is asked for the torch device of a reward model, where there is one. Raises MissingExtra,
+    PluginError, ModelError or UsageError for what the section names and is missing.
     """
     limits = {"workers": section.workers, "timeout_s": section.timeout_s}
+    shared = _Shared(base_dir, limits, section.reward_batch, device)
     if section.type == "weighted":
-        return Grader(_weighted(section.components, base_dir, limits))
-    return Grader(_reward(section, base_dir, limits))
+        return Grader(_weighted(section.components, shared))
+    return Grader(_reward(section, shared))
 
 
-def _reward(section: tasks.Reward | tasks.RewardComponent, base_dir: Path | None, limits: dict[str, Any]) -> Reward:
-    """A reward that is not ``weighted``. A component has its name, and the ``limits`` of [reward]."""
+def _reward(section: tasks.Reward | tasks.RewardComponent, shared: _Shared) -> Reward:
+    """A reward that is not ``weighted``. A component has its name, and what [reward] says for all."""
+    limits, base_dir = shared.limits, shared.base_dir
     if section.type == "format":
         reward = FormatReward()
     elif section.type == "math":
@@ -36,6 +54,8 @@ def _reward(section: tasks.Reward | tasks.RewardComponent, base_dir: Path | None
         reward = JudgeReward(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
     elif section.type == "custom" and section.custom_module:
         reward = CustomReward(section.custom_module, section.custom_function, base_dir=base_dir, **limits)
+    elif section.type == "reward_model" and section.reward_model:
+        reward = RewardModelReward(section.reward_model, shared.batch, str(shared.device()), base_dir)
     else:
         assert section.type == "match", f"[reward] type = {section.type!r} lacks a key"
         reward = MatchReward(section.strict)
@@ -43,11 +63,11 @@ def _reward(section: tasks.Reward | tasks.RewardComponent, base_dir: Path | None
     return reward
 
 
-def _weighted(sections: list[tasks.RewardComponent], base_dir: Path | None, limits: dict[str, Any]) -> WeightedReward:
+def _weighted(sections: list[tasks.RewardComponent], shared: _Shared) -> WeightedReward:
     components: list[Component] = []
     try:
         for section in sections:
-            reward = _reward(section, base_dir, limits)
+            reward = _reward(section, shared)
             components.append(Component(reward.name, reward, section.weight, section.offset))
     except BaseException:
         WeightedReward(components).close()  # an earlier component may have started workers

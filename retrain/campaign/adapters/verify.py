@@ -164,7 +164,7 @@ def _evaluate(
         base, lanes, engine = bases.take(config)
         engine.workers = workers_for(base)
         stack.callback(engine.workers.close)
-        grader = stack.enter_context(build_grader(config.reward, folder))
+        grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))
         environment = environments_of(config, data, grader, folder)[held_out.name]
         renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
         evaluator = Evaluator(engine, renderer, [held_out], limits=Limits.of(config, base.context_length))

@@ -117,7 +117,8 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
     for name in sorted({*modules, *hashes}):
         if modules.get(name) != hashes.get(name):
             old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
-            lines.append(line(f"code of {name}", old, new))
+            kind = "files of the reward model" if name in spec.config.reward.reward_models else "code of"
+            lines.append(line(f"{kind} {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
     for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):
         if packages.get(name) != installed.get(name):

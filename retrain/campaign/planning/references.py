@@ -29,7 +29,7 @@ from retrain.extras import EXTRA_OF, install_line, is_installed, missing, packag
 from retrain.files import read_json
 from retrain.gpus import build_fault
 from retrain.models import find_file
-from retrain.models.directory import model_fault
+from retrain.models.directory import model_fault, reward_model_fault
 from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.models.targets import dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
@@ -254,11 +254,15 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
 
 
 def _reward_problems(loaded: Loaded, reward: Reward, folder: Path) -> Iterator[Problem]:
-    """Modules and functions of rewards of type ``custom``."""
+    """Modules and functions of rewards of type ``custom``, and the files of reward models."""
     from retrain.rewards.custom import located, scorer
 
     parts = [("reward", reward), *((f"reward.components.{i}", part) for i, part in enumerate(reward.components))]
     for table, part in parts:
+        name = part.reward_model if part.type == "reward_model" else None
+        if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
+            fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
+            yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
         if part.type != "custom" or part.custom_module is None:
             continue
         try:

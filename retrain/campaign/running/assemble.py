@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import objective_of
@@ -79,7 +81,8 @@ def assemble(
     _use_deterministic(first.training.deterministic)
     # What is quick to read comes before the weights, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
-    graders = {key: stack.enter_context(build_grader(reward, folder)) for key, reward in rewards.items()}
+    device = partial(resolve_device, first.backend.devices)
+    graders = {key: stack.enter_context(build_grader(reward, folder, device)) for key, reward in rewards.items()}
     data = data_of(first, folder)
     if _is_local(first):
         files = bases.look(first)

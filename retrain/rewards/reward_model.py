@@ -1,0 +1,242 @@
+"""``reward_model``: the score that a sequence-classification model with one label gives to a whole conversation.
+
+The conversation is the problem's messages and the completion, written by the reward model's own chat template (without
+one: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
+
+Which rows are scored together shows in the last bits of their scores. So it must not depend on which groups happen to
+arrive together: a batch holds answers to one problem only.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import ModelError
+from retrain.models.directory import files_digest, local_directory, reward_model_fault
+from retrain.plugins import described, search_folders
+from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed
+from retrain.rewards.custom import prompt_text
+from retrain.types import Problem, RewardResult
+
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+"""What is downloaded of a model of the hub: nothing that is run or unpickled."""
+WHAT_TO_TYPE = "type the directory or hub name of a sequence-classification model with one label and its tokenizer"
+
+
+class RewardModelReward(Reward):
+    """Scores with the model in the directory, or of the hub's name, ``model``; looked up in ``base_dir`` (the TOML's
+    folder), then in the current directory.
+
+    ``batch`` rows are read at once, on ``device`` as torch names it. Files, number of labels and tokenizer are looked
+    at here, the weights are loaded when the first completion is graded. Raises ModelError.
+    """
+
+    name = "reward_model"
+
+    def __init__(self, model: str, batch: int = 8, device: str = "cpu", base_dir: Path | None = None):
+        from transformers import AutoConfig, AutoTokenizer
+
+        self.model, self.batch, self.device = model, batch, device
+        self.directory = located(model, base_dir)
+        self._weights: Weights | None = None
+        try:
+            config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
+        except Exception as error:  # of whatever kind, from files that somebody else has written
+            raise _refused(model, f"it cannot be read: {_first_line(error)}") from error
+        text = config.get_text_config()
+        limits = [getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
+        self.context = min((int(limit) for limit in limits if limit and limit > 0), default=sys.maxsize)
+        self.vocabulary = int(text.vocab_size)
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Scores in order; a conversation that cannot be scored whole has the reason."""
+        results: list[RewardResult | None] = [None] * len(items)
+        rows: dict[int, list[int]] = {}
+        for index, (problem, completion) in enumerate(items):
+            try:
+                rows[index] = self.token_ids(problem, completion)
+            except Exception as error:  # whatever the template's own code raises
+                results[index] = failed(str(error) if isinstance(error, ModelError) else described(error))
+        for indices in self._batches(items, rows):
+            scored = self._scored([rows[index] for index in indices])
+            for index, result in zip(indices, scored, strict=True):
+                results[index] = result
+        return [result or failed("not graded") for result in results]
+
+    def close(self) -> None:
+        """Let the weights go, if no other grader has them."""
+        if self._weights is not None:
+            give_back(self._weights)
+            self._weights = None
+
+    def token_ids(self, problem: Problem, completion: str) -> list[int]:
+        """The conversation as the reward model reads it. Raises ModelError when it is longer than the model's context,
+        or has tokens that the model does not know; else what the chat template raises."""
+        if getattr(self.tokenizer, "chat_template", None):
+            messages = conversation(problem, completion)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            ids = self.tokenizer(f"{_whole(prompt_text(problem))}\n\n{_whole(completion)}", verbose=False)["input_ids"]
+        if not ids:
+            raise ModelError("the conversation has no tokens")
+        if len(ids) > self.context:
+            raise ModelError(
+                f"the conversation has {len(ids)} tokens, more than the {self.context} of the reward model's context"
+            )
+        if max(ids) >= self.vocabulary:
+            raise ModelError(f"token {max(ids)} is not among the {self.vocabulary} of the reward model")
+        return list(ids)
+
+    def _batches(self, items: Sequence[Item], rows: dict[int, list[int]]) -> Iterator[list[int]]:
+        """Indices of rows to score together: answers to one problem that follow each other, by length."""
+        for _, same in groupby(rows, key=lambda index: items[index][0].id):
+            ordered = sorted(same, key=lambda index: len(rows[index]))
+            yield from (ordered[start : start + self.batch] for start in range(0, len(ordered), self.batch))
+
+    def _scored(self, rows: Sequence[list[int]]) -> list[RewardResult]:
+        """One result for each row; where they fail together, each by itself."""
+        try:
+            if self._weights is None:
+                self._weights = take(self.directory, self.device)
+            return [_result(score) for score in self._weights.scores(rows)]
+        except Exception as error:  # out of memory, files that are gone: never the run
+            if len(rows) > 1 and self._weights is not None:
+                return [result for row in rows for result in self._scored([row])]
+            reason = _first_line(error) if isinstance(error, ModelError | OSError) else described(error)
+            return [failed(f"the reward model failed: {reason}") for _ in rows]
+
+
+def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
+    """The problem's messages and the completion as the assistant's."""
+    prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
+    messages = [{key: _whole(value) for key, value in message.items()} for message in prompt]
+    return [*messages, {"role": "assistant", "content": _whole(completion)}]
+
+
+def located(model: str, base_dir: Path | None) -> Path:
+    """The directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in the
+    cache. Raises ModelError, which says what to type."""
+    folders = search_folders(base_dir)
+    if fault := reward_model_fault(model, *folders):
+        raise _refused(model, fault)
+    directory = local_directory(model, *folders)
+    if directory is not None:
+        return directory.resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except Exception as error:  # of the network, of whatever kind
+        hint = "with no network, download it elsewhere and give the directory's path"
+        raise _refused(model, f"{_first_line(error).rstrip('.')}; {hint}") from error
+    if fault := reward_model_fault(str(directory)):
+        raise _refused(model, fault)
+    return directory
+
+
+@dataclass(eq=False)
+class Weights:
+    """A model in memory, for all graders of this process that name it. ``pad`` is its own padding token, None where it
+    has none."""
+
+    model: Any
+    pad: int | None
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def scores(self, rows: Sequence[list[int]]) -> list[float]:
+        """The score of each row of token ids, padded on the right to the longest and read in one forward pass."""
+        import torch
+
+        with self.lock, torch.no_grad():
+            # transformers reads a score at the last token that is not padding. A model without a padding token of its
+            # own reads single rows at their end, whatever stands there: no row may end with what pads the others.
+            ends = {row[-1] for row in rows}
+            pad = self.pad if self.pad is not None else next(i for i in range(len(ends) + 1) if i not in ends)
+            for config in (self.model.config, self.model.config.get_text_config()):
+                config.pad_token_id = pad
+            width = max(map(len, rows))
+            ids_BL = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+            mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+            device = self.model.device
+            logits_B1 = self.model(input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device)).logits
+            if logits_B1.shape != (len(rows), 1):
+                raise ModelError(f"it gives numbers of shape {tuple(logits_B1.shape)}, not one score for each row")
+            return logits_B1[:, 0].float().tolist()
+
+
+_KEPT: dict[tuple[str, str, str], Weights] = {}
+_LOCK = threading.Lock()
+
+
+def take(directory: Path, device: str) -> Weights:
+    """The weights of these very files, loaded where this process does not have them yet; models that no grader has any
+    more make room. Raises ModelError, or what loading raises."""
+    with _LOCK:
+        key = (str(directory), device, files_digest(directory))
+        if key not in _KEPT:
+            for unused in [other for other, weights in _KEPT.items() if not weights.users]:
+                del _KEPT[unused]
+            _KEPT[key] = _load(directory, device)
+        _KEPT[key].users += 1
+        return _KEPT[key]
+
+
+def give_back(weights: Weights) -> None:
+    """A grader is done with them; they stay until another model is wanted, as cohorts may follow each other."""
+    with _LOCK:
+        weights.users -= 1
+
+
+def _load(directory: Path, device: str) -> Weights:
+    """In float32 on a CPU, on a GPU in the number format of the files."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):  # whatever is drawn while a model is made
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            dtype=torch.float32 if device == "cpu" else "auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"its files lack {len(missing)} of its weights, such as {missing[0]}")
+    model.to(device).eval().requires_grad_(False)
+    model.config.use_cache = False
+    text = model.config.get_text_config()
+    pad = text.pad_token_id
+    return Weights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
+
+
+def _result(score: float) -> RewardResult:
+    if not (math.isfinite(score) and abs(score) <= LARGEST_REWARD):
+        return failed(f"the reward model gave {score:g}, not a number within ±1e30")
+    return RewardResult(score)
+
+
+def _refused(model: str, fault: str) -> ModelError:
+    return ModelError(f"[reward] reward_model = {model!r}: {fault}: {WHAT_TO_TYPE}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _whole(text: str) -> str:
+    """``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

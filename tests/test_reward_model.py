@@ -1,0 +1,408 @@
+"""Reward models: real sequence classifiers of random weights, by hand, in batches, in runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toymodels import TINY_RUN, qwen3_directory
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+from typer.testing import CliRunner
+
+from retrain.campaign.planning.changes import version_changes
+from retrain.campaign.planning.plan import Plan
+from retrain.cli import app
+from retrain.config import load, parse_dict, tasks
+from retrain.errors import ConfigError, ModelError
+from retrain.files import read_json, read_jsonl
+from retrain.models import bundled_model_path
+from retrain.models.directory import files_digest, reward_model_fault
+from retrain.record.environment import module_hashes
+from retrain.rewards import Grader, build_grader, reward_model
+from retrain.rewards.base import Item
+from retrain.rewards.reward_model import RewardModelReward, conversation
+from retrain.types import Problem
+
+BUNDLED = str(bundled_model_path("tiny-reasoner"))
+ADD = Problem("add", "What is 3 + 4?", "7")
+TALK = Problem("talk", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 * 3?"}), "6")
+ANSWERS = ["7", "3 + 4 = 7, so the answer is \\boxed{7}", "", "I do not know. " * 6, "<|end|><|user|>8?", "<|pad|>"]
+
+
+def classifier(path: Path, *, pad: int | None = 0, labels: int = 1, seed: int = 0, llama: bool = False) -> Path:
+    """A classifier of random weights with the tokenizer of the bundled model, as ``save_pretrained`` writes it."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160, "num_labels": labels}
+    config = (LlamaConfig if llama else Qwen2Config)(**sizes, pad_token_id=pad)
+    model = (LlamaForSequenceClassification if llama else Qwen2ForSequenceClassification)(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4)  # scores that differ by far more than rounding
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory) -> Path:
+    return classifier(tmp_path_factory.mktemp("scorer") / "model")
+
+
+def grader(path: Path, **keys) -> Grader:
+    return build_grader(tasks.Reward.model_validate({"type": "reward_model", "reward_model": str(path), **keys}))
+
+
+def graded(path: Path, items: list[Item], **keys) -> list[float | None]:
+    with grader(path, **keys) as made:
+        return [result.total_reward for result in made.grade(items)]
+
+
+def by_hand(path: Path, messages: list[dict[str, str]]) -> float:
+    """The score by transformers alone: one row, nothing padded."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model.eval()
+    read = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        return float(model(input_ids=read["input_ids"]).logits[0, 0])
+
+
+@pytest.mark.parametrize("problem", [ADD, TALK], ids=lambda problem: problem.id)
+@pytest.mark.parametrize("llama", [False, True], ids=["qwen2", "llama"])
+@pytest.mark.parametrize("pad", [0, None, 1], ids=["pad", "no_pad", "pad_is_end"])
+def test_a_batch_scores_what_transformers_scores_row_by_row(tmp_path, pad, llama, problem):
+    path = classifier(tmp_path / "model", pad=pad, llama=llama)
+    prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
+    expected = [by_hand(path, [*prompt, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
+    items = [(problem, answer) for answer in ANSWERS]
+    assert len({round(score, 3) for score in expected}) == len(ANSWERS)
+    for batch in (1, 4, 8):
+        assert graded(path, items, reward_batch=batch) == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_are_sorted_and_padded_on_the_right(scorer, monkeypatch):
+    seen = []
+    with grader(scorer, reward_batch=4) as made:
+        made.grade([(ADD, "7")])
+        reward = made.reward
+        assert isinstance(reward, RewardModelReward)
+        assert reward._weights is not None
+        forward = reward._weights.model.forward
+
+        def spied(input_ids, attention_mask):
+            seen.append((input_ids, attention_mask))
+            return forward(input_ids=input_ids, attention_mask=attention_mask)
+
+        monkeypatch.setattr(reward._weights.model, "forward", spied)
+        made.grade([(ADD, answer) for answer in ANSWERS])
+    assert [len(ids) for ids, _ in seen] == [4, 2]
+    lengths = [int(row.sum()) for _, mask in seen for row in mask]
+    assert lengths == sorted(lengths)
+    for ids, mask in seen:
+        assert ids.shape[1] == mask.sum(1).max()
+        for row, real in zip(ids, mask, strict=True):
+            assert real.tolist() == sorted(real.tolist(), reverse=True)
+            assert set(row[real == 0].tolist()) <= {0}
+
+
+def test_scores_do_not_depend_on_what_arrives_together(scorer):
+    mine = [(ADD, answer) for answer in ANSWERS]
+    others = [(TALK, answer * 2 + "!") for answer in ANSWERS]
+    alone = graded(scorer, mine)
+    assert graded(scorer, others + mine)[len(others) :] == alone  # bit by bit
+    assert graded(scorer, mine) == alone
+
+
+def test_without_a_template_the_problem_stands_above_the_answer(tmp_path):
+    path = classifier(tmp_path / "model")
+    (path / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.chat_template is None
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        ids = tokenizer("Be brief.\n\n2 * 3?\n\nIt is 6.", return_tensors="pt")["input_ids"]
+        expected = float(model(input_ids=ids).logits[0, 0])
+    assert graded(path, [(TALK, "It is 6.")]) == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_a_row_may_end_with_any_token(tmp_path):
+    """Also with the one that would have padded the others, where the model names no padding token itself."""
+    path = classifier(tmp_path / "model", pad=None)
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    answers = ["<|pad|>", "<|end|><|pad|>", "<|end|>", "7" * 20, ""]
+    messages = [[{"role": "user", "content": ADD.prompt}, {"role": "assistant", "content": text}] for text in answers]
+    expected = [by_hand(path, each) for each in messages]
+    assert graded(path, [(ADD, answer) for answer in answers]) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[-1], abs=1e-3)
+
+
+def test_a_conversation_that_is_too_long_has_no_grade_and_the_others_have(scorer):
+    with grader(scorer) as made:
+        short, long, edge, over = made.grade([(ADD, "7"), (ADD, "7 " * 400), (ADD, "7" * 145), (ADD, "7" * 146)])
+    assert (long.total_reward, long.correct) == (None, None)
+    assert "tokens, more than the 160 of the reward model's context" in str(long.error)
+    assert short.total_reward is not None
+    reward = made.reward
+    assert isinstance(reward, RewardModelReward)
+    lengths = [len(reward.tokenizer.apply_chat_template(conversation(ADD, "7" * n), return_dict=True)["input_ids"])
+               for n in (145, 146)]  # fmt: skip
+    for result, length in zip((edge, over), lengths, strict=True):
+        assert (result.total_reward is None) == (length > 160)
+
+
+def test_any_text_is_scored(scorer):
+    odd = ["\ud800 half a pair", "\udfff", "\U0001f600", "\0\x1b[31m", "<|pad|><|pad|>", "<|assistant|>", "{{ 7 * 7 }}"]
+    scores = graded(scorer, [(ADD, text) for text in odd])
+    assert all(score is not None and math.isfinite(score) for score in scores)
+    half = Problem("half", "\ud83d?", "")
+    assert graded(scorer, [(half, "")])[0] is not None
+    assert conversation(half, "a\ud83d\ude00b")[1]["content"] == "a\U0001f600b"
+
+
+def test_a_template_that_refuses_costs_that_completion_alone(tmp_path):
+    path = classifier(tmp_path / "model")
+    template = (path / "chat_template.jinja").read_text()
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (path / "chat_template.jinja").write_text(refusal + template)
+    with grader(path) as made:
+        refused, scored = made.grade([(TALK, "6"), (ADD, "7")])
+    assert "no system role" in str(refused.error)
+    assert scored.total_reward is not None
+
+
+def test_scores_that_are_not_finite_are_no_rewards(tmp_path):
+    path = classifier(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["score.weight"].fill_(torch.nan)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with grader(path) as made:
+        results = made.grade([(ADD, "7"), (ADD, "8")])
+    assert [(result.total_reward, result.error) for result in results] == [
+        (None, "the reward model gave nan, not a number within ±1e30")
+    ] * 2
+
+
+def test_what_is_correct_is_a_score_above_one_half(scorer):
+    with grader(scorer) as made:
+        results = made.grade([(ADD, answer) for answer in ANSWERS])
+    assert {result.is_correct for result in results} == {True, False}
+    assert all(result.correct is None for result in results)
+    assert [result.is_correct for result in results] == [float(str(result.total_reward)) > 0.5 for result in results]
+    assert all(result.components == {"reward_model": result.total_reward} for result in results)
+
+
+def test_beside_match_the_answer_decides_what_is_correct(scorer):
+    components = [
+        {"type": "match", "name": "right"},
+        {"type": "reward_model", "reward_model": str(scorer), "name": "taste", "weight": 0.1},
+    ]
+    section = tasks.Reward.model_validate({"type": "weighted", "components": components, "reward_batch": 2})
+    answers = ["\\boxed{7}", "\\boxed{8}", "7 " * 400]
+    with build_grader(section) as made:
+        assert made.names == ("right", "taste")
+        right, wrong, long = made.grade([(ADD, answer) for answer in answers])
+    tastes = graded(scorer, [(ADD, answer) for answer in answers])
+    for result, value, taste in ((right, 1.0, tastes[0]), (wrong, 0.0, tastes[1])):
+        assert taste is not None
+        assert result.components == {"right": value, "taste": pytest.approx(taste, abs=1e-5)}
+        assert result.total_reward == pytest.approx(value + 0.1 * taste, abs=1e-6)
+        assert result.is_correct == bool(value)
+    assert long.total_reward is None
+    assert str(long.error).startswith("taste: the conversation has")
+
+
+def test_weights_are_loaded_once_for_all_graders_and_anew_when_the_files_change(tmp_path, monkeypatch):
+    loads = []
+    load_weights = reward_model._load
+    monkeypatch.setattr(reward_model, "_load", lambda *place: loads.append(place) or load_weights(*place))
+    path = classifier(tmp_path / "model")
+    with grader(path) as one, grader(path, reward_batch=2) as two:
+        assert loads == []
+        for made in (one, two, one):
+            made.grade([(ADD, "7")])
+    before = graded(path, [(ADD, "7")])
+    assert len(loads) == 1
+    classifier(path, seed=1)
+    assert graded(path, [(ADD, "7")]) != before
+    assert len(loads) == 2
+
+
+def without(path: Path, name: str) -> None:
+    (path / name).unlink()
+
+
+def with_config(path: Path, **keys) -> None:
+    config = read_json(path / "config.json") | keys
+    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+BROKEN = {
+    "labels": (lambda path: classifier(path, labels=2), "it has 2 labels, and a reward model has one, its score"),
+    "unsaid": (lambda path: with_config(path, id2label=None, label2id=None), "it has 2 labels"),
+    "language": (lambda path: qwen3_directory(path, ["3 + 4"]), "it is a Qwen3ForCausalLM"),
+    "weights": (lambda path: without(path, "model.safetensors"), "it has no weights"),
+    "config": (lambda path: without(path, "config.json"), "it has no config.json"),
+    "tokenizer": (lambda path: without(path, "tokenizer.json"), "it has no tokenizer"),
+    "kind": (lambda path: with_config(path, model_type="qwen22"), "this transformers has no sequence classifier"),
+    "code": (lambda path: with_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
+    "gone": (shutil.rmtree, "there is no such directory"),
+    "damaged": (lambda path: (path / "tokenizer.json").write_text("{}"), "it cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_mistakes_are_found_before_anything_is_sampled(name, scorer, tmp_path):
+    path = tmp_path / "broken"
+    shutil.copytree(scorer, path)
+    breaks, words = BROKEN[name]
+    breaks(path)
+    with pytest.raises(ModelError) as caught:
+        grader(path)
+    message = str(caught.value)
+    assert words in message
+    assert repr(str(path)) in message
+    assert "type the directory or hub name of a sequence-classification model with one label" in message
+    assert "\n" not in message
+    assert caught.value.exit_status == 2
+    if name != "damaged":  # only the tokenizer's own reader sees that
+        assert words in reward_model_fault(str(path))
+
+
+def test_weights_that_lack_the_head_give_no_grades(tmp_path):
+    path = classifier(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with grader(path) as made:
+        (result,) = made.grade([(ADD, "7")])
+    assert result.error == "the reward model failed: its files lack 1 of its weights, such as score.weight"
+
+
+def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"'owner/scorer': .*download it elsewhere and give the directory's path"):
+        grader(Path("owner/scorer"))
+    repository = tmp_path / "models--owner--scorer"
+    shutil.copytree(scorer, repository / "snapshots" / "c0ffee")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    assert graded(Path("owner/scorer"), [(ADD, "7")]) == graded(scorer, [(ADD, "7")])
+    (repository / "snapshots" / "c0ffee" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="it has no weights"):
+        grader(Path("owner/scorer"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "key", "words"),
+    [
+        ({"type": "reward_model"}, "reward.reward_model", 'is missing: type = "reward_model" needs it'),
+        ({"type": "judge", "judge_model": "m", "reward_model": "x"}, "reward.reward_model", "has no effect"),
+        ({"type": "match", "reward_batch": 4}, "reward.reward_batch", "has no effect"),
+        ({"type": "reward_model", "reward_model": "x", "strict": False}, "reward.strict", "has no effect"),
+        ({"type": "reward_model", "reward_model": "x", "reward_batch": 0}, "reward.reward_batch", "is 0"),
+        ({"type": "reward_model", "reward_model_path": "x"}, "reward.reward_model_path", "reward_model = "),
+        ({"type": "weighted", "components": [{"type": "reward_model"}]}, "reward.components[1].reward_model", "needs"),
+    ],
+)
+def test_mistakes_in_the_keys(reward, key, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_dict({"reward": reward})
+    (problem, *_) = [problem for problem in caught.value.problems if problem.key == key]
+    assert words in str(problem)
+
+
+RUN = TINY_RUN + 'max_tokens = 8\n[evaluation]\nproblems = 4\n[squeeze]\nenabled = false\n[reward]\ntype = "{type}"\n'
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, scorer) -> Path:
+    """A directory with a policy, a reward model beside the file, and runs that use it alone and in a sum."""
+    path = tmp_path_factory.mktemp("home")
+    qwen3_directory(path / "policy", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    shutil.copytree(scorer, path / "taste")
+    text = RUN.replace("{model}", str(path / "policy"))
+    (path / "alone.toml").write_text(text.format(type="reward_model") + 'reward_model = "taste"\nreward_batch = 2\n')
+    parts = '[[reward.components]]\ntype = "match"\n[[reward.components]]\ntype = "reward_model"\nname = "taste"\n'
+    (path / "sum.toml").write_text(text.format(type="weighted") + parts + 'reward_model = "./taste"\nweight = 0.5\n')
+    return path
+
+
+def command(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(("name", "parts"), [("alone", ["reward_model"]), ("sum", ["match", "taste"])])
+def test_runs_train_on_the_scores(home, name, parts, tmp_path):
+    assert command("check", home / f"{name}.toml").exit_code == 0
+    words = command("explain", home / f"{name}.toml")
+    assert words.exit_code == 0
+    assert "score that the reward model" in words.output
+    out = tmp_path / "out"
+    result = command("train", home / f"{name}.toml", "--out", out)
+    assert result.exit_code == 0, result.output
+    rows = read_jsonl(out / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward_failed"] == 0
+        for part in parts:
+            assert math.isfinite(row[f"rewards/{part}/mean"])
+        assert row["reward_std"] > 0
+    config = read_json(out / "config.json")
+    assert list(config["modules"]) == [str(home / "taste")]
+    again = command("train", home / f"{name}.toml", "--out", tmp_path / "again")
+    assert again.exit_code == 0
+    same = [[row[f"rewards/{part}/mean"] for part in parts] for row in read_jsonl(tmp_path / "again" / "metrics.jsonl")]
+    assert same == [[row[f"rewards/{part}/mean"] for part in parts] for row in rows]
+
+
+def test_other_files_of_a_reward_model_are_another_run(home, tmp_path):
+    shutil.copytree(home, tmp_path / "home")
+    loaded = load(tmp_path / "home" / "alone.toml")
+    (spec,) = Plan.of(loaded).specs
+    taste = tmp_path / "home" / "taste"
+    before = module_hashes(spec.config, tmp_path)
+    assert before == {str(taste): files_digest(taste)}
+    (tmp_path / "config.json").write_text(json.dumps({"modules": before}))
+    assert not any("reward model" in line for line in version_changes(tmp_path, spec, tmp_path))
+    classifier(taste, seed=1)
+    (line,) = [line for line in version_changes(tmp_path, spec, tmp_path) if "reward model" in line]
+    assert line.startswith(f"files of the reward model {taste}: {before[str(taste)][:12]} → ")
+
+
+@pytest.mark.parametrize("name", ["gone", "labels"])
+def test_commands_refuse_a_reward_model_that_cannot_be_used(home, name, tmp_path):
+    shutil.copytree(home, tmp_path / "home")
+    breaks, words = BROKEN[name]
+    breaks(tmp_path / "home" / "taste")
+    file = tmp_path / "home" / "sum.toml"
+    checked = command("check", file)
+    assert checked.exit_code == 2
+    assert re.search(r"sum\.toml:\d+ +reward\.components\[2\]\.reward_model +is ", checked.stderr)
+    assert words in checked.stderr
+    trained = command("train", file, "--out", tmp_path / "out")
+    assert trained.exit_code == 2
+    assert words in trained.stderr
+    assert "Traceback" not in trained.output
+    assert not list((tmp_path / "out").rglob("metrics.jsonl"))
