@@ -1,0 +1,404 @@
+"""Several updates of a batch: how it is split, what the ratio is taken against, what the row says of all of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import drawn, local_policy, objective, rollout, trained, update
+from toymodels import train_quietly
+
+from retrain.algorithms.protocol import Credit
+from retrain.config import parse_dict
+from retrain.maths import losses
+from retrain.maths.losses import loss_metrics
+from retrain.maths.schedules import learning_rate
+from retrain.policy import objective as objectives
+from retrain.policy.logprobs import MicroBatch
+from retrain.policy.objective import PolicyTerm, TokenScores
+from retrain.policy.protocol import Denominators, TrainBatch, Want
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
+
+STREAM = (0, 0)
+
+
+def groups_of(*sizes: tuple[int, ...]) -> list[Group]:
+    """Groups whose rollouts have so many tokens, each with its advantage."""
+    made = []
+    for number, lengths in enumerate(sizes):
+        prompt = Prompt(Problem(str(number), "1 + 1", "2"), "1 + 1", (1, 2))
+        rollouts = []
+        for length in lengths:
+            action = Action([7] * length, "", np.full(length, -1.0), None, "stop")
+            one = Rollout(prompt, [Turn(prompt.token_ids, action)], RewardResult(1.0), advantage=1.0)
+            one.token_advantages_T, one.loss_mask_T = np.ones(length), np.ones(length, dtype=bool)
+            rollouts.append(one)
+        made.append(Group(prompt, rollouts))
+    return made
+
+
+def credit_of(groups: list[Group]) -> Credit:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    total = sum(map(len, rollouts))
+    return Credit(Denominators(total, len(rollouts), False, total), {}, {rollout: len(rollout) for rollout in rollouts})
+
+
+def split(groups: list[Group], step: int = 0, **training) -> list[list[TrainBatch]]:
+    return list(passes(groups, credit_of(groups), parse_dict({"training": training}).training, step, STREAM))
+
+
+def lengths_of(batch: TrainBatch) -> list[int]:
+    return [len(drawn(sample)) for sample in batch.samples]
+
+
+SIZES = ((1, 2), (3, 4), (5, 6), (7, 8))
+
+
+def test_every_pass_has_every_rollout_once_and_groups_stay_together():
+    seen = set()
+    for number, minibatches in enumerate(split(groups_of(*SIZES), num_iterations=6, minibatches=2, batch_size=4)):
+        assert [batch.update for batch in minibatches] == [2 * number, 2 * number + 1]
+        assert sorted(n for batch in minibatches for n in lengths_of(batch)) == [1, 2, 3, 4, 5, 6, 7, 8]
+        for batch in minibatches:
+            lengths = lengths_of(batch)
+            assert len(lengths) == 4
+            assert all(n + 1 in lengths for n in lengths if n % 2)
+            assert lengths == sorted(lengths)  # the batch's own order, so that neighbours share their prompt
+        seen.add(tuple(lengths_of(minibatches[0])))
+    assert len(seen) > 2  # split in each pass another way
+
+
+def test_sequences_are_split_one_by_one_and_the_split_is_a_function_of_seed_and_step():
+    keys = {"num_iterations": 2, "minibatches": 3, "minibatch_by": "sequence"}
+    first = [list(map(lengths_of, each)) for each in split(groups_of(*SIZES), **keys)]
+    assert [sorted(map(len, each)) for each in first] == [[2, 3, 3]] * 2
+    assert any(n + 1 not in part for each in first for part in each for n in part if n % 2)
+    assert first == [list(map(lengths_of, each)) for each in split(groups_of(*SIZES), **keys)]
+    assert first != [list(map(lengths_of, each)) for each in split(groups_of(*SIZES), step=1, **keys)]
+
+
+def test_denominators_are_those_of_a_minibatch_groups_without_signal_included():
+    groups = groups_of(*SIZES)
+    groups[3].discarded = "zero_advantage"
+    (minibatches,) = split(groups, minibatches=2, batch_size=4)
+    for batch in minibatches:
+        quiet = 15 if batch.denominators.sequences * 2 > len(batch.samples) * 2 else 0
+        assert batch.denominators.sequences == 4
+        assert batch.denominators.tokens == batch.denominators.action_tokens == sum(lengths_of(batch)) + quiet
+    assert sum(batch.denominators.tokens for batch in minibatches) == 36
+    assert sorted(len(batch.samples) for batch in minibatches) == [2, 4]
+
+
+def test_what_has_nothing_to_train_on_is_left_out_and_where_all_is_quiet_a_probe_is_scored():
+    groups = groups_of(*SIZES)
+    for group in groups[1:]:
+        group.discarded = "zero_advantage"
+    three = split(groups, num_iterations=3, minibatches=4)
+    assert [[lengths_of(batch) for batch in each] for each in three] == [[[1, 2]]] * 3
+    groups[0].discarded = "zero_advantage"
+    ((batch,),) = split(groups, num_iterations=3, minibatches=4)
+    assert (list(batch.samples), len(batch.probe), batch.denominators.tokens) == ([], 4, 36)
+
+
+def test_one_update_is_the_whole_batch_as_it_stands():
+    ((batch,),) = split(groups_of(*SIZES))
+    assert lengths_of(batch) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (batch.update, batch.denominators.tokens) == (0, 36)
+    assert all(sample.old_logprobs is None for sample in batch.samples)
+
+
+def test_the_schedule_counts_updates():
+    """Eight steps of four updates have the rates of 32 steps."""
+    rates = [learning_rate("linear", u, 32, 8, 1.0) for u in range(32)]
+    assert rates[0] == 1 / 8
+    assert rates[7] == rates[8] == 1
+    assert rates[31] == pytest.approx(1 / 24)
+
+
+# -- against what the ratio is taken ------------------------------------------------------------------------------
+
+
+def micro_batch(advantages, sampler, old=None) -> MicroBatch:
+    def table(values):
+        return torch.tensor(np.array([values]), dtype=torch.float64)
+
+    mask = torch.ones(1, len(advantages), dtype=torch.bool)
+    return MicroBatch(
+        layout=None,  # type: ignore[arg-type]  # no forward pass here
+        targets_M=torch.zeros(len(advantages), dtype=torch.int64),
+        action_BT=mask,
+        loss_mask_BT=mask,
+        advantages_BT=table(advantages),
+        sampler_logprobs_BT=table(sampler),
+        old_logprobs_BT=None if old is None else table(old),
+    )
+
+
+def test_ratio_and_clipping_are_against_the_trainer_before_and_the_mismatch_against_the_sampler():
+    p, mu = np.array([0.2, 0.4, 0.3, 0.25]), np.array([0.25, 0.4, 0.2, 0.25])
+    ratio, advantages = np.array([1.5, 0.5, 1.1, 0.7]), [1.0, -1.0, 1.0, 1.0]
+    batch = micro_batch(advantages, np.log(mu), np.log(p))
+    logprobs = torch.tensor(np.log(p * ratio)[None], requires_grad=True)
+    loss_BT, sums = PolicyTerm().per_token(batch, TokenScores(logprobs))
+    assert loss_BT is not None
+    numbers = loss_metrics(sums)
+    assert loss_BT.tolist()[0] == pytest.approx([-1.2, 0.8, -1.1, -0.7])
+    assert (numbers["clip_ratio/high_mean"], numbers["clip_ratio/low_mean"]) == (0.25, 0.25)
+    assert (numbers["clip_ratio/region_mean"], numbers["policy/clipfrac_avg"]) == (0.5, 0.5)
+    assert numbers["val/ratio"] == pytest.approx(ratio.mean())
+    assert numbers["val/ratio_var"] == pytest.approx(ratio.var())
+    assert numbers["policy/approxkl_avg"] == pytest.approx(0.5 * np.mean(np.log(ratio) ** 2))
+    before, now = np.log(mu / p), np.log(mu / (p * ratio))
+    assert numbers["kl_sample_train_v1"] == pytest.approx(before.mean())
+    assert numbers["kl_sample_train_v2"] == pytest.approx(0.5 * np.mean(before**2))
+    assert numbers["kl_divergence_inference"] == pytest.approx(np.mean(np.exp(-now) - 1 + now))
+    (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), logprobs)
+    assert gradient_BT.tolist()[0] == pytest.approx([0, 0, -1.1, -0.7])  # clipped tokens do not train
+
+
+@pytest.mark.parametrize(("now", "expected"), [(0.33, -1.65), (0.4, -1.8)])
+def test_decoupled_ppo(now, expected):
+    """−w·min(rA, clip(r)A) with w = p/μ (arXiv 2505.24298; algorithms2 §6): μ .2, p .3, A 1, ε .2."""
+    batch = micro_batch([1.0], [math.log(0.2)], [math.log(0.3)])
+    scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
+    loss_BT, sums = PolicyTerm(tis_cap=10.0).per_token(batch, scores)
+    assert loss_BT is not None
+    assert loss_BT.item() == pytest.approx(expected)
+    assert loss_metrics(sums)["clip_ratio/high_mean"] == (now > 0.36)
+    if now == 0.33:  # p = μ: plain PPO
+        batch = micro_batch([1.0], [math.log(0.3)], [math.log(0.3)])
+        corrected, _ = PolicyTerm(tis_cap=10.0).per_token(batch, scores)
+        plain, _ = PolicyTerm().per_token(batch, scores)
+        assert corrected is not None
+        assert plain is not None
+        assert corrected.item() == pytest.approx(plain.item())
+
+
+def test_old_log_probabilities_are_the_trainers_own_of_every_action(base, lanes):
+    policy = local_policy(base, lanes)
+    with torch.no_grad():
+        policy.adapter.flat.copy_(trained(lanes, 2).flat)
+    samples = rollout(base, lanes, policy.adapter)
+    prompt = Prompt(Problem("0", "", ""), "", tuple(samples[0].token_ids[: samples[0].prefix].tolist()))
+    tokens = drawn(samples[0]).tolist()
+    first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    turns = [
+        Turn(prompt.token_ids, Action(first, "", np.zeros(len(first)), None, "stop")),
+        Turn((5, 6, 7), Action(second, "", np.zeros(len(second)), None, "stop")),
+    ]
+    kept = Rollout(prompt, turns, RewardResult(1.0), advantage=1.0, token_advantages_T=np.ones(len(tokens)))
+    ungraded = Rollout(prompt, turns[:1], RewardResult(None))
+    note_old_logprobs(policy, [Group(prompt, [kept, ungraded])])
+    assert ungraded.old_logprobs_T is None
+    assert kept.old_logprobs_T is not None
+    assert len(kept.old_logprobs_T) == len(tokens)
+    sample = passes_of(kept)
+    assert sample.old_logprobs is not None
+    assert not sample.old_logprobs[~sample.action_mask].any()
+    scored = policy.score([sample], frozenset({Want.LOGPROBS})).logprobs
+    assert scored is not None
+    assert kept.old_logprobs_T == pytest.approx(scored[0], abs=1e-6)
+
+
+def passes_of(one: Rollout):
+    ((batch,),) = passes(
+        [Group(one.prompt, [one])], credit_of([Group(one.prompt, [one])]), parse_dict({}).training, 0, STREAM
+    )
+    return batch.samples[0]
+
+
+def test_the_first_of_several_updates_is_that_of_one_and_the_second_goes_on_from_it(base, lanes):
+    """π_old is π then, so ratios are 1 and the gradient is that against the sampler; later they differ."""
+    policy, other = local_policy(base, lanes), local_policy(base, lanes)
+    one, several = other.adapter, policy.adapter
+    with torch.no_grad():
+        several.flat.copy_(trained(lanes, 0, size=0.05).flat)
+        one.flat.copy_(several.flat)
+    samples = rollout(base, lanes, one)
+    alone = update(lanes, one, samples, lr=1e-2)
+    scores = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
+    assert scores is not None
+    for sample, own_T in zip(samples, scores, strict=True):
+        sample.old_logprobs = np.zeros(len(sample))
+        sample.old_logprobs[sample.action_mask] = own_T
+    first = update(lanes, several, samples, lr=1e-2)
+    assert first["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert torch.allclose(one.flat, several.flat, atol=1e-6)
+    assert first["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=1e-4)
+    second = update(lanes, several, samples, lr=1e-2)
+    assert second["policy/approxkl_avg"] > 1e-4
+    assert second["kl_sample_train_v2"] == pytest.approx(first["kl_sample_train_v2"], abs=1e-8)
+    assert second["kl_divergence_inference"] > 1e-4
+
+
+# -- the row of all of them ---------------------------------------------------------------------------------------
+
+
+def test_the_row_of_several_updates_is_that_of_all_their_tokens():
+    """Against the same statistics over the tokens of all updates laid side by side."""
+    noise, taken, everything = np.random.default_rng(3), [], []
+    for number, count in enumerate((3, 8, 5)):
+        log_ratio_BT = torch.from_numpy(noise.normal(scale=0.3, size=(2, count)))
+        advantages_BT = torch.from_numpy(noise.normal(size=(2, count)))
+        everything.append((log_ratio_BT, advantages_BT))
+        zeros_BT, mask_BT = torch.zeros_like(log_ratio_BT), torch.ones_like(log_ratio_BT, dtype=torch.bool)
+        _, sums = losses.policy_loss("ppo", log_ratio_BT, zeros_BT, advantages_BT, mask_BT)
+        numbers = {**loss_metrics(sums), "loss": float(number), "optim/lr": 0.1 * number,
+                   "optim/grad_norm": 2.0 - number, "optim/grad_clipped": number == 1, "optim/skipped": False,
+                   "timing_forward_total": 1.0, "num_datums": 2}  # fmt: skip
+        samples = [s for g in groups_of((count, count)) for r in g.rollouts for s in [passes_of(r)]]
+        taken.append(Taken(TrainBatch(samples, Denominators(0, 0), 0, STREAM), numbers))
+    row = together(taken, 1)
+    log_ratio_T = np.concatenate([each.numpy().ravel() for each, _ in everything])
+    advantages_T = np.concatenate([each.numpy().ravel() for _, each in everything])
+    ratio_T = np.exp(log_ratio_T)
+    assert row["val/ratio"] == pytest.approx(ratio_T.mean())
+    assert row["val/ratio_var"] == pytest.approx(ratio_T.var())
+    assert row["policy/approxkl_avg"] == pytest.approx(0.5 * np.mean(log_ratio_T**2))
+    low, high = (ratio_T < 0.8) & (advantages_T < 0), (ratio_T > 1.2) & (advantages_T > 0)
+    assert low.any()
+    assert high.any()
+    assert row["clip_ratio/low_mean"] == pytest.approx(low.mean())
+    assert row["clip_ratio/high_mean"] == pytest.approx(high.mean())
+    assert row["policy/clipfrac_avg"] == pytest.approx((low | high).mean())
+    assert (row["loss"], row["optim/lr"], row["optim/lr_max"]) == (1.0, pytest.approx(0.1), 0.2)
+    assert (row["optim/grad_norm"], row["optim/grad_norm_max"]) == (1.0, 2.0)
+    assert (row["optim/grad_clipped"], row["optim/grad_clipped_frac"]) == (True, pytest.approx(1 / 3))
+    assert (row["optim/updates"], row["timing_forward_total"], row["num_datums"]) == (3, 3.0, 6)
+
+
+def test_the_extremes_are_those_of_all_updates_and_an_update_left_out_counts_in_nothing():
+    samples = [passes_of(groups_of((4,))[0].rollouts[0])]
+    batch = TrainBatch(samples, Denominators(4, 1), 0, STREAM)
+    given = [
+        {"clip_ratio/low_min": 0.5, "clip_ratio/high_max": 0.1, "loss": 1.0, "optim/skipped": False},
+        {"clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.9, "loss": 3.0, "optim/skipped": False},
+        {"clip_ratio/low_min": None, "clip_ratio/high_max": None, "loss": None, "optim/skipped": True},
+    ]
+    row = together([Taken(batch, {"val/ratio": None, **each}) for each in given], 3)
+    assert (row["clip_ratio/low_min"], row["clip_ratio/high_max"]) == (0.2, 0.9)
+    assert (row["loss"], row["optim/skipped"], row["optim/updates"], row["val/ratio"]) == (2.0, True, 2, None)
+
+
+def test_passes_end_early_once_the_policy_has_moved_far_enough():
+    samples = [passes_of(groups_of((4,))[0].rollouts[0])]
+    taken = [
+        Taken(TrainBatch(samples, Denominators(4, 1), 0, STREAM), {"policy/approxkl_avg": kl}) for kl in (0.0, 0.3)
+    ]
+    assert far_enough(taken, 0.1)
+    assert not far_enough(taken, 0.15)
+    assert not far_enough(taken, None)
+    assert not far_enough(taken[:1], 1e-9)
+    assert not far_enough([Taken(taken[0].batch, {"policy/approxkl_avg": None})], 1e-9)
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------
+
+TOML = """
+[algorithm]
+{algorithm}
+[training]
+max_steps = 2
+batch_size = 4
+group_size = 4
+max_tokens = 24
+lr = 1e-2
+{training}
+[model]
+lora_rank = 4
+[backend]
+devices = "cpu"
+"""
+
+
+def train(folder: Path, training: str, algorithm: str = "") -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    return train_quietly(folder, TOML.format(algorithm=algorithm, training=training))
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_clip_shares_of_a_run_are_those_of_its_ratios(tmp_path, monkeypatch, minibatches):
+    """Every ratio and advantage that went into a loss is recorded, and the row's shares are counted from them anew."""
+    recorded: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
+
+    def recording(name, logprobs_BT, old_BT, advantages_BT, mask_BT, **options):
+        ratio_BT = (logprobs_BT - old_BT).detach().double().exp()
+        recorded[-1].append((ratio_BT[mask_BT].numpy(), advantages_BT[mask_BT].double().numpy()))
+        return losses.policy_loss(name, logprobs_BT, old_BT, advantages_BT, mask_BT, **options)
+
+    together_before = together
+
+    def at_the_end_of_a_step(taken, made):
+        recorded.append([])
+        return together_before(taken, made)
+
+    monkeypatch.setattr(objectives, "policy_loss", recording)
+    monkeypatch.setattr("retrain.run.together", at_the_end_of_a_step)
+    rows = train(tmp_path, f"num_iterations = 4\nminibatches = {minibatches}\nclip_eps = 0.05\nclip_eps_high = 0.1")
+    assert len(recorded) == 3
+    clipped = 0.0
+    for row, parts in zip(rows, recorded, strict=False):
+        ratio_T, advantages_T = (np.concatenate(each) for each in zip(*parts, strict=True))
+        low, high = (ratio_T < 0.95) & (advantages_T < 0), (ratio_T > 1.1) & (advantages_T > 0)
+        assert row["clip_ratio/low_mean"] == pytest.approx(low.mean(), abs=1e-9)
+        assert row["clip_ratio/high_mean"] == pytest.approx(high.mean(), abs=1e-9)
+        assert row["clip_ratio/region_mean"] == row["policy/clipfrac_avg"] == pytest.approx((low | high).mean())
+        assert row["val/ratio"] == pytest.approx(ratio_T.mean(), rel=1e-6)
+        assert row["val/ratio_var"] == pytest.approx(ratio_T.var(), rel=1e-4)
+        assert row["clip_ratio/low_min"] <= row["clip_ratio/low_mean"]
+        assert row["clip_ratio/high_max"] >= row["clip_ratio/high_mean"]
+        assert row["optim/updates"] <= 4 * minibatches
+        assert row["kl_sample_train_v2"] < 1e-6  # before the first update sampler and trainer agree
+        assert row["kl_divergence_inference"] > 1e-6
+        clipped += row["clip_ratio/low_mean"] * row["clip_ratio/high_mean"]
+    assert clipped > 0  # on both sides in one step
+
+
+def test_a_target_ends_the_passes_and_without_it_there_are_all(tmp_path):
+    assert [row["optim/updates"] for row in train(tmp_path / "all", "num_iterations = 4")] == [4, 4]
+    few = train(tmp_path / "few", "num_iterations = 4\ntarget_kl = 1e-9")
+    assert [row["optim/updates"] for row in few] == [2, 2]  # the second is the first that has moved
+
+
+def test_the_row_of_one_update_has_no_key_of_several(tmp_path):
+    rows = train(tmp_path, "")
+    assert not {"optim/updates", "optim/lr_max", "optim/grad_norm_max"} & set(rows[0])
+    assert all(row["clip_ratio/region_mean"] == 0 for row in rows if row["num_datums"])
+
+
+def test_rates_of_a_run_follow_the_schedule_over_updates(tmp_path):
+    rows = train(tmp_path, "num_iterations = 2\nminibatches = 2\n[optimizer]\nschedule = 'linear'")
+    rates = [1e-2 * (1 - u / 8) for u in range(8)]
+    for row, own in zip(rows, (rates[:4], rates[4:]), strict=True):
+        if row["optim/updates"] == 4:
+            assert row["optim/lr"] == pytest.approx(np.mean(own))
+            assert row["optim/lr_max"] == pytest.approx(max(own))
+
+
+def test_a_correction_of_the_samplers_mismatch_clips_in_several_updates(tmp_path):
+    """With one update a clip range beside it is refused, as it could not act."""
+    keys = 'loss = "ppo"\ntis_cap = 2.0'
+    rows = train(tmp_path, "num_iterations = 4\nclip_eps = 0.02", keys)
+    assert max(row["clip_ratio/region_mean"] for row in rows) > 0
+    with pytest.raises(Exception, match="has no effect with tis_cap = 2"):
+        train(tmp_path, "clip_eps = 0.02", keys)
+
+
+def test_an_objective_of_one_loss_reads_old_log_probabilities_where_there_are_some(base, lanes):
+    """Plug-in losses, too, get what the ratio is taken against as their second argument."""
+    seen = []
+
+    def own(logprobs_BT, old_BT, advantages_BT, mask_BT):
+        seen.append(old_BT)
+        return -(logprobs_BT - old_BT).exp() * advantages_BT
+
+    samples = rollout(base, lanes, trained(lanes, 0))
+    for sample in samples:
+        sample.old_logprobs = np.where(sample.action_mask, -7.0, 0.0)
+    update(lanes, trained(lanes, 0), samples, loss=own)
+    assert {float(value) for table in seen for value in table.unique()} <= {0.0, -7.0}
+    assert objective(loss=own).every_sequence
