@@ -57,7 +57,7 @@ def passes(
 def _passes(
     groups: Sequence[Group], credit: Credit, training: Training, step: int, stream: tuple[int | str, ...]
 ) -> Iterator[list[TrainBatch]]:
-    counted = [[rollout for rollout in group.rollouts if rollout in credit.tokens] for group in groups]
+    counted = [[rollout for rollout in group.rollouts if rollout.token_advantages_T is not None] for group in groups]
     whole = training.minibatch_by == "group"
     units = [own for own in counted if own] if whole else [[rollout] for own in counted for rollout in own]
     for iteration in range(training.num_iterations):

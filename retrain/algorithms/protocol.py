@@ -13,19 +13,19 @@ from retrain.types import Group, Rollout
 
 @dataclass(frozen=True)
 class Credit:
-    """Of a whole step: what the loss is divided by, numbers for the record, and how many tokens of each rollout with a
-    reward count in the divisor."""
+    """Of a whole step: what the loss is divided by, numbers for the record, and how many tokens of a rollout count in
+    the divisor, where that is not all of them."""
 
     denominators: Denominators
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[Rollout, int] = field(default_factory=dict, compare=False)
 
     def denominators_of(self, rollouts: Sequence[Rollout]) -> Denominators:
-        """What a loss over these rollouts alone is divided by."""
-        known = [rollout for rollout in rollouts if rollout in self.tokens and len(rollout) > 0]
+        """What a loss over these rollouts alone is divided by; all have a reward."""
+        known = [rollout for rollout in rollouts if len(rollout) > 0]
         return replace(
             self.denominators,
-            tokens=sum(self.tokens[rollout] for rollout in known),
+            tokens=sum(self.tokens.get(rollout, len(rollout)) for rollout in known),
             sequences=sum(rollout.sequences for rollout in known),
             action_tokens=sum(map(len, known)),
         )
