@@ -223,15 +223,17 @@ def test_in_its_warm_up_the_critic_learns_alone(base, lanes, share):
 
 
 def test_a_critic_that_learns_fits_its_targets(base, lanes):
+    """Those of two prompts, one of which is always solved and one never."""
     policy = ppo_policy(base, lanes, moved=False, cliprange_value=0.0, lr=1e-2, vf_coef=1.0)
     samples = rollout(base, lanes, policy.adapter)[:6]
     for i, sample in enumerate(samples):
         sample.values = np.zeros(len(sample))
-        sample.value_targets = np.where(sample.action_mask, i // 3 % 2, 0.0)  # by prompt
-    errors = []
-    for _ in range(100):
-        errors.append(policy.update(batch_of(samples), objective_of(policy.config, "ppo"), 1e-3)["loss/value_avg"])
-    assert errors[-1] < 0.2 * errors[0]
+        sample.value_targets = np.where(sample.action_mask, i // 3, 0.0)
+    objective, errors = objective_of(policy.config, "ppo"), []
+    while len(errors) < 400 and (not errors or errors[-1] > 0.01):
+        errors.append(policy.update(batch_of(samples), objective, 1e-3)["loss/value_avg"])
+    assert errors[0] > 0.1
+    assert errors[-1] <= 0.01  # a constant would be left with 0.125
 
 
 # -- advantages of episodes ---------------------------------------------------------------------------------------
