@@ -30,7 +30,8 @@ from retrain.policy import Denominators, Lanes, Objective, TrainBatch, load_base
 from retrain.policy.budget import Budget
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import EntropyTerm, PolicyTerm
-from retrain.policy.update import new_optimizer, train_step
+from retrain.policy.optimizer import new_optimizer
+from retrain.policy.update import train_step
 from retrain.types import Sample
 
 
@@ -72,7 +73,7 @@ def ours(
     base = load_base(str(directory), devices="cpu", dtype=variant.dtype)
     lanes = Lanes(base)
     adapter = lanes.new_adapter(RANK, ALPHA).initialise("benchmark")
-    optimizer = new_optimizer(adapter, LR, (0.9, 0.999), 1e-8, 0.0)
+    optimizer = new_optimizer([adapter.flat], LR, (0.9, 0.999), 1e-8, 0.0)
     prompts, rewards = workload.prompt_ids(setting), workload.advantages(setting)
     samples = [
         Sample.single_turn(

@@ -14,9 +14,10 @@ from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, TokenScores
+from retrain.policy.optimizer import new_optimizer
 from retrain.policy.packing import NAME, register_attention
 from retrain.policy.protocol import Denominators
-from retrain.policy.update import _Work, new_optimizer
+from retrain.policy.update import _Work
 from retrain.types import Sample
 
 LAYERS, HIDDEN, VOCABULARY = 2, 4096, 151_936
@@ -74,7 +75,7 @@ def update(base: BaseModel, lanes: Lanes, dropout: float, twice: bool) -> tuple[
     """Forward, KL to the base, entropy bonus, backward and AdamW, without the questions that only numbers answer."""
     _offer_checkpointing(base, base.model.model)
     adapter = lanes.new_adapter(8, 16.0)
-    optimizer = new_optimizer(adapter, 1e-4, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = new_optimizer([adapter.flat], 1e-4, (0.9, 0.95), 1e-8, 0.0)
     objective = Objective((PolicyTerm(), KLTerm(0.1), EntropyTerm(0.01)), temperature=0.9)
     work = _Work(base, lanes, adapter, objective, Denominators(20, 4), dropout, (1,))
     batch = collate(samples(), base, share=dropout == 0).to(base.device)

@@ -17,9 +17,10 @@ from retrain.policy.budget import Budget
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
+from retrain.policy.optimizer import new_optimizer
 from retrain.policy.protocol import Denominators, TrainBatch
 from retrain.policy.threads import Workers
-from retrain.policy.update import new_optimizer, train_step
+from retrain.policy.update import train_step
 from retrain.rng import generator
 from retrain.types import Action, Sample
 
@@ -166,7 +167,7 @@ def objective(
 
 def adamw(adapter: Adapter, lr: float = 1e-3, weight_decay: float = 0.0) -> torch.optim.AdamW:
     """The optimizer of an adapter, with the usual constants."""
-    return new_optimizer(adapter, lr, (0.9, 0.999), 1e-8, weight_decay)
+    return new_optimizer([adapter.flat], lr, (0.9, 0.999), 1e-8, weight_decay)
 
 
 def update(

@@ -40,9 +40,9 @@ from retrain.policy.budget import Budget
 from retrain.policy.head import Head
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan, cache_bytes, kept_bytes
+from retrain.policy.optimizer import apply_gradient
 from retrain.policy.packing import NAME, register_attention
 from retrain.policy.protocol import TrainBatch, Want
-from retrain.policy.update import apply_gradient
 from retrain.record.observer import NullObserver
 from retrain.rng import generator
 from retrain.types import Sample
@@ -513,7 +513,7 @@ def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch,
     """As on a GPU, where its step count lies on the device: the third update after saving and loading is the third of
     three, bit by bit, and that of the plain optimizer up to rounding."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
-    monkeypatch.setattr(updating, "FUSED", ("cpu",))
+    monkeypatch.setattr("retrain.policy.optimizer.FUSED", ("cpu",))
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
     assert fused.optimizer.param_groups[0]["fused"]
     assert not plain.optimizer.param_groups[0]["fused"]

@@ -16,6 +16,7 @@ from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.optimizer import new_optimizer
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 
@@ -49,14 +50,8 @@ class Critic:
         self.lr = critic.lr or training.lr
         self.scale = self.lr / training.lr
         self.warmup_steps = critic.warmup_steps
-        self.optimizer = torch.optim.AdamW(
-            self.weights,
-            lr=self.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-            weight_decay=training.weight_decay,
-            foreach=False,
-        )
+        betas = (optimizer.beta1, optimizer.beta2)
+        self.optimizer = new_optimizer(self.weights, self.lr, betas, optimizer.eps, training.weight_decay)
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -22,9 +22,10 @@ from retrain.policy.logprobs import by_place, collate, hidden_states, split_micr
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
+from retrain.policy.optimizer import new_optimizer
 from retrain.policy.protocol import Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
-from retrain.policy.update import new_optimizer, train_step
+from retrain.policy.update import train_step
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
@@ -79,7 +80,7 @@ class LocalPolicy:
         self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
-        self.optimizer = new_optimizer(self.adapter, training.lr, betas, optimizer.eps, training.weight_decay)
+        self.optimizer = new_optimizer([self.adapter.flat], training.lr, betas, optimizer.eps, training.weight_decay)
         tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
         self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.critic = Critic(base, lanes, config, stream) if config.algorithm.critic else None

@@ -7,7 +7,6 @@ cost no backward pass; so neither micro-batching nor skipping changes the update
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from retrain.errors import NonFinite
 from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS, NotFiniteError, Sums, add_sums, loss_metrics
@@ -34,14 +32,13 @@ from retrain.policy.logprobs import (
 )
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import Objective, TokenScores, ValueTerm
+from retrain.policy.optimizer import Step
 from retrain.policy.packing import Layout
 from retrain.policy.protocol import PROBE_SIZE, Denominators, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
 from retrain.types import Sample, without_advantages
 
-FUSED = ("cuda",)
-"""Devices on which AdamW is one kernel."""
 UPDATE_PARTS = (
     "forward",
     "backward",
@@ -53,40 +50,6 @@ UPDATE_PARTS = (
     "weight_sync_trainer",
 )
 """The parts that an update's seconds are counted by; the catalogue describes each (``timing_<part>_total``)."""
-
-
-def new_optimizer(
-    adapter: Adapter, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW over the adapter's flat master weights; on a GPU as one kernel, which needs no memory besides the moments
-    and therefore changes all or nothing."""
-    kind: dict[str, Any] = {"fused": True} if adapter.flat.device.type in FUSED else {"foreach": False}
-    return torch.optim.AdamW([adapter.flat], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
-
-
-def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, whose first one makes its moments: where memory runs out before anything was changed,
-    a second try begins anew with what torch can give back. Raises what the optimizer raised."""
-    fresh, before = not optimizer.state, _versions(optimizer)
-    try:
-        optimizer.step()
-        return
-    except (MemoryError, RuntimeError) as error:
-        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
-        if changed or not is_out_of_memory(error):
-            raise
-    if fresh:
-        optimizer.state.clear()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    optimizer.step()
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """How often every tensor of an optimizer, weights and moments, has been changed in place."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
 
 
 def train_step(
@@ -124,7 +87,7 @@ def train_step(
     stream = (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
     work = partial(_Work, base, lanes, denominators=batch.denominators, dropout=dropout, dropout_stream=stream)
     both = critic is not None and critic.adapter is None and len(trained) > 0
-    steps: list[_Step] = []
+    steps: list[Step] = []
     clocks: list[_Clock] = []
     try:
         if trained or probe:
@@ -137,9 +100,9 @@ def train_step(
             clocks.append(clock)
             metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
             if trained:
-                steps.append(_Step(optimizer, [adapter.flat], lr, loss))
+                steps.append(Step(optimizer, [adapter.flat], lr, loss))
             if critic is not None and both:
-                steps.append(_Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
+                steps.append(Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
                 metrics |= _value_metrics(sums)
         if critic is not None and samples and not both:
             own = work(
@@ -150,7 +113,7 @@ def train_step(
             )
             loss, sums, clock = own.gradient(samples, budget, workers)
             clocks.append(clock)
-            steps.append(_Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
+            steps.append(Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
             metrics |= _value_metrics(sums)
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
@@ -168,37 +131,6 @@ def train_step(
     if trained:
         metrics |= {"loss": steps[0].loss, "reported_loss": steps[0].loss}
     return metrics | clock.metrics()
-
-
-class _Step:
-    """What one optimizer is about to do with the gradients of its weights; ``name`` stands before its metrics' names
-    where it is not the policy's."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
-    ):
-        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
-        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norms = [float(gradient.norm()) for gradient in self.gradients]
-        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-
-    def check(self) -> None:
-        """Raise NonFinite when loss or gradient is not finite."""
-        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            of = "of the critic " if self.name else ""
-            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
-
-    def take(self, clip_norm: float) -> dict[str, Any]:
-        """Change the weights; gradients are scaled to ``clip_norm`` if larger (0: never). Returns what to log."""
-        clipped = clip_norm > 0 and self.norm > clip_norm
-        if clipped:
-            for gradient in self.gradients:
-                gradient.mul_(clip_norm / (self.norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
-        apply_gradient(self.optimizer)
-        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
-        return logged if self.name else {**logged, "optim/grad_clipped": clipped}
 
 
 def _policy_metrics(sums: Sums, kl_coef: float, sequences: int, trained: bool) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""AdamW over flat weights, and the step of one optimizer: norm, check, clipping, change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrain.errors import NonFinite
+from retrain.policy.budget import is_out_of_memory
+
+FUSED = ("cuda",)
+"""Devices on which AdamW is one kernel."""
+
+
+def new_optimizer(
+    weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW over flat master weights; on a GPU as one kernel, which needs no memory besides the moments and therefore
+    changes all or nothing."""
+    kind: dict[str, Any] = {"fused": True} if weights[0].device.type in FUSED else {"foreach": False}
+    return torch.optim.AdamW(weights, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, whose first one makes its moments: where memory runs out before anything was changed,
+    a second try begins anew with what torch can give back. Raises what the optimizer raised."""
+    fresh, before = not optimizer.state, _versions(optimizer)
+    try:
+        optimizer.step()
+        return
+    except (MemoryError, RuntimeError) as error:
+        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
+        if changed or not is_out_of_memory(error):
+            raise
+    if fresh:
+        optimizer.state.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    optimizer.step()
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """How often every tensor of an optimizer, weights and moments, has been changed in place."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
+
+
+class Step:
+    """What one optimizer is about to do with the gradients of its weights; ``name`` stands before its metrics' names
+    where it is not the policy's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
+    ):
+        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
+        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms = [float(gradient.norm()) for gradient in self.gradients]
+        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+    def check(self) -> None:
+        """Raise NonFinite when loss or gradient is not finite."""
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            of = "of the critic " if self.name else ""
+            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
+
+    def take(self, clip_norm: float) -> dict[str, Any]:
+        """Change the weights; gradients are scaled to ``clip_norm`` if larger (0: never). Returns what to log."""
+        clipped = clip_norm > 0 and self.norm > clip_norm
+        if clipped:
+            for gradient in self.gradients:
+                gradient.mul_(clip_norm / (self.norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        apply_gradient(self.optimizer)
+        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
+        return logged if self.name else {**logged, "optim/grad_clipped": clipped}
