@@ -16,7 +16,7 @@ from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.optimizer import new_optimizer
+from retrain.policy.optimizer import Step, new_optimizer
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 
@@ -57,6 +57,10 @@ class Critic:
     def weights(self) -> list[nn.Parameter]:
         """The flat buffers that it trains."""
         return [self.head.flat, *([] if self.adapter is None else [self.adapter.flat])]
+
+    def step(self, lr: float, loss: float) -> Step:
+        """What its optimizer does with the gradients of its weights, at the policy's learning rate ``lr``."""
+        return Step(self.optimizer, self.weights, lr * self.scale, loss, "critic_")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """A copy of its weights in host memory."""

@@ -86,50 +86,41 @@ def train_step(
         metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
     stream = (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
     work = partial(_Work, base, lanes, denominators=batch.denominators, dropout=dropout, dropout_stream=stream)
-    both = critic is not None and critic.adapter is None and len(trained) > 0
-    steps: list[Step] = []
-    clocks: list[_Clock] = []
+    planned: list[tuple[_Work, Sequence[Sample]]] = []
+    shared = critic if critic is not None and critic.adapter is None and trained else None
+    if trained or probe:
+        asked = objective if trained else objective.without_gradient()
+        if shared is not None:
+            planned.append((work(adapter, asked, head=shared.head), samples))
+        else:
+            planned.append((work(adapter, asked.without(ValueTerm)), trained or probe))
+    if critic is not None and samples and shared is None:
+        lane, frozen = critic.adapter or adapter, critic.adapter is None
+        planned.append((work(lane, objective.alone(ValueTerm), head=critic.head, frozen=frozen), samples))
+    steps, clock = list[Step](), _Clock(base.device)
     try:
-        if trained or probe:
-            asked = objective if trained else objective.without_gradient()
-            if critic is not None and both:
-                used, asked = samples, work(adapter, asked, head=critic.head)
-            else:
-                used, asked = trained or probe, work(adapter, asked.without(ValueTerm))
-            loss, sums, clock = asked.gradient(used, budget, workers)
-            clocks.append(clock)
-            metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
-            if trained:
-                steps.append(Step(optimizer, [adapter.flat], lr, loss))
-            if critic is not None and both:
-                steps.append(Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
+        for each, used in planned:
+            loss, sums, own = each.gradient(used, budget, workers)
+            clock.add(own, 1.0)
+            clock.microbatches += own.microbatches
+            if Want.LOGPROBS in each.objective.needs:
+                metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
+                if trained:
+                    metrics |= {"loss": loss, "reported_loss": loss}
+                    steps.append(Step(optimizer, [adapter.flat], lr, loss))
+            if critic is not None and each.head is not None:
                 metrics |= _value_metrics(sums)
-        if critic is not None and samples and not both:
-            own = work(
-                critic.adapter or adapter,
-                objective.alone(ValueTerm),
-                head=critic.head,
-                frozen=critic.adapter is None,
-            )
-            loss, sums, clock = own.gradient(samples, budget, workers)
-            clocks.append(clock)
-            steps.append(Step(critic.optimizer, critic.weights, lr * critic.scale, loss, "critic_"))
-            metrics |= _value_metrics(sums)
+                steps.append(critic.step(lr, loss))
     except NotFiniteError as error:
         raise NonFinite(f"{error}: the update was not applied") from error
-    if not clocks:
+    if not planned:
         return metrics
     for step in steps:
         step.check()
-    clock = _Clock(base.device)
+    clock.begin()
     for step in steps:
         metrics |= step.take(grad_clip_norm)
     clock.lap("weight_sync_trainer")
-    for other in clocks:
-        clock.add(other, 1.0)
-        clock.microbatches += other.microbatches
-    if trained:
-        metrics |= {"loss": steps[0].loss, "reported_loss": steps[0].loss}
     return metrics | clock.metrics()
 
 
