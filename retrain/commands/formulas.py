@@ -55,7 +55,7 @@ def critic_words(config: Config) -> str:
         what = f"a value head and an adapter of its own of rank {config.lane_ranks - config.model.lora_rank}, {lr}"
     loss = f"{critic.vf_coef:g} × squared error of the value"
     if critic.cliprange_value and training.several_updates:
-        loss += f", moved by {critic.cliprange_value:g} at most since before the first update"
+        loss += f", or that of the value moved by {critic.cliprange_value:g} at most where that is more"
     alone = f"; trains alone in the first {plural(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
     return f"{what}; {loss}{alone}"
 
@@ -120,6 +120,8 @@ def loss_words(config: Config) -> str:
 
 def _ratio_words(config: Config, words: str) -> str:
     """What the loss does with the importance ratio; in several updates of a batch that is the policy's own."""
+    if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
+        words = words.replace("clipped", "not clipped")
     return words.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else words
 
 

@@ -211,7 +211,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
         alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
         print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
     assumed = {
-        i: "; ".join([f"prompts of {works[i].prompt} tokens", *costs.assumptions(specs[i].config, device)])
+        i: "; ".join([f"prompts of {works[i].prompt} tokens", *costs.assumptions(specs[i].config, estimates[i].memory)])
         for i in kinds
     }
     print_by_kind("assuming", assumed, kinds)
@@ -254,11 +254,12 @@ def run_memory_words(one: Estimate) -> str:
     process = f"Python and torch {size(memory.process)}, " if memory.process else ""
     adapter = "adapter, critic and optimizers" if one.critic_parameters else "adapter and optimizer"
     head = f", a copy of the output layer {size(memory.head_copy)}" if memory.head_copy else ""
-    blocks = f", beside {size(memory.block_copy)} for a copy of the other weights" if memory.block_copy else ""
+    blocks = f", with {size(memory.block_copy)} of weights copied for it" if memory.block_copy else ""
     return (
-        f"{memory_words(memory)} for one run: {process}model {size(memory.base)}, {adapter} {size(memory.adapter)}{head},"
-        f" and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time and"
-        f" {size(memory.sampling)} to decode all its sequences at once (fewer decode together when memory is short){blocks}"
+        f"{memory_words(memory)} for one run: {process}model {size(memory.base)}, {adapter} {size(memory.adapter)}"
+        f"{head}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time and"
+        f" {size(memory.sampling)} to decode all its sequences at once (fewer decode together when memory is short)"
+        f"{blocks}"
     )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
-"""Weights are copied for decoding on a CPU, merged with an adapter or packed, only where that takes at most this share of
-the memory."""
+"""Of the memory at most, for weights that are copied to decode with: merged with an adapter, or packed."""
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
 """Per adapter weight: fp32 master, gradient and the two moments of AdamW; the weights as they were published to the
 engine."""
@@ -25,8 +24,8 @@ def cpu_token_budget(weight_bytes: int) -> int:
 
 
 def adapter_bytes(weights: int, itemsize: int) -> int:
-    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: beside what
-    is trained and what was published the copy in the base's precision that decoding reads."""
+    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: what is
+    trained, what was published, and the copy in the base's precision that decoding reads."""
     return weights * (TRAINED_BYTES + PUBLISHED_BYTES + itemsize)
 
 

@@ -24,7 +24,6 @@ from retrain.models.sizes import (
     kept_bytes,
 )
 from retrain.models.targets import DENSE_FAMILIES, targeted
-from retrain.wording import listed
 
 if TYPE_CHECKING:
     from retrain.config import Config
@@ -101,29 +100,31 @@ def all_training_operations(config: Config) -> int:
     return alone * training_operations(config, warming=True) + (steps - alone) * training_operations(config)
 
 
-ON_CPU = "weights are copied for decoding as with oneDNN, and the system's own cache of files takes nothing"
-"""What the memory on a CPU takes for granted."""
-
-
-def assumptions(config: Config, device: Device | None = None) -> tuple[str, ...]:
-    """What the estimates of one run take for granted, with those that hold for this device alone."""
+def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]:
+    """What the estimates of one run take for granted, with what this ``memory`` of it does."""
     training, scored = config.training, scorings(config)
     every = "every completion at full length (most end earlier), no prompt left out of the update"
     if training.target_kl is not None and training.num_iterations > 1:
         every += ", every pass made (target_kl ends them earlier)"
     operations = f"training a token costs {training_operations(config)} operations per active parameter: "
     if scored:
-        operations += f"before the first update one forward each for {listed(scored, len(scored))}, then "
-    operations += ", and ".join(_update_passes(config))
+        each = " each" if len(scored) > 1 else ""
+        operations += f"before the first update one forward{each} for {' and '.join(scored)}, then "
     if training.num_iterations > 1:
-        operations += f", all {training.num_iterations} times"
+        operations += f"{training.num_iterations} times over "
+    operations += ", and ".join(_update_passes(config))
     if config.algorithm.critic and config.critic.warmup_steps:
         operations += f" (in the first {config.critic.warmup_steps} steps {training_operations(config, warming=True)})"
     kept = "adapter, gradient, two Adam moments and the published adapter in fp32"
     if config.algorithm.critic:
         kept += ", and so the critic, which is not published"
     reached = f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached"
-    return (every, operations, reached, kept, *([ON_CPU] if device is not None and device.kind == "cpu" else []))
+    on_cpu = []
+    if memory is not None and memory.head_copy:
+        on_cpu.append("weights are copied for decoding, as with a torch that has oneDNN")
+    if memory is not None and memory.process:
+        on_cpu.append("what the system keeps of the model's file is not counted")
+    return (every, operations, reached, kept, *on_cpu)
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one run. ``process`` (of Python and torch, on a CPU), ``base`` with ``head_copy`` (its output layer, laid
-    out for decoding) and ``adapter`` (with critic and optimizers) stay; beside them there is either ``training``, what
+    """Bytes of one run. ``process`` (Python and torch, on a CPU), ``base`` with ``head_copy`` (its output layer as
+    decoding reads it) and ``adapter`` (with critic and optimizers) stay; beside them there is either ``training``, what
     a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what all sequences of a step take at once, with
     ``block_copy``, the weights that decoding on a CPU reads."""
 
