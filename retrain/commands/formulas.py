@@ -6,6 +6,7 @@ from retrain.config import Config
 from retrain.config.algorithm import Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
 from retrain.config.tasks import Reward, RewardComponent
+from retrain.config.training import Training
 from retrain.wording import plural
 
 REWARDS = {
@@ -24,12 +25,46 @@ DIVISORS = {
 def advantage_words(config: Config) -> str:
     """The credit of a completion with reward r."""
     mode = config.algorithm.advantage_mode
+    if config.algorithm.critic:
+        return _critic_advantage(config)
     return ADVANTAGES[mode].formula if mode in ADVANTAGES else f"your own {mode}"
+
+
+WHITENED = ", then whitened over the batch"
+
+
+def _critic_advantage(config: Config) -> str:
+    """The advantage of a token, with the numbers of this run."""
+    critic = config.critic
+    lam = f"λ = {critic.policy_lambda:g}"
+    if critic.value_lambda != critic.policy_lambda:
+        lam += f" ({critic.value_lambda:g} for what the critic learns)"
+    formula = ADVANTAGES[config.algorithm.advantage_mode].formula.removesuffix(WHITENED)
+    return f"{formula}, γ = {critic.gamma:g}, {lam}{WHITENED if critic.whiten else ''}"
+
+
+def critic_words(config: Config) -> str:
+    """What gives the values and how it is trained; empty without a critic."""
+    critic, training = config.critic, config.training
+    if not config.algorithm.critic:
+        return ""
+    lr = f"lr {critic.lr or training.lr:g}"
+    if critic.share_adapter:
+        what = f"a value head ({lr}) on the policy's adapter, which learns both"
+    else:
+        what = f"a value head and an adapter of its own of rank {config.lane_ranks - config.model.lora_rank}, {lr}"
+    loss = f"{critic.vf_coef:g} × squared error of the value"
+    if critic.cliprange_value and training.several_updates:
+        loss += f", or that of the value moved by {critic.cliprange_value:g} at most where that is more"
+    alone = f"; trains alone in the first {plural(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
+    return f"{what}; {loss}{alone}"
 
 
 def credit_words(config: Config) -> str:
     """How a completion's credit is spread over its tokens."""
     mode = config.algorithm.transform_mode
+    if config.algorithm.critic and mode == "none":
+        return "every token its own"
     return TOKEN_CREDIT[mode].words if mode in TOKEN_CREDIT else f"your own {mode}"
 
 
@@ -60,23 +95,59 @@ def _ramp(sepa: Sepa) -> str:
 
 
 def loss_words(config: Config) -> str:
-    """The loss of a run: its name, what it is divided by, and every term that is switched on."""
-    algorithm = config.algorithm
-    words = [f"{algorithm.loss} ({LOSSES[algorithm.loss].words if algorithm.loss in LOSSES else 'your own'})"]
-    own = "" if algorithm.loss in LOSSES else f" of your own {algorithm.loss}"
-    if algorithm.tis_cap is not None:
-        words = [f"policy gradient{own} weighted by π/π_sampler up to {algorithm.tis_cap:g}"]
-    elif algorithm.icepop_band is not None:
-        low, high = algorithm.icepop_band
-        words = [f"policy gradient{own} weighted by π/π_sampler where that is {low:g} to {high:g}"]
+    """The loss of a run: its name, what it is divided by, every term that is switched on, and how many updates of a
+    batch are made with it."""
+    algorithm, several = config.algorithm, config.training.several_updates
+    built_in = LOSSES.get(algorithm.loss)
+    words = [f"{algorithm.loss} ({_ratio_words(config, built_in.words) if built_in else 'your own'})"]
+    weight = _mismatch_words(config)
+    if weight and several:
+        words.append(weight)
+    elif weight:
+        words = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
     words.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
     if algorithm.dual_clip is not None:
         words.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
-    if algorithm.kl_coef > 0:
-        words.append(f"plus {algorithm.kl_coef:g} × KL to the base")
+    if algorithm.loss_kl_coef > 0:
+        words.append(f"plus {algorithm.loss_kl_coef:g} × KL to the base")
+    if algorithm.reward_kl_coef > 0:
+        estimate = algorithm.kl_in_reward
+        words.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
     if algorithm.entropy_coef > 0:
         words.append(f"minus {algorithm.entropy_coef:g} × entropy")
-    return ", ".join(words)
+    return ", ".join(words) + (f"; {_update_words(config.training)}" if several else "")
+
+
+def _ratio_words(config: Config, words: str) -> str:
+    """What the loss does with the importance ratio; in several updates of a batch that is the policy's own."""
+    if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
+        words = words.replace("clipped", "not clipped")
+    return words.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else words
+
+
+def _mismatch_words(config: Config) -> str:
+    """The weight that corrects the difference of sampler and trainer; empty without one."""
+    algorithm = config.algorithm
+    policy = "π_old" if config.training.several_updates else "π"
+    if algorithm.tis_cap is not None:
+        return f"weighted by {policy}/π_sampler up to {algorithm.tis_cap:g}"
+    if algorithm.icepop_band is not None:
+        low, high = algorithm.icepop_band
+        return f"weighted by {policy}/π_sampler where that is {low:g} to {high:g}"
+    return ""
+
+
+def _update_words(training: Training) -> str:
+    """How often a batch is trained on."""
+    made = training.num_iterations
+    words = f"{made} {'pass' if made == 1 else 'passes'}"
+    if training.minibatches > 1:
+        parts = "whole groups" if training.minibatch_by == "group" else "single completions"
+        words += f" × {training.minibatches} minibatches of {parts}"
+    words += f" = {training.updates} updates of a batch, π_old is from before the first"
+    if training.target_kl is not None and made > 1:
+        words += f"; no further pass once KL(π_old, π) exceeds {training.target_kl:g}"
+    return words
 
 
 def environment_words(config: Config) -> str:

@@ -93,7 +93,7 @@ def explain(file: ConfigFile, sets: Sets = None, out: Out = None, pilot: Pilot =
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
-    from retrain.commands.formulas import credit_formula, environment_words, loss_words, reward_words
+    from retrain.commands.formulas import credit_formula, critic_words, environment_words, loss_words, reward_words
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -104,6 +104,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
     print()
     print_by_words("token credit", credit_formula, conditions)
+    print_by_words("critic", critic_words, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
     if conditions[0].config.environment.hosted:
@@ -117,8 +118,8 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
 
 
 def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
-    """Print what ``words_of`` says of the conditions, each text once with those that it holds for."""
-    for words in dict.fromkeys(words_of(spec.config) for spec in conditions):
+    """Print what ``words_of`` says of the conditions, each text once with those that it holds for; no empty one."""
+    for words in filter(None, dict.fromkeys(words_of(spec.config) for spec in conditions)):
         having = [spec.label for spec in conditions if words_of(spec.config) == words]
         print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
@@ -196,27 +197,70 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
     estimates = [costs.estimate_run(spec.config, architecture, device, prompt_tokens) for spec in specs]
-    one = estimates[0]
-    print(
-        f"model         {config.model.model}: {count(architecture.parameters())} parameters, frozen;"
-        f" {count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
-    )
-    memory = one.memory
-    print(
-        f"memory        {memory_words(memory)} for one run: model {size(memory.base)}, adapter and optimizer"
-        f" {size(memory.adapter)}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,}"
-        f" tokens at a time and {size(memory.sampling)} to decode all its sequences at once (fewer decode together when"
-        " memory is short)"
-    )
+    kinds = kinds_of(specs)
+    print_by_kind("model", {i: model_words(specs[i].config, architecture, estimates[i]) for i in kinds}, kinds)
+    print_by_kind("memory", {i: run_memory_words(estimates[i]) for i in kinds}, kinds)
     if len(specs) > 1:
-        print_lanes(planned_cohorts(specs, device), one)
+        print_lanes(
+            planned_cohorts(specs, device), {spec.run_id: one for spec, one in zip(specs, estimates, strict=True)}
+        )
     total = sum(each.seconds for each in estimates)
     print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
     if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
         there = costs.reference_gpu()
         alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
         print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
-    print(f"assuming      {'; '.join([f'prompts of {works[0].prompt} tokens', *costs.assumptions(config)])}")
+    assumed = {
+        i: "; ".join([f"prompts of {works[i].prompt} tokens", *costs.assumptions(specs[i].config, estimates[i].memory)])
+        for i in kinds
+    }
+    print_by_kind("assuming", assumed, kinds)
+
+
+def kinds_of(specs: list[RunSpec]) -> dict[int, list[str]]:
+    """The first run of every kind, by its place, with the labels of those that it stands for. Kinds differ in their
+    critics and in what an update computes; what else differs between conditions is told of the first one alone."""
+    from retrain.campaign.planning.costs import assumptions
+
+    places: dict[tuple[object, ...], int] = {}
+    kinds: dict[int, list[str]] = {}
+    for i, spec in enumerate(specs):
+        critic_rank = spec.config.lane_ranks - spec.config.model.lora_rank
+        labels = kinds.setdefault(places.setdefault((critic_rank, assumptions(spec.config)), i), [])
+        if spec.label not in labels:
+            labels.append(spec.label)
+    return kinds
+
+
+def print_by_kind(name: str, texts: dict[int, str], kinds: dict[int, list[str]]) -> None:
+    """Print each of these texts once, with the labels of the kinds of runs that it holds for where there are others."""
+    for text in dict.fromkeys(texts.values()):
+        having = [i for i in kinds if texts[i] == text]
+        labels = ", ".join(label for i in having for label in kinds[i])
+        print(f"{name:<14}{text}" + ("" if len(having) == len(kinds) else f"  ({labels})"))
+
+
+def model_words(config: Config, architecture: Architecture, one: Estimate) -> str:
+    """The model, and how much of it and beside it is trained."""
+    trained = f"{count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
+    if one.critic_parameters:
+        trained += f", {count(one.critic_parameters)} in the critic"
+    return f"{config.model.model}: {count(architecture.parameters())} parameters, frozen; {trained}"
+
+
+def run_memory_words(one: Estimate) -> str:
+    """What one run takes, and of what that is made up."""
+    memory = one.memory
+    process = f"Python and torch {size(memory.process)}, " if memory.process else ""
+    adapter = "adapter, critic and optimizers" if one.critic_parameters else "adapter and optimizer"
+    head = f", a copy of the output layer {size(memory.head_copy)}" if memory.head_copy else ""
+    blocks = f", with {size(memory.block_copy)} of weights copied for it" if memory.block_copy else ""
+    return (
+        f"{memory_words(memory)} for one run: {process}model {size(memory.base)}, {adapter} {size(memory.adapter)}"
+        f"{head}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time and"
+        f" {size(memory.sampling)} to decode all its sequences at once (fewer decode together when memory is short)"
+        f"{blocks}"
+    )
 
 
 def print_squeeze_plan(config: Config) -> None:
@@ -243,20 +287,24 @@ def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]
     return cohorts(specs, lane_count(specs, device.kind == "gpu"))
 
 
-def print_lanes(groups: list[list[RunSpec]], one: Estimate) -> None:
-    """Print how many runs share the base at a time, and what memory they take together."""
+def print_lanes(groups: list[list[RunSpec]], estimates: dict[str, Estimate]) -> None:
+    """Print how many runs share the base at a time, and what memory the cohort that takes most needs; ``estimates`` by
+    the names of the runs."""
+    from retrain.campaign.planning.costs import shared_memory
+
     sizes = [len(group) for group in groups]
-    most = max(sizes)
-    together = f"{most} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    together = f"{max(sizes)} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    taken = [shared_memory([estimates[spec.run_id].memory for spec in group]) for group in groups]
+    most, runs = max(zip(taken, sizes, strict=True), key=lambda each: each[0].peak())
     print(
         f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {together};"
-        f" {memory_words(one.memory, most)} for {most} of them"
+        f" {memory_words(most)} for {runs} of them"
     )
 
 
-def memory_words(memory: Memory, lanes: int = 1) -> str:
-    """What so many runs together take at least, and at most where that is more."""
-    least, most = memory.least(lanes), memory.peak(lanes)
+def memory_words(memory: Memory) -> str:
+    """What is needed at least, and taken at most where that is more."""
+    least, most = memory.least(), memory.peak()
     return f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
-ADAPTER_BYTES = 20
-"""Per adapter weight, beside its copy in the base's precision that decoding reads: fp32 master, gradient, the two
-moments of AdamW, and the weights as they were published to the engine."""
+COPY_SHARE = 0.25
+"""Of the memory at most, for weights that are copied to decode with: merged with an adapter, or packed."""
+TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
+"""Per adapter weight: fp32 master, gradient and the two moments of AdamW; the weights as they were published to the
+engine."""
 LOGITS_COPIES = 5
 """What a sampled token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
 
@@ -22,8 +24,28 @@ def cpu_token_budget(weight_bytes: int) -> int:
 
 
 def adapter_bytes(weights: int, itemsize: int) -> int:
-    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes."""
-    return weights * (ADAPTER_BYTES + itemsize)
+    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: what is
+    trained, what was published, and the copy in the base's precision that decoding reads."""
+    return weights * (TRAINED_BYTES + PUBLISHED_BYTES + itemsize)
+
+
+def critic_bytes(weights: int) -> int:
+    """Bytes of a critic with this many trained weights, which is neither published nor decoded with."""
+    return weights * TRAINED_BYTES
+
+
+def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_memory: int) -> tuple[int, int]:
+    """Bytes of the copies of weights that decoding on a CPU reads: of the ``blocks`` for the length of a call, of the
+    output layer for good.
+
+    ``blocks`` and ``head`` are the numbers in their linear layers, ``weights`` those of the whole model, all of
+    ``itemsize`` bytes. Larger models are packed where they are not in fp64, others have an adapter merged into a copy
+    where they are not in bf16. There is no copy where the weights take more than ``COPY_SHARE`` of the memory.
+    """
+    if weights * itemsize > COPY_SHARE * total_memory:
+        return 0, 0
+    packed, merged = itemsize <= 4 and weights * itemsize > SMALL_MODEL_BYTES, itemsize >= 4
+    return (packed or merged) * blocks * itemsize, packed * head * itemsize
 
 
 def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_norms: bool, itemsize: int) -> int:

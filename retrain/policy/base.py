@@ -16,13 +16,11 @@ from retrain.config import Config
 from retrain.errors import ModelError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
-from retrain.models.sizes import SMALL_MODEL_BYTES
+from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.tokenizer import Tokenizer
 
-COPY_SHARE = 0.25
-"""Weights are copied, merged with an adapter or packed, only where that takes less than this share of the memory."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

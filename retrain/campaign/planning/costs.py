@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from retrain.config.modes import Need
 from retrain.files import read_json
 from retrain.gpus import usable_gpu
 from retrain.models import find_file
-from retrain.models.sizes import LOGITS_COPIES, adapter_bytes, cpu_token_budget, kept_bytes
-from retrain.models.targets import targeted
+from retrain.models.sizes import (
+    LOGITS_COPIES,
+    adapter_bytes,
+    cpu_token_budget,
+    critic_bytes,
+    decoding_copies,
+    kept_bytes,
+)
+from retrain.models.targets import DENSE_FAMILIES, targeted
 
 if TYPE_CHECKING:
     from retrain.config import Config
@@ -45,25 +53,78 @@ TRAINING_OPERATIONS, FORWARD_OPERATIONS = 4, 2
 """Per active parameter and token: a forward pass, and a backward pass to the inputs alone, because the base is frozen;
 and of one forward pass more."""
 
-
-def training_operations(config: Config) -> int:
-    """Operations per active parameter for training one token: the KL to the base needs the base's own pass."""
-    reference = config.algorithm.kl_coef > 0 or config.logging.log_kl
-    return TRAINING_OPERATIONS + (FORWARD_OPERATIONS if reference else 0)
+PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
+"""Of Python, torch and transformers themselves, measured after a first product; a GPU holds none of that."""
 
 
-def assumptions(config: Config) -> tuple[str, ...]:
-    """What the estimates of one run take for granted."""
-    operations = training_operations(config)
-    passes = "one forward, and one backward that makes no gradients of the base"
-    if operations > TRAINING_OPERATIONS:
-        passes += ", and one of the base for the KL"
-    return (
-        "every completion at full length (most end earlier), no prompt left out of the update",
-        f"training a token costs {operations} operations per active parameter: {passes}",
-        f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached",
-        "adapter, gradient, two Adam moments and the published adapter in fp32",
-    )
+def scorings(config: Config) -> list[str]:
+    """The forward passes that all rollouts go through before the first update of a step, in words."""
+    needs = config.algorithm.needs
+    own = Need.LOGPROBS in needs or config.training.several_updates
+    passes = {
+        "the critic's values": Need.VALUES in needs,
+        "the policy's own log-probabilities": own,
+        "the base's": Need.REFERENCE in needs,
+    }
+    return [words for words, made in passes.items() if made]
+
+
+def _update_passes(config: Config, warming: bool = False) -> dict[str, int]:
+    """Operations per active parameter and token in one pass over a batch, by what they are for, in words. While the
+    critic is ``warming`` up it trains alone, with a shared adapter its head alone, which needs no backward pass."""
+    passes: dict[str, int] = {}
+    if not warming:
+        passes["one forward, and one backward that makes no gradients of the base"] = TRAINING_OPERATIONS
+        if config.algorithm.loss_kl_coef > 0 or config.logging.log_kl:
+            passes["one of the base for the KL"] = FORWARD_OPERATIONS
+        if config.algorithm.critic and not config.critic.share_adapter:
+            passes["as many as these two for the critic"] = TRAINING_OPERATIONS
+    elif config.critic.share_adapter:
+        passes["one forward for the critic's head"] = FORWARD_OPERATIONS
+    else:
+        passes["one forward and one backward for the critic"] = TRAINING_OPERATIONS
+    return passes
+
+
+def training_operations(config: Config, warming: bool = False) -> int:
+    """Operations per active parameter for all that a step does with one sampled token: scoring it once, and every pass
+    over the batch. ``warming``: in a step in which the critic trains alone."""
+    update = sum(_update_passes(config, warming).values())
+    return FORWARD_OPERATIONS * len(scorings(config)) + config.training.num_iterations * update
+
+
+def all_training_operations(config: Config) -> int:
+    """The same, added up over all steps of a run."""
+    steps = config.training.max_steps
+    alone = min(config.critic.warmup_steps, steps) if config.algorithm.critic else 0
+    return alone * training_operations(config, warming=True) + (steps - alone) * training_operations(config)
+
+
+def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]:
+    """What the estimates of one run take for granted, with what this ``memory`` of it does."""
+    training, scored = config.training, scorings(config)
+    every = "every completion at full length (most end earlier), no prompt left out of the update"
+    if training.target_kl is not None and training.num_iterations > 1:
+        every += ", every pass made (target_kl ends them earlier)"
+    operations = f"training a token costs {training_operations(config)} operations per active parameter: "
+    if scored:
+        each = " each" if len(scored) > 1 else ""
+        operations += f"before the first update one forward{each} for {' and '.join(scored)}, then "
+    if training.num_iterations > 1:
+        operations += f"{training.num_iterations} times over "
+    operations += ", and ".join(_update_passes(config))
+    if config.algorithm.critic and config.critic.warmup_steps:
+        operations += f" (in the first {config.critic.warmup_steps} steps {training_operations(config, warming=True)})"
+    kept = "adapter, gradient, two Adam moments and the published adapter in fp32"
+    if config.algorithm.critic:
+        kept += ", and so the critic, which is not published"
+    reached = f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached"
+    on_cpu = []
+    if memory is not None and memory.head_copy:
+        on_cpu.append("weights are copied for decoding, as with a torch that has oneDNN")
+    if memory is not None and memory.process:
+        on_cpu.append("what the system keeps of the model's file is not counted")
+    return (every, operations, reached, kept, *on_cpu)
 
 
 @dataclass(frozen=True)
@@ -82,6 +143,8 @@ class Architecture:
     experts: int = 1
     active_experts: int = 1
     head_norms: bool = False
+    dense: bool = True
+    """Whether it decodes as plain matrix products, which on a CPU may read copies of the weights."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture | None:
@@ -112,6 +175,7 @@ class Architecture:
             experts=experts,
             active_experts=first("num_experts_per_tok") or 1,
             head_norms=str(config.get("model_type", "")).startswith("qwen3"),
+            dense=config.get("model_type") in DENSE_FAMILIES,
         )
 
     @property
@@ -134,12 +198,16 @@ class Architecture:
     def parameters(self, experts: int | None = None) -> int:
         """Number of parameters, or of those that one token meets when ``experts`` is given."""
         experts = self.experts if experts is None else experts
-        attention = sum(a * b for a, b in self.attention_shapes.values())
-        mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
         router = self.hidden * self.experts if self.experts > 1 else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * (attention + mlp + router + norms) + embeddings + self.hidden
+        return self.linear_parameters(experts) + self.layers * (router + norms) + embeddings + self.hidden
+
+    def linear_parameters(self, experts: int) -> int:
+        """Numbers in the linear layers of all blocks, with so many experts."""
+        attention = sum(a * b for a, b in self.attention_shapes.values())
+        mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
+        return self.layers * (attention + mlp)
 
     @property
     def active_parameters(self) -> int:
@@ -170,39 +238,61 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Device:
-    """Where the campaign would run and how fast that is at best."""
+    """Where the campaign would run and how fast that is at best. ``memory`` (bytes) is that of a CPU's machine, which
+    decides what is copied; for a GPU it is not asked."""
 
     kind: str
     name: str
     flops: float
     bandwidth: float
+    memory: int = 0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one run: ``base`` and ``adapter`` (with its optimizer) stay; beside them there is either ``training``,
-    what a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what all sequences of a step take at once."""
+    """Bytes of one run. ``process`` (Python and torch, on a CPU), ``base`` with ``head_copy`` (its output layer as
+    decoding reads it) and ``adapter`` (with critic and optimizers) stay; beside them there is either ``training``, what
+    a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what all sequences of a step take at once, with
+    ``block_copy``, the weights that decoding on a CPU reads."""
 
     base: int
     adapter: int
     micro_batch_tokens: int
     training: int
     sampling: int
+    process: int = 0
+    head_copy: int = 0
+    block_copy: int = 0
 
     def least(self, lanes: int = 1) -> int:
         """What ``lanes`` runs like this one need that step together; they train one after the other."""
-        return self.base + lanes * self.adapter + self.training
+        return self._staying(lanes) + max(self.training, self.block_copy)
 
     def peak(self, lanes: int = 1) -> int:
         """What they take where all sequences of a step decode at once."""
-        return self.base + lanes * self.adapter + max(lanes * self.sampling, self.training)
+        return self._staying(lanes) + max(self.training, self.block_copy + lanes * self.sampling)
+
+    def _staying(self, lanes: int) -> int:
+        return self.process + self.base + self.head_copy + lanes * self.adapter
+
+
+def shared_memory(runs: Sequence[Memory]) -> Memory:
+    """That of runs that step together over one base, each with what is its own."""
+    return replace(
+        runs[0],
+        adapter=sum(run.adapter for run in runs),
+        training=max(run.training for run in runs),
+        sampling=sum(run.sampling for run in runs),
+    )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Costs of one run in seconds, and of the process that trains it in bytes (``memory``)."""
+    """Costs of one run in seconds, and of the process that trains it in bytes (``memory``). ``critic_parameters`` are
+    those of its head and, where it has one, its own adapter; 0 without a critic."""
 
     adapter_parameters: int
+    critic_parameters: int
     memory: Memory
     seconds: float
 
@@ -236,11 +326,13 @@ def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float
     gpu = "" if devices == "cpu" else usable_gpu()
     if gpu:
         tflops, gigabytes = next((peaks for part, peaks in GPU_PEAKS.items() if part in gpu), (150, 900))
-        kind, name, flops, bandwidth = "gpu", gpu, tflops * 1e12, gigabytes * 1e9
+        kind, name, flops, bandwidth, memory = "gpu", gpu, tflops * 1e12, gigabytes * 1e9, 0
     else:
-        cores = os.cpu_count() or 1
+        import psutil
+
+        cores, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
         kind, name, flops, bandwidth = "cpu", f"{cores} CPU cores", cores * 60e9, 20e9
-    return Device(kind, name, peak_gflops * 1e9 or flops, peak_bandwidth_gb_s * 1e9 or bandwidth)
+    return Device(kind, name, peak_gflops * 1e9 or flops, peak_bandwidth_gb_s * 1e9 or bandwidth, memory)
 
 
 def reference_gpu() -> Device:
@@ -299,21 +391,33 @@ def estimate_run(
 ) -> Estimate:
     """Costs of one resolved run configuration."""
     work = work_of(config, prompt_tokens)
-    width = _width(config, device)
-    adapter = architecture.adapter_parameters(config.model.lora_rank, config.lora.target_modules)
+    width, weights = _width(config, device), architecture.parameters()
+    rank, targets = config.model.lora_rank, config.lora.target_modules
+    adapter = architecture.adapter_parameters(rank, targets)
+    critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
+    critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
-    budget = cpu_token_budget(width * architecture.parameters()) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
+    budget = cpu_token_budget(width * weights) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
     micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
     logits = LOGITS_COPIES * 4 * architecture.vocab
+    block_copy = head_copy = 0
+    if device.kind == "cpu":
+        blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
+        head = architecture.vocab * architecture.hidden
+        block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
     memory = Memory(
-        base=architecture.parameters() * width,
-        adapter=adapter_bytes(adapter, width),
+        base=weights * width,
+        adapter=adapter_bytes(adapter, width) + critic_bytes(critic),
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
         sampling=work.rows * (work.length * architecture.cache_bytes(width) + logits),
+        process=PROCESS_BYTES[device.kind],
+        head_copy=head_copy,
+        block_copy=block_copy,
     )
     return Estimate(
         adapter_parameters=adapter,
+        critic_parameters=critic,
         memory=memory,
         seconds=cohort_seconds([config], architecture, device, prompt_tokens),
     )
@@ -335,8 +439,8 @@ def cohort_seconds(
 
     seconds = max(run.steps for run in runs) * decode(sum(run.rows for run in runs))
     for config, run in zip(configs, runs, strict=True):
-        operations = training_operations(config) * architecture.active_parameters * run.rows * run.length
-        seconds += run.steps * operations / (device.flops * COMPUTE_SHARE)
+        operations = all_training_operations(config) * architecture.active_parameters * run.rows * run.length
+        seconds += operations / (device.flops * COMPUTE_SHARE)
     evaluated = [run for run in runs if run.evaluated]
     if evaluated:
         seconds += evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
@@ -346,5 +450,5 @@ def cohort_seconds(
 
 def _width(config: Config, device: Device) -> int:
     """Bytes of one number of the base."""
-    wide = config.inference.dtype == "float32" or (config.inference.dtype == "auto" and device.kind == "cpu")
-    return 4 if wide else 2
+    automatic = 4 if device.kind == "cpu" else 2
+    return {"float64": 8, "float32": 4, "bfloat16": 2}.get(config.inference.dtype, automatic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrain.campaign.planning.plan import RunSpec
-from retrain.models.sizes import adapter_bytes
+from retrain.models.sizes import adapter_bytes, critic_bytes
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
@@ -25,9 +25,14 @@ class DoesNotFit(Exception):
 
 
 def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
-    """What the adapters and optimizers of these runs take, for the layers that the adapters really have."""
+    """What the adapters, critics and optimizers of these runs take, for the layers that the adapters really have."""
     features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
-    return sum(adapter_bytes(spec.config.lane_ranks * features, base.dtype.itemsize) for spec in specs)
+    total = 0
+    for spec in specs:
+        rank = spec.config.model.lora_rank
+        total += adapter_bytes(rank * features, base.dtype.itemsize)
+        total += critic_bytes((spec.config.lane_ranks - rank) * features)
+    return total
 
 
 def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int) -> None:
