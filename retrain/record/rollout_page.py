@@ -66,9 +66,9 @@ def rollout_page(batch: Batch, shown: int) -> str:
     if hidden:
         where = "(<code>[logging] num_groups_to_log</code>); they are in the overview and the table."
         cards.append(_muted(f"{hidden} more groups are not shown with their texts {where}"))
-    updates = f"{batch.iteration}\n{'update' if batch.iteration == 1 else 'updates'}"
+    steps = f"{batch.iteration}\n{'step' if batch.iteration == 1 else 'steps'}"
     body = f"""<header><h1>{escape(batch.title[:1].upper() + batch.title[1:])}</h1>
-<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {updates}</p></header>
+<p class="muted">{escape(batch.run)} · {escape(batch.condition)} · sampled by the policy after {steps}</p></header>
 {_facts(groups)}
 {_overview(groups, len(chosen))}
 {_toolbar(chosen)}
