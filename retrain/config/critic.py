@@ -33,7 +33,7 @@ class Critic(Section):
     """Read the values off the policy's adapter, which then learns both, in one pass: faster, and the value loss changes
     the policy."""
     lora_rank: Annotated[OptionalCount, _CRITIC] = None
-    """Rank of the critic's own adapter; unset is the policy's."""
+    """Rank of the critic's own adapter, with the policy's alpha; unset is the policy's rank."""
     lr: Annotated[Annotated[float, Field(gt=0, le=1)] | None, _CRITIC] = None
     """Learning rate of the critic, with the schedule of [optimizer]; unset is `[training] lr`."""
     gamma: Annotated[PositiveShare, _CRITIC] = 1.0
