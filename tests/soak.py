@@ -341,13 +341,17 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
         reference[kind] = records(folder / f"reference_{kind}", stopped=False)
         reference[kind, True] = records(folder / f"reference_{kind}", stopped=True)
     places = {kind: [point for point in where if kind in ONLY_IN.get(point, KINDS)] or ["none"] for kind in KINDS}
-    points, done, wrong, number = Counter[str](), Counter[str](), [], 0
+    points, tried, done, wrong, number = Counter[str](), Counter[str](), Counter[str](), [], 0
     while not wrong and sum(points.values()) < kills and time.monotonic() - begin < 60 * minutes:
         kind = KINDS[number % len(KINDS)]
         out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
         while True:
             lives += 1
-            point = chance.choice(places[kind]) if lives <= 12 and sum(points.values()) < kills else "none"
+            point = "none"
+            if lives <= 12 and sum(points.values()) < kills:  # among those where fewest lives were to end
+                fewest = min(tried[each] for each in places[kind])
+                point = chance.choice([each for each in places[kind] if tried[each] == fewest])
+                tried[point] += 1
             result = one_life(files[kind], out, log, point, chance.random(), typical[kind])
             if result in ("killed", "stopped"):
                 points[point] += 1

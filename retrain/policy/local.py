@@ -137,8 +137,8 @@ class LocalPolicy:
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
         """See ``train_step``."""
-        weights = self.adapter.flat
-        before = weights._version
+        weights = [self.adapter.flat, *([] if self.critic is None else self.critic.weights)]
+        before = [flat._version for flat in weights]
         try:
             return train_step(
                 self.base,
@@ -155,7 +155,9 @@ class LocalPolicy:
                 critic=self.critic,
             )
         finally:
-            self.version += weights._version != before  # also when an error came after a part of the change
+            self.version += [
+                flat._version for flat in weights
+            ] != before  # also when an error came after a part of the change
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         """See ``Policy.snapshot``."""
