@@ -13,11 +13,14 @@ from retrain.files import read_jsonl
 from retrain.policy.critic import MOMENTS, WEIGHTS
 
 ONCE = ("grpo", "")
-FOUR = ("grpo", "num_iterations = 2\nminibatches = 2\n")
+MANY = "num_iterations = 2\nminibatches = 2\n"
+FOUR = ("grpo", MANY)
 OWN = ("gae", 'kl_coef = 0.05\nkl_in_reward = "k1"\ncritic = {warmup_steps = 1, lr = 0.02, lora_rank = 3}\n')
 SHARED = ("gae", "critic = {share_adapter = true}\n")
 ALL = (ONCE, FOUR, OWN, SHARED)
 """Advantage mode and further keys of a condition. The critic of its own trains alone in the first step."""
+ALL_MANY = (ONCE, FOUR, (OWN[0], OWN[1] + MANY), (SHARED[0], SHARED[1] + MANY))
+"""With four updates of the critics' batches, too."""
 NAMES = ("once", "four", "own", "shared")
 TOML = """
 [model]
@@ -65,7 +68,7 @@ def single_run(folder: Path, model: Path, name: str, algorithm: str, training: s
 
 
 def by_name(out: Path) -> dict[str, Path]:
-    """The run directories of a campaign of ``ALL``."""
+    """The run directories of a campaign of ``ALL`` or ``ALL_MANY``."""
     runs = json.loads((out / "manifest.json").read_text())["runs"]
     return dict(zip(NAMES, (out / run["path"] for run in runs), strict=True))
 
