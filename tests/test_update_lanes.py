@@ -153,13 +153,14 @@ def test_one_update_of_four_that_is_not_finite_is_left_out(model, tmp_path, monk
 
 
 class StopAt(NullObserver):
-    """Asks to stop once a run has recorded this step."""
+    """Asks once to stop, when the first run has recorded this step."""
 
     def __init__(self, last: int):
-        self.last = last
+        self.last, self.asked = last, False
 
     def step(self, spec, row):
-        if row["step"] == self.last:
+        if row["step"] == self.last and not self.asked:
+            self.asked = True
             os.kill(os.getpid(), signal.SIGINT)
 
 
