@@ -331,19 +331,19 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
     if ended(builder, LIFE_SECONDS) != 0:
         return {"wrong": [f"the model could not be made: {log}"]}
     files = {kind: folder / f"{kind}.toml" for kind in KINDS}
-    reference, typical = {}, {}
-    for kind, toml in files.items():
-        start = time.monotonic()
-        result = one_life(toml, folder / f"reference_{kind}", log, "none", 0.0, 0.0)
-        if result != "finished":
-            return {"wrong": [f"the undisturbed {kind} run ended with {result}: {log}"]}
-        typical[kind] = time.monotonic() - start
-        reference[kind] = records(folder / f"reference_{kind}", stopped=False)
-        reference[kind, True] = records(folder / f"reference_{kind}", stopped=True)
+    typical: dict[str, float] = {}
     places = {kind: [point for point in where if kind in ONLY_IN.get(point, KINDS)] or ["none"] for kind in KINDS}
     points, tried, done, wrong, number = Counter[str](), Counter[str](), Counter[str](), [], 0
     while not wrong and sum(points.values()) < kills and time.monotonic() - begin < 60 * minutes:
         kind = KINDS[number % len(KINDS)]
+        reference = folder / f"reference_{kind}"
+        if kind not in typical:
+            start = time.monotonic()
+            result = one_life(files[kind], reference, log, "none", 0.0, 0.0)
+            if result != "finished":
+                wrong = [f"the undisturbed {kind} run ended with {result}: {log}"]
+                break
+            typical[kind] = time.monotonic() - start
         out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
         while True:
             lives += 1
@@ -363,8 +363,8 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
                 break
         done[kind] += not wrong
         if not wrong:
-            undisturbed = reference[kind, True] if stopped else reference[kind]
-            wrong = [f"{out}: {text}" for text in differences(records(out, stopped), undisturbed)]
+            found = differences(records(out, stopped), records(reference, stopped))
+            wrong = [f"{out}: {text}" for text in found]
         if not wrong:
             shutil.rmtree(out)
     return {
