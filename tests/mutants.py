@@ -69,6 +69,23 @@ REPLICATES = "test_pooling.py::test_replicates_that_differ_only_in_what_is_kept_
 RESTORED = "test_rollback.py::test_a_checkpoint_brings_back_all_that_a_run_remembers"
 KEPT_BASE = "test_evaluation.py::test_the_kept_base_is_found_only_by_all_that_decides_about_it"
 ALL_END = "test_lanes.py::test_what_no_run_can_go_on_from_ends_each_of_them"
+OLD_RATIO = "test_updates_exact.py::test_the_ratio_of_several_updates_is_taken_against_the_trainer_before_them"
+OWN_COUNTS = "test_updates_exact.py::test_each_update_divides_by_what_its_own_minibatch_counts"
+OWN_SPLIT = "test_updates_exact.py::test_every_pass_splits_the_batch_in_its_own_way_and_every_step_too"
+FAR_ENOUGH = "test_updates_exact.py::test_passes_end_when_the_policy_has_moved_far_enough"
+SCHEDULE = "test_updates_exact.py::test_the_schedule_counts_updates_for_policy_and_critic"
+LEFT_OUT = "test_update_lanes.py::test_one_update_of_four_that_is_not_finite_is_left_out"
+LIMIT = "test_update_lanes.py::test_after_nonfinite_limit_the_run_fails_and_the_others_are_as_without_it"
+SCORED = "test_updates_exact.py::test_policy_and_critic_are_scored_each_with_its_own_adapter"
+AS_WITHOUT = "test_updates_exact.py::test_a_policy_with_a_critic_of_its_own_learns_what_one_without_learns"
+WARM_UP = "test_updates_exact.py::test_a_critic_that_reads_the_policys_adapter_leaves_it_alone_while_it_warms_up"
+VALUE_LOSS = "test_updates_exact.py::test_the_value_loss_is_its_definition_on_what_the_critic_says"
+LAST_TOKEN = "test_updates_exact.py::test_the_score_comes_with_the_last_token_and_nothing_comes_after_it"
+WHITENED_TOKENS = "test_updates_exact.py::test_advantages_are_whitened_over_tokens_not_over_padding"
+BOTH_OR_NONE = "test_critic_resume.py::test_a_critic_that_is_not_finite_leaves_both_as_they_were"
+GOES_ON = "test_critic_resume.py::test_a_saved_critic_goes_on_as_it_would_have"
+NOT_ITS_OWN = "test_critic_resume.py::test_a_critic_that_shares_its_adapter_does_not_take_one_of_its_own"
+MOVED = "test_critic_resume.py::test_a_critic_that_has_moved_is_a_change_of_weights"
 
 MUTANTS = [
     # -- sampling ---------------------------------------------------------------------------------------------------
@@ -273,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         "policy: every update is another version", "retrain/policy/local.py",
-        "self.version += weights._version != before", "self.version += 1",
+        "self.version += self._changes() != before", "self.version += 1",
         ("test_policy.py::test_the_version_counts_changes_of_the_weights",),
     ),
     Mutant(
@@ -636,6 +653,167 @@ MUTANTS = [
         "episodes: one more turn than max_turns", "retrain/rollouts/collect.py",
         "elif len(one.turns) == self.request.limits.turns:", "elif len(one.turns) - 1 == self.request.limits.turns:",
         ("test_collect.py::test_an_episode_ends_at_its_limits",),
+    ),
+    # -- several updates of a batch ---------------------------------------------------------------------------------
+    Mutant(
+        "updates: the old log-probabilities are the sampler's", "retrain/policy/objective.py",
+        "old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if corrected else sampler_BT",
+        "old_BT = logprobs_BT.detach() if corrected else sampler_BT",
+        (OLD_RATIO,),
+    ),
+    Mutant(
+        "updates: a sample's old log-probabilities are those it was sampled with", "retrain/types.py",
+        "sample.old_logprobs[sample.action_mask] = rollout.old_logprobs_T[own_T]",
+        "sample.old_logprobs[sample.action_mask] = rollout.logprobs_T[own_T]",
+        (OLD_RATIO,),
+    ),
+    Mutant(
+        "updates: divided by what the whole batch counts", "retrain/updates.py",
+        "TrainBatch(_samples(groups, own), credit.denominators_of(own), step, stream, update=first + i)",
+        "TrainBatch(_samples(groups, own), credit.denominators, step, stream, update=first + i)",
+        (OWN_COUNTS,),
+    ),
+    Mutant(
+        "updates: groups without signal are not divided by", "retrain/updates.py",
+        "[rollout for rollout in group.rollouts if rollout in credit.tokens]",
+        "[rollout for rollout in group.rollouts if rollout in credit.tokens and group.discarded is None]",
+        (OWN_COUNTS,),
+    ),
+    Mutant(
+        "updates: the same permutation in every pass", "retrain/updates.py",
+        '"minibatches", step, iteration)', '"minibatches", step)',
+        (OWN_SPLIT,),
+    ),
+    Mutant(
+        "updates: the same permutations in every step", "retrain/updates.py",
+        '"minibatches", step, iteration)', '"minibatches", iteration)',
+        (OWN_SPLIT,),
+    ),
+    Mutant(
+        "updates: target_kl is ignored", "retrain/updates.py",
+        "moved is not None and moved > target_kl", "moved is not None and moved > math.inf",
+        (FAR_ENOUGH,),
+    ),
+    Mutant(
+        "updates: one pass more after target_kl", "retrain/run.py",
+        "far_enough(taken[-len(batches) :], training.target_kl)",
+        "far_enough(taken[: -len(batches)], training.target_kl)",
+        (FAR_ENOUGH,),
+    ),
+    Mutant(
+        "updates: the schedule counts batches", "retrain/run.py",
+        "at, every = self.step * training.updates + update, training.updates",
+        "at, every = self.step * training.updates, training.updates",
+        (SCHEDULE,),
+    ),
+    Mutant(
+        "updates: one that is left out counts as made", "retrain/updates.py",
+        'bool(each.batch.samples) and not each.numbers["optim/skipped"]', "bool(each.batch.samples)",
+        (LEFT_OUT,),
+    ),
+    Mutant(
+        "updates: those left out are not counted in a row", "retrain/run.py",
+        "            self.skipped_updates += 1\n", "            self.skipped_updates = 1\n",
+        (LIMIT,),
+    ),
+    # -- critics ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "critic: its adapter is active while the policy is scored", "retrain/policy/local.py",
+        "with self.lanes.single(self.adapter):",
+        "with self.lanes.single((self.critic and self.critic.adapter) or self.adapter):",
+        (SCORED,),
+    ),
+    Mutant(
+        "critic: its values are read off the policy's adapter", "retrain/policy/local.py",
+        "with self.lanes.single(self.critic.adapter or self.adapter):", "with self.lanes.single(self.adapter):",
+        (SCORED,),
+    ),
+    Mutant(
+        "critic: it is updated with the policy's adapter", "retrain/policy/update.py",
+        "                critic.adapter or adapter,\n", "                adapter,\n",
+        (AS_WITHOUT,),
+    ),
+    Mutant(
+        "critic: the warm-up ends a step early", "retrain/policy/update.py",
+        "batch.step < critic.warmup_steps", "batch.step + 1 < critic.warmup_steps",
+        (WARM_UP,),
+    ),
+    Mutant(
+        "critic: the warm-up never ends", "retrain/policy/update.py",
+        "batch.step < critic.warmup_steps", "critic.warmup_steps > 0",
+        (WARM_UP,),
+    ),
+    Mutant(
+        "critic: values are clipped around the new ones", "retrain/policy/objective.py",
+        "value_loss(scores.values_BT, batch.values_BT,", "value_loss(scores.values_BT, scores.values_BT,",
+        (VALUE_LOSS,),
+    ),
+    Mutant(
+        "critic: only trained tokens have a value loss", "retrain/policy/objective.py",
+        "        mask_BT = batch.action_BT\n", "        mask_BT = batch.loss_mask_BT & (batch.advantages_BT > 0)\n",
+        (VALUE_LOSS,),
+    ),
+    Mutant(
+        "critic: the policy moves before the critic's loss is known to be finite", "retrain/policy/update.py",
+        "    for step in steps:\n        step.check()\n", "    steps[0].check()\n",
+        (BOTH_OR_NONE,),
+    ),
+    Mutant(
+        "critic: not restored", "retrain/policy/local.py",
+        "        if self.critic is not None:\n            self.critic.load(directory)\n", "",
+        (GOES_ON,),
+    ),
+    Mutant(
+        "critic: its moments are not restored", "retrain/policy/critic.py",
+        "        self._load_moments(load_file(directory / MOMENTS))\n", "",
+        (GOES_ON,),
+    ),
+    Mutant(
+        "critic: what is saved goes on changing", "retrain/policy/critic.py",
+        'flat.detach().to("cpu", copy=True)', 'flat.detach().to("cpu")',
+        (GOES_ON,),
+    ),
+    Mutant(
+        "critic: the moments that are saved go on changing", "retrain/policy/critic.py",
+        "torch.as_tensor(value).detach().cpu().clone()", "torch.as_tensor(value).detach().cpu()",
+        (GOES_ON,),
+    ),
+    Mutant(
+        "critic: one of its own is taken for a shared one", "retrain/policy/critic.py",
+        "{name: tensor.shape for name, tensor in stored.items()} !=",
+        "{name: stored[name].shape for name in own if name in stored} !=",
+        (NOT_ITS_OWN,),
+    ),
+    Mutant(
+        "critic: its changes are no change of weights", "retrain/policy/local.py",
+        "[self.adapter.flat, *([] if self.critic is None else self.critic.weights)]", "[self.adapter.flat]",
+        (MOVED,),
+    ),
+    Mutant(
+        "critic: the last token bootstraps from the first", "retrain/maths/critic.py",
+        "torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]", "packed_BT.roll(-1, 1)",
+        (LAST_TOKEN,),
+    ),
+    Mutant(
+        "critic: the score comes with the first token", "retrain/algorithms/gae.py",
+        "ends = np.cumsum([len(turn.action) for turn in rollout.turns]) - 1",
+        "ends = np.cumsum([0, *(len(turn.action) for turn in rollout.turns)])[:-1]",
+        (LAST_TOKEN,),
+    ),
+    Mutant(
+        "critic: advantages are whitened over padding", "retrain/algorithms/gae.py",
+        "whiten_tokens(advantages_BT, mask_BT)", "whiten_tokens(advantages_BT, torch.ones_like(mask_BT))",
+        (WHITENED_TOKENS,),
+    ),
+    Mutant(
+        "critic: whitening by the biased variance", "retrain/maths/critic.py",
+        "centred_BT.square().sum() / (count - 1)", "centred_BT.square().sum() / count",
+        (WHITENED_TOKENS,),
+    ),
+    Mutant(
+        "critic: its learning rate is the policy's", "retrain/policy/critic.py",
+        "self.scale = self.lr / training.lr", "self.scale = 1.0",
+        (SCHEDULE,),
     ),
 ]  # fmt: skip
 

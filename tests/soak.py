@@ -3,8 +3,9 @@
     python -m tests.soak --kills 100 --minutes 30
 
 Every life of a run is a child of a process that has imported everything (``fork``), so that a kill costs about a
-second. Single runs, campaigns and episodes with a tool take turns. What is compared, time fields aside: every row of
-every record, the checkpoints' lines, the last checkpoint's and the final adapter's bytes, the states in the manifest.
+second. Critics beside policies, single runs, several updates per batch, campaigns and episodes with a tool take turns.
+What is compared, time fields aside: every row of every record, the checkpoints' lines, the bytes of the tensors in the
+last checkpoint and in ``final/``, the states in the manifest.
 Prints one JSON line; exit status 1 at the first difference, with the directories left as they are.
 """
 
@@ -28,9 +29,16 @@ from typing import Any
 POINTS = (
     "time", "sampling", "turn", "update", "record", "torn record", "torn checkpoint", "before rename", "after rename",
     "before line", "final", "manifest", "pruning", "resuming", "any rename", "any sync", "terminate",
+    "between updates", "scoring", "critic",
 )  # fmt: skip
 """Where a life ends: ``time`` anywhere, ``any rename`` and ``any sync`` before or after that call for whatever file,
-``terminate`` by SIGTERM and then SIGKILL, the others as they say."""
+``terminate`` by SIGTERM and then SIGKILL, ``between updates`` of one batch, ``scoring`` while the policy says what it
+is before them or the critic what it expects, ``critic`` when the policy has been updated and its critic has not, the
+others as they say."""
+ONLY_IN = {
+    "between updates": ("critics", "updates"), "scoring": ("critics", "updates"), "critic": ("critics",),
+}  # fmt: skip
+"""The kinds of runs that come to these points; to the others all do."""
 LIFE_SECONDS = 120.0
 TOML = """
 {head}
@@ -84,9 +92,27 @@ problems = 4
 enabled = false
 """
 """Episodes of several turns with a tool, with credit for episodes and for turns."""
-KINDS = ("single", "campaign", "episodes")
+KINDS = ("critics", "single", "updates", "campaign", "episodes")
+SEVERAL = "num_iterations = 2\nminibatches = 2\n"
 SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
 CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_sepa"))
+CRITICS = """
+[campaign]
+seeds = [1]
+max_steps = 5
+lanes = 2
+[[campaign.conditions]]
+advantage_mode = "gae"
+transform_mode = "none"
+kl_coef = 0.05
+kl_in_reward = "k1"
+critic = {warmup_steps = 2, lr = 0.02, lora_rank = 3}
+[[campaign.conditions]]
+advantage_mode = "gae"
+transform_mode = "gtpo_sepa"
+critic = {share_adapter = true}
+"""
+"""A critic of its own, which trains alone at first, and one that shares the policy's adapter, in one cohort."""
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nturn_credit = "{}"\n'
 TURN_CREDIT = "".join(map(CONDITION.format, ("episode", "turn")))
 REWARD = "def score(completion, answer):\n    return len(completion) % 5 / 4\n"
@@ -102,7 +128,10 @@ def prepare(folder: Path) -> dict[str, Path]:
     values = {"model": folder / "model", "module": folder / "soakreward.py"}
     files = {kind: folder / f"{kind}.toml" for kind in KINDS}
     head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=6, lanes=2)
+    files["critics"].write_text(TOML.format(head=CRITICS, steps=SEVERAL, **values))
     files["single"].write_text(TOML.format(head=SINGLE, steps="max_steps = 7\nseed = 3\n", **values))
+    updates = f'max_steps = 5\nseed = 5\n{SEVERAL}minibatch_by = "sequence"\ntarget_kl = 0.02\n'
+    files["updates"].write_text(TOML.format(head=SINGLE, steps=updates, **values))
     turns = "[campaign]\nseeds = [1]\nmax_steps = 5\n" + TURN_CREDIT
     files["episodes"].write_text(EPISODES.format(head=turns, data="calculations:problems"))
     files["campaign"].write_text(TOML.format(head=head, steps="", **values))
@@ -126,17 +155,22 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.checkpoints as checkpoints
     import retrain.files as files
     import retrain.policy.local as policy
+    import retrain.policy.update as update
     import retrain.record.writer as writer
     import retrain.run as run
     from retrain.engines.local import LocalEngine
     from retrain.rollouts.collect import _Open
 
-    def at(owner: Any, name: str, times: int, act: Callable[..., None] = die, after: bool = False) -> None:
+    def at(
+        owner: Any, name: str, times: int, act: Callable[..., None] = die, after: bool = False,
+        when: Callable[..., bool] = lambda *_, **__: True,
+    ) -> None:  # fmt: skip
         original, left = getattr(owner, name), [1 + int(moment * times)]
 
         def trapped(*arguments: Any, **named: Any) -> Any:
-            left[0] -= 1
-            due = left[0] == 0
+            counts = when(*arguments, **named)
+            left[0] -= counts
+            due = counts and left[0] == 0
             if due and not after:
                 act(*arguments, **named)
             result = original(*arguments, **named)
@@ -176,6 +210,9 @@ def set_trap(point: str, moment: float) -> None:
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(run, "prune", 4),
         "resuming": lambda: at(run, "forget_after", 2, after=late),
+        "between updates": lambda: at(policy.LocalPolicy, "update", 12, when=lambda _, batch, *__: batch.update > 0),
+        "scoring": lambda: at(policy.LocalPolicy, "score", 6, soon if late else die, after=late),
+        "critic": lambda: at(update._Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
         "any rename": lambda: at(os, "replace", 80, after=late),
         "any sync": lambda: at(os, "fsync", 80, after=late),
     }
@@ -269,9 +306,7 @@ def records(out: Path, stopped: bool) -> dict[str, Any]:
                 ]
             found[name] = [json.dumps(row) for row in rows]
         last = max((run / "checkpoints").glob("step_*"))
-        for path in (
-            run / "final/adapter_model.safetensors", last / "adapter_model.safetensors", last / "optimizer.safetensors"
-        ):  # fmt: skip
+        for path in (*(run / "final").glob("*.safetensors"), *last.glob("*.safetensors")):
             found[f"{entry['run_id']}/{path.relative_to(run)}"] = path.read_bytes().hex()
         found[f"{entry['run_id']}/leftovers"] = [p.name for p in run.rglob(f".*{ASIDE}")]
     return found
@@ -296,22 +331,27 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
     if ended(builder, LIFE_SECONDS) != 0:
         return {"wrong": [f"the model could not be made: {log}"]}
     files = {kind: folder / f"{kind}.toml" for kind in KINDS}
-    reference, typical = {}, {}
-    for kind, toml in files.items():
-        start = time.monotonic()
-        result = one_life(toml, folder / f"reference_{kind}", log, "none", 0.0, 0.0)
-        if result != "finished":
-            return {"wrong": [f"the undisturbed {kind} run ended with {result}: {log}"]}
-        typical[kind] = time.monotonic() - start
-        reference[kind] = records(folder / f"reference_{kind}", stopped=False)
-        reference[kind, True] = records(folder / f"reference_{kind}", stopped=True)
-    points, done, wrong, number = Counter[str](), Counter[str](), [], 0
+    typical: dict[str, float] = {}
+    places = {kind: [point for point in where if kind in ONLY_IN.get(point, KINDS)] or ["none"] for kind in KINDS}
+    points, tried, done, wrong, number = Counter[str](), Counter[str](), Counter[str](), [], 0
     while not wrong and sum(points.values()) < kills and time.monotonic() - begin < 60 * minutes:
         kind = KINDS[number % len(KINDS)]
+        reference = folder / f"reference_{kind}"
+        if kind not in typical:
+            start = time.monotonic()
+            result = one_life(files[kind], reference, log, "none", 0.0, 0.0)
+            if result != "finished":
+                wrong = [f"the undisturbed {kind} run ended with {result}: {log}"]
+                break
+            typical[kind] = time.monotonic() - start
         out, number, stopped, lives = folder / f"{kind}_{number}", number + 1, False, 0
         while True:
             lives += 1
-            point = chance.choice(where) if lives <= 12 and sum(points.values()) < kills else "none"
+            point = "none"
+            if lives <= 12 and sum(points.values()) < kills:  # among those where fewest lives were to end
+                fewest = min(tried[each] for each in places[kind])
+                point = chance.choice([each for each in places[kind] if tried[each] == fewest])
+                tried[point] += 1
             result = one_life(files[kind], out, log, point, chance.random(), typical[kind])
             if result in ("killed", "stopped"):
                 points[point] += 1
@@ -323,8 +363,8 @@ def soak(folder: Path, kills: int, minutes: float, seed: int, where: Sequence[st
                 break
         done[kind] += not wrong
         if not wrong:
-            undisturbed = reference[kind, True] if stopped else reference[kind]
-            wrong = [f"{out}: {text}" for text in differences(records(out, stopped), undisturbed)]
+            found = differences(records(out, stopped), records(reference, stopped))
+            wrong = [f"{out}: {text}" for text in found]
         if not wrong:
             shutil.rmtree(out)
     return {

@@ -62,10 +62,13 @@ class Critic:
         """What its optimizer does with the gradients of its weights, at the policy's learning rate ``lr``."""
         return Step(self.optimizer, self.weights, lr * self.scale, loss, "critic_")
 
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(zip(("head", "adapter"), self.weights, strict=False))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """A copy of its weights in host memory."""
-        names = ("head", "adapter")
-        return {name: flat.detach().to("cpu", copy=True) for name, flat in zip(names, self.weights, strict=False)}
+        return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 
     def moments(self) -> dict[str, torch.Tensor]:
         """A copy of AdamW's moments and step counts in host memory; empty before the first update."""
@@ -83,9 +86,10 @@ class Critic:
         if not (directory / WEIGHTS).is_file():
             raise CheckpointError(f'{directory} holds no critic: it is of a run without advantage_mode = "gae"')
         stored = load_file(directory / WEIGHTS)
-        for name, flat in zip(("head", "adapter"), self.weights, strict=False):
-            if name not in stored or stored[name].shape != flat.shape:
-                raise CheckpointError(f"{directory / WEIGHTS} does not fit this run: [critic] is another one")
+        own = self._named
+        if {name: tensor.shape for name, tensor in stored.items()} != {name: flat.shape for name, flat in own.items()}:
+            raise CheckpointError(f"{directory / WEIGHTS} does not fit this run: [critic] is another one")
+        for name, flat in own.items():
             with torch.no_grad():
                 flat.copy_(stored[name])
         self._load_moments(load_file(directory / MOMENTS))

@@ -138,8 +138,7 @@ class LocalPolicy:
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
         """See ``train_step``."""
-        weights = self.adapter.flat
-        before = weights._version
+        before = self._changes()
         try:
             return train_step(
                 self.base,
@@ -156,7 +155,12 @@ class LocalPolicy:
                 critic=self.critic,
             )
         finally:
-            self.version += weights._version != before  # also when an error came after a part of the change
+            self.version += self._changes() != before  # also when an error came after a part of the change
+
+    def _changes(self) -> list[int]:
+        """How often its weights, a critic's included, have been changed in place."""
+        weights = [self.adapter.flat, *([] if self.critic is None else self.critic.weights)]
+        return [flat._version for flat in weights]
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         """See ``Policy.snapshot``."""

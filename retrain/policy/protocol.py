@@ -135,7 +135,7 @@ class PolicySnapshot(Protocol):
 
 
 class Policy(Protocol):
-    """What is trained in one run. ``version`` counts the changes of its weights."""
+    """What is trained in one run. ``version`` counts the changes of its weights, a critic's included."""
 
     version: int
     starts_as_base: bool
