@@ -675,8 +675,8 @@ MUTANTS = [
     ),
     Mutant(
         "updates: groups without signal are not divided by", "retrain/updates.py",
-        "[rollout for rollout in group.rollouts if rollout in credit.tokens]",
-        "[rollout for rollout in group.rollouts if rollout in credit.tokens and group.discarded is None]",
+        "if rollout.token_advantages_T is not None] for group",
+        "if rollout.token_advantages_T is not None and group.discarded is None] for group",
         (OWN_COUNTS,),
     ),
     Mutant(
@@ -730,7 +730,7 @@ MUTANTS = [
     ),
     Mutant(
         "critic: it is updated with the policy's adapter", "retrain/policy/update.py",
-        "                critic.adapter or adapter,\n", "                adapter,\n",
+        "lane, frozen = critic.adapter or adapter,", "lane, frozen = adapter,",
         (AS_WITHOUT,),
     ),
     Mutant(
