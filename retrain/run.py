@@ -118,7 +118,9 @@ class Run:
     ungraded_steps: int = 0
     """Steps in a row, up to now, in which no rollout could be graded."""
     skipped_updates: int = 0
-    """Updates in a row, up to now, that were left out because loss or gradient was not finite."""
+    """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite, ..."""
+    last_skip: NonFinite | None = None
+    """... and what was wrong with the last of them."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
     saved_shared: dict[str, Any] = field(default_factory=dict)
@@ -243,6 +245,7 @@ class Run:
                 made += 1
                 if far_enough(taken[-len(batches) :], training.target_kl):
                     break
+            self._check_updates(taken)
         finally:
             for note in self.policy.notes():
                 self.recorder.log(f"step {self.step}: {note}", "warning")
@@ -250,22 +253,29 @@ class Run:
         return together(taken, made) if training.several_updates else dict(taken[0].numbers)
 
     def _update(self, batch: TrainBatch) -> dict[str, Any]:
-        """One optimizer step, or its numbers where it is left out."""
+        """One optimizer step, or what there is to say where it is left out."""
         lr = self.lr(batch.update)
         try:
-            numbers = {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
+            return {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
         except NonFinite as error:
-            self.skipped_updates += 1
-            limit = self.config.training.nonfinite_limit
-            if self.skipped_updates >= limit:
-                steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
-                raise RunFailed(f"step {self.step}: {error}{steps}") from error
-            self.recorder.log(f"step {self.step}: {error}", "warning")
+            self.last_skip = error
             absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
             return {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}
-        if batch.samples:
-            self.skipped_updates = 0
-        return numbers
+
+    def _check_updates(self, taken: Sequence[Taken]) -> None:
+        """Count steps in a row that left out an update; RunFailed at the limit."""
+        skipped = [each for each in taken if each.numbers["optim/skipped"]]
+        if not skipped:
+            if any(each.batch.samples for each in taken):
+                self.skipped_updates = 0
+            return
+        self.skipped_updates += 1
+        limit, error = self.config.training.nonfinite_limit, self.last_skip
+        if self.skipped_updates >= limit:
+            steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
+            raise RunFailed(f"step {self.step}: {error}{steps}") from error
+        several = f" ({len(skipped)} of {len(taken)} updates)" if len(taken) > 1 else ""
+        self.recorder.log(f"step {self.step}: {error}{several}", "warning")
 
     def _check_grading(self, groups: Sequence[Group]) -> None:
         """Log failed gradings, each reason once; RunFailed after ``UNGRADED_STEPS`` without any grade."""

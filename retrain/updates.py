@@ -87,10 +87,13 @@ class Taken:
     batch: TrainBatch
     numbers: Mapping[str, Any]
 
-    @property
-    def weight(self) -> float:
-        """Tokens that it trained on, which means over tokens go by."""
-        return float(sum(sample.loss_mask.sum() for sample in self.batch.samples))
+    def weight(self, key: str) -> float:
+        """What it counts in a mean of this number: the tokens that it trained on, the action tokens that a critic has
+        a value for, or its completions."""
+        samples = self.batch.samples
+        if key in OF_COMPLETIONS:
+            return float(len(samples))
+        return float(sum((s.action_mask if key in OF_ACTIONS else s.loss_mask).sum() for s in samples))
 
 
 def far_enough(taken: Sequence[Taken], target_kl: float | None) -> bool:
@@ -102,7 +105,11 @@ def far_enough(taken: Sequence[Taken], target_kl: float | None) -> bool:
 SUMMED = ("timing_", "num_datums")
 ANY = ("optim/grad_clipped", "optim/skipped")
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
-"""Means over updates; all other numbers are means over trained tokens."""
+"""Means over updates; ..."""
+OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg")
+"""... these over action tokens, ..."""
+OF_COMPLETIONS = ("objective/non_score_reward",)
+"""... this one over completions, and all other numbers over trained tokens."""
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 
@@ -142,18 +149,20 @@ def _values(taken: Sequence[Taken], key: str) -> list[Any]:
 
 
 def _mean(taken: Sequence[Taken], key: str) -> float | None:
-    """Over trained tokens."""
-    known = [(each.weight, float(each.numbers[key])) for each in taken if each.numbers.get(key) is not None]
+    """Over whatever this number is a mean of; where no update has anything of it, as with a probe, over updates."""
+    known = [(each.weight(key), float(each.numbers[key])) for each in taken if each.numbers.get(key) is not None]
+    if not any(weight for weight, _ in known):
+        known = [(1.0, value) for _, value in known]
     total = math.fsum(weight for weight, _ in known)
     return math.fsum(weight * value for weight, value in known) / total if total else None
 
 
 def _ratio_variance(taken: Sequence[Taken]) -> float | None:
     """The variance over the trained tokens of all updates, from means and variances of each."""
-    mean, inner = _mean(taken, "val/ratio"), _mean(taken, "val/ratio_var")
+    key = "val/ratio"
+    mean, inner = _mean(taken, key), _mean(taken, "val/ratio_var")
     if mean is None or inner is None:
         return None
-    known = [each for each in taken if each.numbers.get("val/ratio") is not None]
-    total = math.fsum(each.weight for each in known)
-    between = math.fsum(each.weight * (each.numbers["val/ratio"] - mean) ** 2 for each in known) / total
-    return inner + between
+    known = [each for each in taken if each.numbers.get(key) is not None]
+    total = math.fsum(each.weight(key) for each in known)
+    return inner + math.fsum(each.weight(key) * (each.numbers[key] - mean) ** 2 for each in known) / total

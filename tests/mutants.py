@@ -713,7 +713,7 @@ MUTANTS = [
     ),
     Mutant(
         "updates: those left out are not counted in a row", "retrain/run.py",
-        "            self.skipped_updates += 1\n", "            self.skipped_updates = 1\n",
+        "        self.skipped_updates += 1\n", "        self.skipped_updates = 1\n",
         (LIMIT,),
     ),
     # -- critics ----------------------------------------------------------------------------------------------------
@@ -795,9 +795,9 @@ MUTANTS = [
         (LAST_TOKEN,),
     ),
     Mutant(
-        "critic: the score comes with the first token", "retrain/algorithms/gae.py",
-        "ends = np.cumsum([len(turn.action) for turn in rollout.turns]) - 1",
-        "ends = np.cumsum([0, *(len(turn.action) for turn in rollout.turns)])[:-1]",
+        "critic: a turn's reward comes with its first token", "retrain/algorithms/gae.py",
+        "ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1",
+        "ends = np.cumsum([0, *(len(turn.action) for turn in rollout.turns[:-1])])[:-1]",
         (LAST_TOKEN,),
     ),
     Mutant(

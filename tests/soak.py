@@ -155,7 +155,7 @@ def set_trap(point: str, moment: float) -> None:
     import retrain.checkpoints as checkpoints
     import retrain.files as files
     import retrain.policy.local as policy
-    import retrain.policy.update as update
+    import retrain.policy.optimizer as optimizer
     import retrain.record.writer as writer
     import retrain.run as run
     from retrain.engines.local import LocalEngine
@@ -212,7 +212,7 @@ def set_trap(point: str, moment: float) -> None:
         "resuming": lambda: at(run, "forget_after", 2, after=late),
         "between updates": lambda: at(policy.LocalPolicy, "update", 12, when=lambda _, batch, *__: batch.update > 0),
         "scoring": lambda: at(policy.LocalPolicy, "score", 6, soon if late else die, after=late),
-        "critic": lambda: at(update._Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
+        "critic": lambda: at(optimizer.Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
         "any rename": lambda: at(os, "replace", 80, after=late),
         "any sync": lambda: at(os, "fsync", 80, after=late),
     }

@@ -93,7 +93,7 @@ def test_the_advantage_of_a_critic_has_this_run_s_numbers():
         critic={"gamma": 0.9, "lam_policy": 0.8, "lam_value": 1.0, "whiten": False},
     )
     words = advantage_words(one)
-    assert words.startswith("Σ_k (γλ)^k·δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t of a critic, ")
+    assert words.startswith("Σ_k (γλ)^k·δ_(t+k) with δ_t = r_t + γV_(t+1) − V_t of a critic, ")
     assert words.endswith(", γ = 0.9, λ = 0.8 (1 for what the critic learns)")
     values, rewards = torch.tensor([[0.5, 0.2]]).double(), torch.tensor([[0.0, 1.0]]).double()
     found = gae(rewards, values, torch.ones(1, 2, dtype=torch.bool), 0.9, 0.8)

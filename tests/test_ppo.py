@@ -15,7 +15,7 @@ from toymodels import train_quietly
 
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.standard import assign_credit, load_modes
-from retrain.config import parse_dict
+from retrain.config import load, parse_dict
 from retrain.errors import ModelError
 from retrain.maths.critic import value_loss
 from retrain.policy.backbone import backbone_of
@@ -31,7 +31,12 @@ PPO = {"advantage_mode": "gae"}
 def ppo_policy(base, lanes, *, moved: bool = True, algorithm=None, **critic) -> LocalPolicy:
     """A PPO policy, by default with weights, of the critic's head and adapter too, that have left their beginning."""
     made = local_policy(
-        base, lanes, algorithm=PPO | (algorithm or {}), critic=critic, optimizer={"grad_clip_norm": 0.0}
+        base,
+        lanes,
+        algorithm=PPO | (algorithm or {}),
+        critic=critic,
+        optimizer={"grad_clip_norm": 0.0},
+        training={"num_iterations": 2},
     )
     assert made.critic is not None
     if moved:
@@ -286,7 +291,7 @@ def test_rollouts_without_a_reward_or_a_token_take_no_part():
     assert group.discarded is None
     assert numbers["objective/entropy"] == pytest.approx((1.0 + 1.5) / 2)  # of all that was sampled
     group, (advantages, numbers), _ = credited([ungraded], Scores(values=[np.ones(3)]))
-    assert (group.discarded, advantages, numbers) == ("no_reward", {}, {})
+    assert (group.discarded, advantages, numbers) == ("no_reward", {}, {"objective/entropy": 1.5})
 
 
 def test_kl_in_the_reward_and_what_is_logged_of_it():
@@ -357,6 +362,28 @@ DOCUMENTED = ("eps", "objective/kl", "objective/entropy", "objective/non_score_r
 def train(folder: Path, critic: str = "", algorithm: str = "", size: int = 4) -> list[dict]:
     folder.mkdir(exist_ok=True)
     return train_quietly(folder, TOML.format(critic=critic, algorithm=algorithm, size=size))
+
+
+def test_two_lambdas_are_a_file_and_survive_being_written(tmp_path):
+    """What is resolved names every key, ``lam`` too, which must not look as if somebody had set it."""
+    file = tmp_path / "two.toml"
+    file.write_text('[algorithm]\nadvantage_mode = "gae"\n[critic]\nlam_policy = 0.9\nlam_value = 1.0\n')
+    config = load(file).config
+    assert (config.critic.policy_lambda, config.critic.value_lambda) == (0.9, 1.0)
+    assert parse_dict(config.to_dict()) == config
+
+
+def test_means_of_the_critic_are_over_all_action_tokens_however_the_batch_is_split(tmp_path):
+    """Also where an entropy mask leaves few of them to the policy. With a rate of nearly 0 the splits agree."""
+    keys = 'transform_mode = "entropy_mask"\nentropy_mask_rho = 0.05'
+    rows = {}
+    for parts in (1, 3):
+        text = TOML.format(critic="", algorithm=keys, size=4).replace("5e-3", "1e-9")
+        text = text.replace("num_iterations = 2", f"num_iterations = 2\nminibatches = {parts}")
+        (tmp_path / str(parts)).mkdir()
+        rows[parts] = train_quietly(tmp_path / str(parts), text)[0]
+    for key in ("loss/value_avg", "loss/policy_avg", "policy/entropy_avg", "val/ratio"):
+        assert rows[3][key] == pytest.approx(rows[1][key], rel=1e-4, abs=1e-7), key
 
 
 @pytest.fixture(scope="module")

@@ -266,7 +266,8 @@ def test_the_catalogue_is_one_table():
     assert len(keys) == len(set(keys))
     aliases = [alias for m in METRICS for alias in {name for names in m.aliases.values() for name in names}]
     assert len(aliases) == len(set(aliases))
-    assert not set(aliases) & set(keys)
+    # With a critic TRL's names have definitions of their own, which then stand in place of the aliases.
+    assert set(aliases) & set(keys) <= {metric.key for metric in METRICS if metric.requires == "critic"}
     for metric in METRICS:
         assert metric.definition
         assert not metric.definition.endswith(".")

@@ -173,7 +173,7 @@ def longer(model, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "updates", "kept"), [
-    ("four", ((3, 1), (3, 2), (3, 3)), 3),
+    ("four", ((1, 1), (2, 1), (3, 1)), 3),
     ("shared", ((2, 0), (3, 0), (4, 0)), 4),
 ])  # fmt: skip
 def test_after_nonfinite_limit_the_run_fails_and_the_others_are_as_without_it(
@@ -200,5 +200,3 @@ def test_after_nonfinite_limit_the_run_fails_and_the_others_are_as_without_it(
     assert last_checkpoint(runs[name]).name == f"step_{kept:06d}"
     assert resume(out, NullObserver(), retry_failed=True).exit_status == 0
     assert [row["step"] for row in read_jsonl(runs[name] / "metrics.jsonl")] == list(range(5))
-    if name == "four":  # it had left nothing out before
-        assert_alike(runs[name], longer[name])

@@ -305,7 +305,6 @@ TOML = """
 max_steps = 2
 batch_size = 4
 group_size = 4
-max_tokens = 24
 lr = 1e-2
 {training}
 [model]
@@ -317,6 +316,7 @@ devices = "cpu"
 
 def train(folder: Path, training: str, algorithm: str = "") -> list[dict]:
     folder.mkdir(exist_ok=True)
+    training = training if "max_tokens" in training else f"max_tokens = 24\n{training}"
     return train_quietly(folder, TOML.format(algorithm=algorithm, training=training))
 
 
@@ -362,6 +362,28 @@ def test_a_target_ends_the_passes_and_without_it_there_are_all(tmp_path):
     assert [row["optim/updates"] for row in train(tmp_path / "all", "num_iterations = 4")] == [4, 4]
     few = train(tmp_path / "few", "num_iterations = 4\ntarget_kl = 1e-9")
     assert [row["optim/updates"] for row in few] == [2, 2]  # the second is the first that has moved
+
+
+def test_sampler_and_trainer_are_compared_where_no_group_has_signal(tmp_path):
+    """As with one update: a probe of a few completions, and what the base says of them."""
+    rows = train(tmp_path, "num_iterations = 4\nminibatches = 2\nmax_tokens = 2\n[logging]\nlog_kl = true")
+    for row in rows:
+        assert (row["num_datums"], row["optim/updates"], row["loss"]) == (0, 0, None)
+        assert 0 <= row["kl_sample_train_v2"] < 1e-6
+        assert row["kl_divergence_inference"] is not None
+        assert row["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_means_over_completions_do_not_depend_on_the_split():
+    samples = [passes_of(rollout) for rollout in groups_of((2, 8, 8))[0].rollouts]
+    taken = [
+        Taken(TrainBatch(part, Denominators(0, 0), 0, STREAM), {"objective/non_score_reward": value, "val/ratio": value,
+                                                                "val/ratio_var": 0.0, "optim/skipped": False})
+        for part, value in ((samples[:1], 1.0), (samples[1:], 4.0))
+    ]  # fmt: skip
+    row = together(taken, 1)
+    assert row["objective/non_score_reward"] == pytest.approx(3.0)
+    assert row["val/ratio"] == pytest.approx((2 * 1 + 16 * 4) / 18)
 
 
 def test_the_row_of_one_update_has_no_key_of_several(tmp_path):

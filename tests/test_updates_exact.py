@@ -173,7 +173,7 @@ def test_advantages_are_whitened_over_tokens_not_over_padding():
 
 def critic_policy(base, lanes, **critic):
     """A policy whose critic is not what it was at first, and its objective."""
-    sections = {"algorithm": GAE, "critic": critic}
+    sections = {"algorithm": GAE, "critic": critic, "training": {"num_iterations": 2}}
     policy = local_policy(base, lanes, **sections)
     policy.adapter.load(trained(lanes, 1).tensors())
     if policy.critic.adapter is not None:

@@ -19,7 +19,7 @@ import torch
 
 from retrain.algorithms.turns import own_rewards
 from retrain.config import Config
-from retrain.maths.critic import explained_variance, gae, whiten_tokens
+from retrain.maths.critic import explained_variance, gae, token_rewards, whiten_tokens
 from retrain.maths.losses import kl_terms
 from retrain.policy.protocol import Scores
 from retrain.types import Group, Rollout
@@ -44,14 +44,17 @@ def fill_token_advantages(
     for group in groups:
         if all(rollout.reward.total_reward is None or not len(rollout) for rollout in group.rollouts):
             group.discarded = "no_reward"
+    sampled = [-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)]
+    entropy = {"objective/entropy": sum(sampled) / len(sampled)} if sampled else {}
     if not rated:
-        return {}, {}
+        return {}, entropy
     own = [rollouts[i] for i in rated]
     mask_BT = _padded([np.ones(len(rollout)) for rollout in own]).bool()
     values_BT = _padded([scores.values[i] for i in rated])
-    rewards_BT = _padded([_token_rewards(rollout) for rollout in own])
     kl_BT, metrics = _divergence(rated, scores, config, mask_BT)
-    rewards_BT = rewards_BT - config.algorithm.reward_kl_coef * kl_BT
+    last_B = torch.tensor([own_rewards(rollout)[-1] for rollout in own], dtype=torch.float64)
+    rewards_BT = token_rewards(last_B, kl_BT, mask_BT, config.algorithm.reward_kl_coef)
+    rewards_BT += _padded([_on_the_way(rollout) for rollout in own])
     critic = config.critic
     targets_BT = values_BT + gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.value_lambda)
     advantages_BT = gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.policy_lambda)
@@ -63,22 +66,21 @@ def fill_token_advantages(
         advantages[rollout] = row_T[:count].numpy()
         rollout.advantage = float(row_T[:count].mean())
         rollout.values_T, rollout.value_targets_T = values_T[:count].numpy(), targets_T[:count].numpy()
-    sampled = [-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)]
     return advantages, {
         **metrics,
-        "objective/entropy": sum(sampled) / len(sampled),
+        **entropy,
         "critic/value_mean": float(values_BT[mask_BT].mean()),
         "critic/target_mean": float(targets_BT[mask_BT].mean()),
         "critic/explained_variance": explained_variance(values_BT, targets_BT, mask_BT),
     }
 
 
-def _token_rewards(rollout: Rollout) -> np.ndarray:
-    """The reward of every action token, float64 [T]: those of turns at their ends. A turn in which nothing was sampled
-    leaves its own to the one before it, or to the first that has something."""
+def _on_the_way(rollout: Rollout) -> np.ndarray:
+    """The rewards of all turns but the last, each at its turn's last token, float64 [T]. A turn in which nothing was
+    sampled leaves its own to the one before it, or to the first that has something."""
     rewards_T = np.zeros(len(rollout))
-    ends = np.cumsum([len(turn.action) for turn in rollout.turns]) - 1
-    np.add.at(rewards_T, np.maximum(ends, 0), own_rewards(rollout))
+    ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1
+    np.add.at(rewards_T, np.maximum(ends, 0).astype(int), own_rewards(rollout)[:-1])
     return rewards_T
 
 

@@ -109,7 +109,7 @@ ADVANTAGES: dict[str, Advantage] = {
         whitened=True,
     ),
     "gae": Advantage(
-        formula="Σ_k (γλ)^k·δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t of a critic, then whitened over the batch",
+        formula="Σ_k (γλ)^k·δ_(t+k) with δ_t = r_t + γV_(t+1) − V_t of a critic, then whitened over the batch",
         paper="1506.02438",
         words="one number per token (PPO)",
         needs=frozenset({Need.VALUES}),

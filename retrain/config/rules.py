@@ -120,9 +120,19 @@ def critic_rules(config: Config) -> Iterator[Finding]:
     if is_plugin(config.backend.backend):
         what = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
         yield Finding((named[0], "backend.backend"), what, 'advantage_mode = "grpo"')
-    if critic.lam_policy is not None and critic.lam_value is not None and "lam" in critic.model_fields_set:
+    whole = type(critic).model_fields["lam"].default
+    if critic.lam_policy is not None and critic.lam_value is not None and critic.lam != whole:
         what = "has no effect with lam_policy and lam_value"
         yield Finding(("critic.lam", "critic.lam_policy", "critic.lam_value"), what, "remove the line")
+    if not algorithm.discard_group_zero_advantage:
+        what = "has no effect with a critic: every completion with a reward trains"
+        yield Finding(("algorithm.discard_group_zero_advantage", named[0]), what, "remove the line")
+    clip = critic.cliprange_value
+    if clip not in (0.0, type(critic).model_fields["cliprange_value"].default) and not (
+        config.training.several_updates or config.lora.dropout
+    ):
+        what = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
+        yield Finding(("critic.cliprange_value", "training.num_iterations"), what, "num_iterations = 4")
     if critic.warmup_steps >= config.training.max_steps:
         what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
         keys = ("critic.warmup_steps", "training.max_steps")
@@ -205,7 +215,12 @@ def data_rules(config: Config) -> Iterator[Finding]:
 def maxrl_rules(config: Config) -> Iterator[Finding]:
     """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
     reward, mode = config.reward, config.algorithm.advantage_mode
-    if not advantage_of(mode).unit_rewards or reward.type != "weighted":
+    if not advantage_of(mode).unit_rewards:
+        return
+    if reward.type == "reward_model":
+        what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
+        yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
+    if reward.type != "weighted":
         return
     if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
         sum(part.weight for part in reward.components) > 1 + 1e-9

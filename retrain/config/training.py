@@ -113,8 +113,8 @@ class Training(Section):
     """Tokens in one forward and backward pass, `auto` by the model and the device; halved when memory runs out.
     Changes memory and speed, and of the update nothing but its rounding."""
     nonfinite_limit: Annotated[Count, Role.SPEED] = 3
-    """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many in a row the run
-    fails, saved as it was before. 1 fails at the first."""
+    """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many steps in a row with
+    one the run fails, saved as it was before. 1 fails at the first."""
     deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
     """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
 
@@ -188,6 +188,9 @@ class Training(Section):
         if not whole and self.minibatches == 1:
             keys = ("training.minibatch_by", "training.minibatches")
             yield Finding(keys, "has no effect with one minibatch", "minibatches = 4")
+        elif not whole and self.group_size == 1:
+            keys = ("training.minibatch_by", "training.group_size")
+            yield Finding(keys, "has no effect with groups of one", "remove the line")
         if self.target_kl is not None and self.num_iterations == 1:
             keys = ("training.target_kl", "training.num_iterations")
             yield Finding(keys, "has no effect with one pass over a batch", "num_iterations = 4")

@@ -84,7 +84,11 @@ class Critic:
         from safetensors.torch import load_file
 
         if not (directory / WEIGHTS).is_file():
-            raise CheckpointError(f'{directory} holds no critic: it is of a run without advantage_mode = "gae"')
+            run = directory.parent.parent if directory.parent.name == "checkpoints" else directory
+            raise CheckpointError(
+                f'{directory} holds no critic: it is of a run without advantage_mode = "gae"; to begin with its '
+                f'weights and a new critic, type: [resume] from = "{run / "final"}"'
+            )
         stored = load_file(directory / WEIGHTS)
         own = self._named
         if {name: tensor.shape for name, tensor in stored.items()} != {name: flat.shape for name, flat in own.items()}:

@@ -87,13 +87,12 @@ def train_step(
     stream = (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
     work = partial(_Work, base, lanes, denominators=batch.denominators, dropout=dropout, dropout_stream=stream)
     planned: list[tuple[_Work, Sequence[Sample]]] = []
-    shared = critic if critic is not None and critic.adapter is None and trained else None
-    if trained or probe:
+    shared = critic if critic is not None and critic.adapter is None and samples and not warming else None
+    if shared is not None:
+        planned.append((work(adapter, objective, head=shared.head), samples))
+    elif trained or probe:
         asked = objective if trained else objective.without_gradient()
-        if shared is not None:
-            planned.append((work(adapter, asked, head=shared.head), samples))
-        else:
-            planned.append((work(adapter, asked.without(ValueTerm)), trained or probe))
+        planned.append((work(adapter, asked.without(ValueTerm)), trained or probe))
     if critic is not None and samples and shared is None:
         lane, frozen = critic.adapter or adapter, critic.adapter is None
         planned.append((work(lane, objective.alone(ValueTerm), head=critic.head, frozen=frozen), samples))
@@ -105,7 +104,7 @@ def train_step(
             clock.microbatches += own.microbatches
             if Want.LOGPROBS in each.objective.needs:
                 metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
-                if trained:
+                if trained or shared is not None:
                     metrics |= {"loss": loss, "reported_loss": loss}
                     steps.append(Step(optimizer, [adapter.flat], lr, loss))
             if critic is not None and each.head is not None:

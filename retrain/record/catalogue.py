@@ -130,8 +130,8 @@ SECTIONS: dict[str, list[Metric]] = {
             "false"),
     _metric("optim/grad_clipped", "whether the gradient was scaled down to `grad_clip_norm`; of several updates, that "
             "of any", "boolean"),
-    _metric("optim/updates", "updates (optimizer steps) that the batch had", "updates",
-            "num_iterations × minibatches, fewer where `target_kl` ended the passes", requires="updates"),
+    _metric("optim/updates", "updates (optimizer steps) that the batch had, those of the critic alone included",
+            "updates", "num_iterations × minibatches, fewer where `target_kl` ended the passes", requires="updates"),
     _metric("optim/lr_max", "largest learning rate of the step's updates; `optim/lr` is their mean", "",
             requires="updates"),
     _metric("optim/grad_norm_max", "largest gradient norm of the step's updates before clipping; `optim/grad_norm` is "
@@ -241,8 +241,8 @@ SECTIONS: dict[str, list[Metric]] = {
             "the rollout policy", "nats", "near 0 on-policy"),
     _metric("kl", "k3 to the frozen base over the same tokens; null unless `kl_coef` > 0 or `log_kl` is on", "nats",
             "rising slowly", trl="objective/kl"),
-    _metric("objective/non_score_reward", "−kl_coef · Σ kl over a completion, mean over the completions that the "
-            "trainer ran; 0 without `kl_coef`", "reward"),
+    _metric("objective/non_score_reward", "with `kl_in_reward` −kl_coef · objective/kl; else −kl_coef · Σ of k3 to the "
+            "base over a completion, mean over the completions that the trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
     _metric("policy/approxkl_avg", "half the mean squared log importance ratio over trained tokens; with several "
             "updates of a batch this and what follows compare with the trainer itself before the first of them, over "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 import weakref
 from collections.abc import Awaitable
 from typing import Any
@@ -17,7 +18,7 @@ class Loop:
     def __init__(self, owner: str):
         self.owner = owner
         self._runner = asyncio.Runner()
-        self.close = weakref.finalize(self, self._runner.close)
+        self.close = weakref.finalize(self, _closed, self._runner)
 
     def run(self, value: Any) -> Any:
         """``value``, or what it gives when it is awaited; raises what it raises. PluginError within another loop."""
@@ -30,6 +31,19 @@ class Loop:
         if inspect.iscoroutine(value):
             value.close()  # it would warn that nobody awaited it
         raise PluginError(f"{self.owner} is async and cannot be called within another event loop")
+
+
+def _closed(runner: asyncio.Runner) -> None:
+    """Close a runner, which garbage collection may ask for while another loop runs in this thread: then in one of its
+    own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        runner.close()
+        return
+    thread = threading.Thread(target=runner.close)
+    thread.start()
+    thread.join()
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
