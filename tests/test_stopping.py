@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from retrain.campaign.running.stopping import StopRequest
 from retrain.commands.streams import LastingStream
+from retrain.record.console import PlainConsole
 from retrain.record.observer import NullObserver
 
 
@@ -71,3 +74,33 @@ def test_a_stream_that_fails_otherwise_says_so():
             stream.flush()
         with open(os.devnull, "w") as nowhere:  # for what is still buffered
             os.dup2(nowhere.fileno(), full.fileno())
+
+
+class Interrupting(io.RawIOBase):
+    """Where text ends up; in the middle of writing a step, a signal comes."""
+
+    def __init__(self):
+        self.written = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        if b"step" in bytes(data) and b"finishing" not in bytes(data):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.written += bytes(data)
+        return len(data)
+
+
+def test_a_signal_in_the_middle_of_a_write_is_heard_and_answered():
+    """A handler that wrote to the same stream would begin a buffered write within itself, which ended the run."""
+    raw, stop = Interrupting(), StopRequest()
+    observer = PlainConsole(io.TextIOWrapper(io.BufferedWriter(raw)))
+    with stop.listening(observer):
+        observer.message("step 1")
+        deadline = time.monotonic() + 20
+        while b"finishing" not in raw.written and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stop.signal == signal.SIGINT
+    assert b"step 1" in raw.written
+    assert b"finishing the step and saving" in raw.written

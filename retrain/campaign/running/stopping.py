@@ -36,9 +36,9 @@ ENDINGS = {
 class StopRequest:
     """Whether the user, or whoever preempts this machine, has asked for an end.
 
-    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel.
-    So a thread also hears of every signal (through the wakeup descriptor) and ends the process itself when the
-    second one has had no effect in time.
+    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
+    be in the middle of a write that must not be begun again. So a thread also hears of every signal (through the wakeup
+    descriptor): it says what will happen, and ends the process itself when the second one has had no effect in time.
     """
 
     def __init__(self, directory: Path | None = None):
@@ -63,7 +63,6 @@ class StopRequest:
             urged = urged or ENDINGS[came].urgent
             if self.signal is None:
                 self.signal = came
-                observer.message("finishing the step and saving; once more to stop without saving", "warning")
 
         heeded = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in heeded}
@@ -71,7 +70,7 @@ class StopRequest:
         theirs.setblocking(False)
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         ended = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(ours, ended), name="signals", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(ours, ended, observer), name="signals", daemon=True)
         watcher.start()
         try:
             yield self
@@ -84,12 +83,16 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _watch(self, descriptor: socket.socket, ended: threading.Event) -> None:
-        heard = 0
+    def _watch(self, descriptor: socket.socket, ended: threading.Event, observer: Observer) -> None:
+        heard, said = 0, False
         while heard < 2:
             received = descriptor.recv(64)
             if not received:
                 return
+            if not said and any(number in ENDINGS for number in received):
+                said = True
+                with suppress(OSError, ValueError):  # nobody may be there to read it
+                    observer.message("finishing the step and saving; once more to stop without saving", "warning")
             heard += sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
         if not ended.wait(ABANDON_SECONDS):
             where = f" Type: retrain resume {self.directory}" if self.directory else ""
