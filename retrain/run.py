@@ -118,9 +118,7 @@ class Run:
     ungraded_steps: int = 0
     """Steps in a row, up to now, in which no rollout could be graded."""
     skipped_updates: int = 0
-    """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite, ..."""
-    last_skip: NonFinite | None = None
-    """... and what was wrong with the last of them."""
+    """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
     saved_shared: dict[str, Any] = field(default_factory=dict)
@@ -241,7 +239,7 @@ class Run:
         training, taken, made = self.config.training, list[Taken](), 0
         try:
             for batches in passes(groups, credit, training, self.step, self.stream):
-                taken += [Taken(batch, self._update(batch)) for batch in batches]
+                taken += map(self._update, batches)
                 made += 1
                 if far_enough(taken[-len(batches) :], training.target_kl):
                     break
@@ -252,29 +250,29 @@ class Run:
         self.step += 1
         return together(taken, made) if training.several_updates else dict(taken[0].numbers)
 
-    def _update(self, batch: TrainBatch) -> dict[str, Any]:
-        """One optimizer step, or what there is to say where it is left out."""
+    def _update(self, batch: TrainBatch) -> Taken:
+        """One optimizer step, left out where its loss or gradient is not finite."""
         lr = self.lr(batch.update)
         try:
-            return {**self.policy.update(batch, self.objective, lr), "optim/skipped": False}
+            return Taken(batch, {**self.policy.update(batch, self.objective, lr), "optim/skipped": False})
         except NonFinite as error:
-            self.last_skip = error
             absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
-            return {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}
+            numbers = {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}
+            return Taken(batch, numbers, error)
 
     def _check_updates(self, taken: Sequence[Taken]) -> None:
         """Count steps in a row that left out an update; RunFailed at the limit."""
-        skipped = [each for each in taken if each.numbers["optim/skipped"]]
-        if not skipped:
+        errors = [each.error for each in taken if each.error is not None]
+        if not errors:
             if any(each.batch.samples for each in taken):
                 self.skipped_updates = 0
             return
         self.skipped_updates += 1
-        limit, error = self.config.training.nonfinite_limit, self.last_skip
+        limit, error = self.config.training.nonfinite_limit, errors[-1]
         if self.skipped_updates >= limit:
             steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
             raise RunFailed(f"step {self.step}: {error}{steps}") from error
-        several = f" ({len(skipped)} of {len(taken)} updates)" if len(taken) > 1 else ""
+        several = f" ({len(errors)} of {len(taken)} updates)" if len(taken) > 1 else ""
         self.recorder.log(f"step {self.step}: {error}{several}", "warning")
 
     def _check_grading(self, groups: Sequence[Group]) -> None:

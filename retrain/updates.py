@@ -16,9 +16,10 @@ import numpy as np
 
 from retrain.algorithms.protocol import Credit
 from retrain.config.training import Training
+from retrain.errors import NonFinite
 from retrain.policy.protocol import Policy, TrainBatch, Want, probe_of
 from retrain.rng import generator
-from retrain.types import Group, Rollout, Sample, samples_of_rollout
+from retrain.types import Group, samples_of_rollout
 
 
 def note_old_logprobs(policy: Policy, groups: Sequence[Group]) -> None:
@@ -44,19 +45,12 @@ def passes(
     A minibatch without anything to train on is left out. Where the whole batch has nothing, there is one pass with one
     empty batch, whose ``probe`` compares sampler and trainer.
     """
-    batches = list(_passes(groups, credit, training, step, stream)) if training.several_updates else []
-    batches = [[batch for batch in minibatches if batch.samples] for minibatches in batches]
-    if any(batches):
-        yield from filter(None, batches)
+    trained = [rollout for group in groups if group.discarded is None for rollout in group.rollouts]
+    flat = {one: samples_of_rollout(one) for one in trained if one.token_advantages_T is not None}
+    if not (training.several_updates and any(flat.values())):
+        samples = [sample for own in flat.values() for sample in own]
+        yield [TrainBatch(samples, credit.denominators, step, stream, [] if samples else probe_of(groups))]
         return
-    everything = [rollout for group in groups for rollout in group.rollouts]
-    samples = _samples(groups, everything)
-    yield [TrainBatch(samples, credit.denominators, step, stream, [] if samples else probe_of(groups))]
-
-
-def _passes(
-    groups: Sequence[Group], credit: Credit, training: Training, step: int, stream: tuple[int | str, ...]
-) -> Iterator[list[TrainBatch]]:
     counted = [[rollout for rollout in group.rollouts if rollout.token_advantages_T is not None] for group in groups]
     whole = training.minibatch_by == "group"
     units = [own for own in counted if own] if whole else [[rollout] for own in counted for rollout in own]
@@ -64,28 +58,22 @@ def _passes(
         order = np.arange(len(units))
         if training.minibatches > 1:
             order = generator(*stream, "minibatches", step, iteration).permutation(len(units))
-        parts = np.array_split(order, training.minibatches)
-        chosen = [[rollout for unit in sorted(part.tolist()) for rollout in units[unit]] for part in parts]
-        first = iteration * training.minibatches
-        yield [
-            TrainBatch(_samples(groups, own), credit.denominators_of(own), step, stream, update=first + i)
-            for i, own in enumerate(chosen)
-        ]
-
-
-def _samples(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Those of these rollouts that train, laid flat."""
-    discarded = {rollout for group in groups if group.discarded is not None for rollout in group.rollouts}
-    trained = (one for one in rollouts if one.token_advantages_T is not None and one not in discarded)
-    return [sample for rollout in trained for sample in samples_of_rollout(rollout)]
+        minibatches = []
+        for i, part in enumerate(np.array_split(order, training.minibatches)):
+            own = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
+            samples = [sample for rollout in own for sample in flat.get(rollout, ())]
+            update = iteration * training.minibatches + i
+            minibatches.append(TrainBatch(samples, credit.denominators_of(own), step, stream, update=update))
+        yield [batch for batch in minibatches if batch.samples]
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One update that was made, or left out (``optim/skipped``), with its numbers under the catalogue's keys."""
+    """One update with its numbers under the catalogue's keys; ``error`` is why it was left out."""
 
     batch: TrainBatch
     numbers: Mapping[str, Any]
+    error: NonFinite | None = None
 
     def weight(self, key: str) -> float:
         """What it counts in a mean of this number: the tokens that it trained on, the action tokens that a critic has
@@ -103,13 +91,15 @@ def far_enough(taken: Sequence[Taken], target_kl: float | None) -> bool:
 
 
 SUMMED = ("timing_", "num_datums")
+"""Beginnings of numbers that add up over updates."""
 ANY = ("optim/grad_clipped", "optim/skipped")
+"""What is true of a step when it is true of one update."""
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
-"""Means over updates; ..."""
+"""Means over updates. All numbers that are named nowhere here are means over trained tokens."""
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg")
-"""... these over action tokens, ..."""
+"""Means over action tokens, all of which have a value."""
 OF_COMPLETIONS = ("objective/non_score_reward",)
-"""... this one over completions, and all other numbers over trained tokens."""
+"""Means over completions."""
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from timing_keys import is_timing_key
+from toycampaign import WORLD
 from toymodels import campaign_head
 
 from retrain.files import read_jsonl
@@ -22,10 +23,8 @@ ALL = (ONCE, FOUR, OWN, SHARED)
 ALL_MANY = (ONCE, FOUR, (OWN[0], OWN[1] + MANY), (SHARED[0], SHARED[1] + MANY))
 """With four updates of the critics' batches, too."""
 NAMES = ("once", "four", "own", "shared")
-TOML = """
-[model]
-model = "{model}"
-lora_rank = 4
+TOML = (
+    """
 [training]
 batch_size = 3
 group_size = 4
@@ -34,15 +33,11 @@ lr = 0.01
 {training}
 [evaluation]
 problems = 0
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "{dtype}"
 [squeeze]
 enabled = false
 """
+    + WORLD
+)
 
 
 def critic_campaign(

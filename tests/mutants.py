@@ -669,8 +669,8 @@ MUTANTS = [
     ),
     Mutant(
         "updates: divided by what the whole batch counts", "retrain/updates.py",
-        "TrainBatch(_samples(groups, own), credit.denominators_of(own), step, stream, update=first + i)",
-        "TrainBatch(_samples(groups, own), credit.denominators, step, stream, update=first + i)",
+        "TrainBatch(samples, credit.denominators_of(own), step, stream, update=update)",
+        "TrainBatch(samples, credit.denominators, step, stream, update=update)",
         (OWN_COUNTS,),
     ),
     Mutant(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from mixed_cases import BASE, CHANGED, adapter_bytes, completions_of, launch_file, rows_of, runs_of, toy_file
 from timing_keys import is_timing_key
-from toycampaign import campaign
+from toycampaign import StopAfter, campaign
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
@@ -132,18 +130,6 @@ def test_a_run_in_a_cohort_equals_the_run_alone(model, tmp_path):
         ]
         assert texts[0] == texts[1]
         np.testing.assert_allclose([r["loss"] for r in ours], [r["loss"] for r in alone], atol=1e-9)
-
-
-class StopAfter(NullObserver):
-    """Sends this process a signal once a run has done so many steps."""
-
-    def __init__(self, steps: int):
-        self.left = steps
-
-    def step(self, spec, row):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path):

@@ -15,6 +15,7 @@ from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkp
 from lane_cases import local_policy, rollout
 from safetensors.torch import load_file
 from timing_keys import is_timing_key
+from toycampaign import StopAfter
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import squeeze
@@ -44,18 +45,6 @@ class Heard(NullObserver):
 
     def message(self, text: str, level: str = "info") -> None:
         self.lines.append(text)
-
-
-class StopAfter(NullObserver):
-    """Asks to stop once runs have done so many steps together."""
-
-    def __init__(self, steps: int):
-        self.left = steps
-
-    def step(self, spec, row):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="module")

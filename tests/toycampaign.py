@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from toymodels import campaign_head, qwen3_directory
+
+from retrain.record.observer import NullObserver
 
 REWARDS = '''
 def score(completion, answer):
@@ -15,12 +19,19 @@ def fragile(completion, answer):
     raise RuntimeError("this grader is broken")
 '''
 CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
-TOML = """
-{condition}
+WORLD = """
 [model]
 model = "{model}"
 lora_rank = 4
-[training]
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[inference]
+dtype = "{dtype}"
+"""
+"""What every campaign of the toy model has."""
+TRAINING = """[training]
 batch_size = 3
 group_size = 4
 max_tokens = 10
@@ -29,13 +40,20 @@ save_every = 2
 eval_every = 2
 [evaluation]
 problems = 5
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "{dtype}"
 """
+TOML = "\n{condition}" + WORLD + TRAINING
+
+
+class StopAfter(NullObserver):
+    """Asks to stop once runs have done so many steps together."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def step(self, spec, row):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def toy_world(folder: Path) -> Path:
