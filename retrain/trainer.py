@@ -15,7 +15,7 @@ from typing import Any
 
 from retrain.config.evaluation import HeldOut
 from retrain.engines.protocol import Engine
-from retrain.errors import DeviceLost, Interrupted, RunFailed
+from retrain.errors import DeviceLost, Interrupted, RunFailed, ServerFailed
 from retrain.evaluation import Evaluator, Subject
 from retrain.gpus import lost
 from retrain.policy.memory import peak_memory_gib
@@ -81,7 +81,12 @@ class Cohort:
         for run in active:
             self.guarded(run, partial(self._begin_step, run))
             before[run] = run.rollback_point()
-        groups = self._sample([run for run in active if run.error is None])
+        try:
+            groups = self._sample([run for run in active if run.error is None])
+        except ServerFailed:  # nothing was learnt from it: everything before this step is saved
+            self.saver.save([run for run in active if run.error is None and run.roll_back(before[run])])
+            self.saver.settle()
+            raise
         numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
             self._publish(run)
