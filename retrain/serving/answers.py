@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrain.serving.adapters import Served
+from retrain.serving.scoring import Tops
 
 LEAST_LOGPROB = -9999.0
 """What stands for −∞, which JSON has not."""
@@ -56,10 +58,6 @@ def token_text(tokenizer: Any, token_id: int, as_id: bool) -> str:
     return f"token_id:{token_id}" if as_id else tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-Tops = Sequence[tuple[int, float]]
-"""Tokens of the highest log-probabilities, the highest first."""
-
-
 def completion_logprobs(
     tokenizer: Any,
     token_ids: Sequence[int],
@@ -78,11 +76,38 @@ def completion_logprobs(
         if logprob is None:
             best.append(None)
             continue
-        others = (tops[place] or ()) if tops is not None else ()
-        best.append({name: finite(logprob)} | {token_text(tokenizer, token, as_ids): finite(x) for token, x in others})
+        best.append({name: finite(logprob)})
+        for token, other in (tops[place] or ()) if tops is not None else ():
+            best[-1].setdefault(token_text(tokenizer, token, as_ids), finite(other))
     return {
         "text_offset": offsets,
         "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
         "tokens": names,
         "top_logprobs": best,
     }
+
+
+def chat_logprobs(
+    tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Tops] | None, as_ids: bool
+) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        name = token_text(tokenizer, token_id, as_ids)
+        text = token_text(tokenizer, token_id, False)
+        return {"token": name, "logprob": finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+    content = []
+    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        best = [entry(*each) for each in tops[place]] if tops is not None else []
+        content.append(entry(token_id, logprob) | {"top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+
+
+END = b"data: [DONE]\n\n"
+"""The last event of a stream."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
-import json
-import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,14 +13,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrain import __version__
-from retrain.serving import completions
+from retrain.serving import chat, completions, tokens
 from retrain.serving.answers import model_card
+from retrain.serving.local import is_local
 from retrain.serving.refusal import Refusal
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
 
 MAX_BODY = 32 << 20
-MAX_UPLOAD = 4 << 30
+MAX_UPLOAD = 1 << 30
 """Bytes of a request's body; of one that holds an adapter."""
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -45,10 +42,13 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
             route("/version", version),
             route("/v1/models", models),
             route("/v1/completions", completions.answer, "POST"),
+            route("/v1/chat/completions", chat.answer, "POST"),
+            route("/tokenize", tokens.tokenize, "POST"),
+            route("/detokenize", tokens.detokenize, "POST"),
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
         ],
-        exception_handlers={Refusal: _refused, HTTPException: _http, Exception: _failed},  # type: ignore[dict-item]
+        exception_handlers={Refusal: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
     app.add_middleware(Gate, api_key=api_key)
     return app
@@ -72,6 +72,9 @@ class Gate:
             return
         limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else MAX_BODY
         seen = 0
+        if declared(scope) > limit:
+            await _answer(Refusal(413, f"the body has more than {limit} bytes"))(scope, receive, send)
+            return
 
         async def bounded() -> Message:
             nonlocal seen
@@ -97,14 +100,10 @@ class Gate:
                 raise Refusal(415, "send JSON, with Content-Type: application/json")
 
 
-def is_local(host: str) -> bool:
-    """Whether an address or name is the loopback's."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+def declared(scope: Scope) -> int:
+    """Bytes of the body, where the request says it."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
 
 
 def _answer(refusal: Refusal) -> JSONResponse:
@@ -122,9 +121,11 @@ async def _http(request: Request, error: Exception) -> Response:
     return _answer(Refusal(error.status_code, said.get(error.status_code, str(error.detail))))
 
 
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
 async def _failed(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ClientDisconnect):
-        traceback.print_exception(error)
     return _answer(Refusal(500, "the server has made a mistake; its log says which"))
 
 
@@ -156,8 +157,3 @@ async def unload_adapter(service: Service, request: Request) -> Response:
     body = read(UnloadBody, await request.body())
     service.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def event(content: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"

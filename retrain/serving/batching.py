@@ -24,6 +24,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
 from retrain.serving.adapters import Served
 from retrain.serving.refusal import Refusal
+from retrain.serving.sampling import Sampling
 from retrain.types import Action
 
 T = TypeVar("T")
@@ -37,23 +38,9 @@ the rows come to this multiple of them are decoded in a batch of their own."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a generation is drawn, and what ends it besides the model's end tokens."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stops: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True)
 class Piece:
-    """What has come of a generation since the last piece. ``finish_reason`` None: it goes on; ``failed``: the error that
-    has ended it. ``stop_reason``: the text or token that has ended it, if the request named it."""
+    """What has come of a generation since the last piece. ``finish_reason`` None: it goes on; ``failed``: what has
+    ended it. ``stop_reason``: the text or token that has ended it, if the request named it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -64,9 +51,9 @@ class Piece:
 
 @dataclass(eq=False)
 class Generation:
-    """One sequence to draw after ``prompt_ids``; ``stream`` names its random numbers. ``tell`` is called by the engine's
-    thread with every piece, the last of which has a ``finish_reason`` or has failed. ``deadline``: on the clock of
-    ``time.monotonic``."""
+    """One sequence to draw after ``prompt_ids``; ``stream`` names its random numbers. ``tell`` is called by the
+    engine's thread with every piece, the last of which has a ``finish_reason`` or has failed. ``deadline``: on
+    the clock of ``time.monotonic``."""
 
     served: Served
     prompt_ids: tuple[int, ...]

@@ -19,6 +19,16 @@ MAX_LOGPROBS = 20
 """Of ``logprobs`` and ``top_logprobs``, as vLLM's default is."""
 MAX_STOPS = 64
 
+NOT_SUPPORTED = (
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "use_beam_search",
+    "logprob_token_ids",
+)
+"""Fields that may only be empty."""
+
 Model = TypeVar("Model", bound="Body")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -81,13 +91,11 @@ class Sampled(Body):
         for name, neutral in plain.items():
             if getattr(self, name) not in (None, neutral):
                 raise Refusal(400, f"{name} is not supported: leave it out", name)
-        for name in (
-            "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "use_beam_search", "logprob_token_ids",
-        ):  # fmt: skip
-            if getattr(self, name):
+        for name in NOT_SUPPORTED:
+            if getattr(self, name) not in (None, False, {}, []):
                 raise Refusal(400, f"{name} is not supported: leave it out", name)
         for name in ("prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None:  # 0 asks for something
                 raise Refusal(400, f"{name} is not supported: leave it out", name)
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise Refusal(400, "only response_format of type text is supported", "response_format")
@@ -122,9 +130,9 @@ class CompletionBody(Sampled):
         if self.max_tokens == 0 and not self.echo:
             raise Refusal(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, as texts or as token ids."""
-        given = self.prompt
+    def prompts(self) -> list[Any]:
+        """The prompts: all of them texts, or all of them lists of token ids."""
+        given: Any = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
             given = [given]
         if not isinstance(given, list) or not given:
@@ -138,6 +146,42 @@ class CompletionBody(Sampled):
 
 def _wrong_prompt() -> NoReturn:
     raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
+
+
+class ChatBody(Sampled):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    echo: bool | None = False
+
+    def check(self) -> None:
+        """See ``Sampled.check``."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise Refusal(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
+        for name in ("chat_template", "continue_final_message", "echo"):
+            if getattr(self, name):
+                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        if self.add_generation_prompt is False:
+            raise Refusal(400, "add_generation_prompt must be true", "add_generation_prompt")
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class LoadBody(Body):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.threads import Workers, workers_for
 from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
+from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece
 from retrain.serving.refusal import Refusal
+from retrain.serving.sampling import Sampling
 from retrain.serving.schema import Sampled, plain_text
+from retrain.serving.scoring import Tops, score
 
 MAX_QUEUE = 4096
 """Generations that may wait."""
@@ -56,11 +58,12 @@ class Service:
         max_rows: int = MAX_ROWS,
         timeout_s: float = TIMEOUT_S,
         workers: Workers | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.timeout_s, self.created = base, timeout_s, int(time.time())
         self.lanes = Lanes(base)
         self._workers = workers or workers_for(base)
-        self.engine = LocalEngine(base, self.lanes, workers=self._workers)
+        self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Its own, because the engine's thread decodes with the base's.
         self.tokenizer: Any = copy.deepcopy(base.tokenizer)
@@ -150,44 +153,69 @@ class Service:
                 "max_tokens",
             )
 
-    @asynccontextmanager
-    async def drawing(
+    def begin(
         self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
-    ) -> AsyncIterator[asyncio.Queue[tuple[int, Piece]]]:
-        """The pieces of ``n`` generations after every prompt, each with the number of its generation; those that go on
-        at the end of the block are given up. Raises Refusal."""
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+    ) -> Drawing:
+        """Draw ``n`` generations after every prompt. Raises Refusal."""
+        loop = asyncio.get_running_loop()
         seed = secrets.randbits(63) if body.seed is None else body.seed
         deadline = time.monotonic() + self.timeout_s
         served = self.names.find(model)  # and submitted at once: what is found is not retired in between
-        generations: list[Generation] = []
+        drawing = Drawing(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             for k in range(body.n or 1):
-                number = len(generations)
+                number = len(drawing.generations)
 
                 def tell(piece: Piece, number: int = number) -> None:
-                    loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                        loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
 
                 stream = ("serve", seed, k)
-                generations.append(Generation(served, prompt_ids, how, stream, tell, deadline))
-        self.batcher.submit(generations)
-        try:
-            yield pieces
-        finally:
-            for each in generations:
-                each.cancel()
+                drawing.generations.append(Generation(served, prompt_ids, how, stream, tell, deadline))
+        self.batcher.submit(drawing.generations)
+        return drawing
 
-    async def draw(
-        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
-    ) -> list[Drawn]:
-        """All generations, whole, prompt by prompt. Raises Refusal."""
-        drawn = [Drawn() for _ in range(len(prompts) * (body.n or 1))]
-        async with self.drawing(model, prompts, sampling, body) as pieces:
-            left = len(drawn)
+    async def score(
+        self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
+    ) -> tuple[list[float], list[Tops]]:
+        """What the weights say of ``token_ids[begin:]``, by a fresh forward pass: see ``scoring.score``."""
+        return await asyncio.wrap_future(
+            self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
+        )
+
+
+class Drawing:
+    """The generations of one request, and the pieces that come of them, each with its generation's number."""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.generations: list[Generation] = []
+        self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """Nobody waits for them any more."""
+        for each in self.generations:
+            each.cancel()
+
+    async def each(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
+        left = len(self.generations)
+        try:
             while left:
-                number, piece = await pieces.get()
+                number, piece = await self.pieces.get()
                 if piece.failed is not None:
                     raise piece.failed
-                drawn[number].add(piece)
                 left -= piece.finish_reason is not None
+                yield number, piece
+        finally:
+            self.cancel()
+
+    async def all(self) -> list[Drawn]:
+        """All of every generation. Raises Refusal."""
+        drawn = [Drawn() for _ in self.generations]
+        try:
+            async for number, piece in self.each():
+                drawn[number].add(piece)
+        finally:
+            self.cancel()
         return drawn
