@@ -321,7 +321,8 @@ class ServerEngine:
         """One completion, asked for until it is right. Raises ServerFailed after the last attempt, or when it is
         refused."""
         published, faults = call.used[request.policy], []
-        seed = torch_seed(*request.stream, sample)
+        stream = request.streams[sample] if request.streams else (*request.stream, sample)
+        seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
         while len(faults) < ATTEMPTS:
             if faults:
                 await asyncio.sleep(PAUSE_S * 2 ** (len(faults) - 1))
