@@ -17,7 +17,7 @@ from retrain.engines.server.dialects import Answer, Ask, Dialect, Faulty
 if TYPE_CHECKING:
     import httpx
 
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S, UNLOAD_TIMEOUT_S = 5.0, 10.0
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 
@@ -197,7 +197,8 @@ class Server:
         if not self.alive:
             return
         try:
-            await self.post(f"{self.dialect.adapter_prefix}/unload_lora_adapter", {"lora_name": name})
+            route = f"{self.dialect.adapter_prefix}/unload_lora_adapter"
+            await self.post(route, {"lora_name": name}, UNLOAD_TIMEOUT_S)
         except Away:
             return
         except (Unknown, Refused):
