@@ -370,7 +370,10 @@ def _hint(refused: str) -> str:
     if "rank" in words:
         return "; start the server with a --max-lora-rank that holds [model] lora_rank"
     if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
-        return "; start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+        return (
+            "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, SGLang with "
+            "--enable-lora"
+        )
     return ""
 
 
