@@ -28,6 +28,8 @@ TOKENS = 64
 AT_ONCE = (1, 16, 64)
 """Requests in flight at which the throughput is measured."""
 ADAPTERS = 4
+PATIENCE_S = 20.0
+"""Seconds that a server may be away in the middle of a check."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def asked_config(url: Sequence[str], engine: str | None, model: str | None, file
 
     Raises UsageError when there is none here by that name.
     """
-    addresses = {"url": list(url), "launch": None, "launch_gpus": None}
+    addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S}
     if file is not None:
         data = Plan.of(load(file)).specs[0].config.to_dict()
         kind = engine or (data["inference"]["engine"] if data["inference"]["engine"] != "local" else "vllm")
@@ -99,7 +101,11 @@ def examine_servers(config: Config, begins: Callable[[str], None] = lambda name:
         begins("throughput")
         begin = time.perf_counter()
         prompt = tuple(base.tokenizer(TEXT)["input_ids"])
-        yield Line("throughput", _throughput(engine, lanes, config, prompt), time.perf_counter() - begin)
+        try:
+            result = _throughput(engine, lanes, config, prompt)
+        except RetrainError as error:
+            result = Result(Status.FAIL, str(error))
+        yield Line("throughput", result, time.perf_counter() - begin)
 
 
 def _answers(engine: ServerEngine) -> Result:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ ATTEMPTS = 5
 count."""
 PAUSE_S = 0.25
 """Before the second attempt; doubled before each further one."""
+CLOSING_S = 30.0
+"""Seconds for taking away what is retired, at the end."""
 START_PATIENCE_S = 20.0
 """Seconds that a server which is not ours may take to answer for the first time."""
 Result = TypeVar("Result")
@@ -88,6 +91,7 @@ class ServerEngine:
         self.pool = Pool(servers, patience_s, lambda text, level: self.tell(text, level), gave_up)
         self._published: dict[PolicyRef, Published] = {}
         self._latest: dict[str, list[Published]] = {}
+        self._dropping: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._own = threading.local()
         self._sleeping, self._sampling = False, 0
@@ -110,6 +114,7 @@ class ServerEngine:
             return
         self._closed = True
         try:
+            wait(self._dropping, CLOSING_S)
             self._run(self._close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -204,7 +209,9 @@ class ServerEngine:
 
     def _retire(self, published: Published) -> None:
         published.retired = True
-        asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
+        dropping = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
+        with self._lock:
+            self._dropping = {each for each in self._dropping if not each.done()} | {dropping}
 
     async def _drop_if_unused(self, published: Published) -> None:
         if published.retired and not published.users:
@@ -363,10 +370,10 @@ def _hint(refused: str) -> str:
     words = refused.lower()
     if "401" in words or "403" in words:
         return "; name the variable with its key: [inference] api_key_env"
-    if "cannot load the adapter" in words and words.endswith(": not found"):
-        words += " lora support"  # the route itself is not there
-    elif "no adapter found" in words:
+    if "no adapter found" in words or "holds no peft adapter" in words:
         return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"
+    if "cannot load the adapter" in words:
+        words += " lora support"  # the route itself is not there
     if "rank" in words:
         return "; start the server with a --max-lora-rank that holds [model] lora_rank"
     if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
