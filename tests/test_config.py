@@ -44,7 +44,7 @@ hicra: alpha
 sepa: steps schedule delay_steps correct_rate_gate
 planning: detector
 backend: backend devices adapter_path
-inference: engine url dtype
+inference: engine url dtype launch launch_gpus api_key_env adapter_dir timeout_s max_in_flight mismatch_limit
 data: source
 reward: type judge_model custom_module custom_function
 environment: provider id args max_turns auto_install
@@ -382,7 +382,25 @@ SINGLE = [
     ("[algorithm]\nkl_coef = -0.1", "must be a number ≥ 0"),
     ("[training]\nclip_ratio_c = 3.0", "[algorithm] dual_clip = 3.0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
-    ('[inference]\nengine = "vllm"', 'engine = "local"'),
+    ('[inference]\nengine = "mlx"', 'engine = "vllm"'),
+    ('[inference]\nengine = "vllm"', 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'),
+    ('[inference]\nengine = "vllm"\nurl = "http://a"\nlaunch = "b"', "remove one of the two"),
+    ('[inference]\nengine = "vllm"\nurl = "gpu1:8000"', 'url = "http://gpu1:8000"'),
+    ('[inference]\nengine = "vllm"\nurl = []', "must be"),
+    ('[inference]\nengine = "vllm"\nurl = "http://a"\nlaunch_gpus = "1"', "has no effect without launch"),
+    ('[inference]\nengine = "sglang"\nurl = "http://a"\nsleep = true', 'has no effect with engine = "sglang"'),
+    ("[inference]\nmax_in_flight = 8", 'has no effect with engine = "local"'),
+    ('[inference]\nengine = "vllm"\nurl = "http://a"\n[training]\ntop_p = 0.9', "which tokens were left"),
+    ('[inference]\nengine = "vllm"\nurl = "http://a"\n[backpressure]\nenabled = true', "max_in_flight = 64"),
+    (
+        '[inference]\nengine = "vllm"\nurl = "http://a"\n[algorithm]\ntransform_mode = "gtpo"\n'
+        'uncertainty_kind = "shannon_entropy"',
+        "needs full-vocabulary entropies, and servers do not give them",
+    ),
+    (
+        '[inference]\nengine = "vllm"\nurl = "http://a"\n[backend]\nbackend = "mine:Backend"',
+        'backend = "mine:Backend" samples itself',
+    ),
     ('[inference]\nurl = "http://x"', 'has no effect with engine = "local"'),
     ('[backend]\nbackend = "tinker"', 'backend = "local"'),
     ('[backend]\ndevices = "cuda:0"', '"auto", "cpu" or a GPU such as "gpu:0"'),

@@ -19,6 +19,10 @@ def expanded(*names: str) -> set[str]:
     return {dotted for dotted in keys() for name in names if dotted == name or dotted.startswith(f"{name}.")}
 
 
+WHERE = (
+    "inference.url", "inference.launch", "inference.launch_gpus", "inference.api_key_env", "inference.adapter_dir",
+)  # fmt: skip
+"""Where servers are: it changes nothing that is computed."""
 CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")
 
 
@@ -33,7 +37,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
     assert quiet == (expanded("logging", "squeeze", "campaign") - {"logging.strategic_grams", "campaign.seed"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "environment.python", *CHARTS,
+        "backend.adapter_path", "environment.python", *WHERE, *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
@@ -44,7 +48,9 @@ def test_in_what_replicates_may_differ():
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
         "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", "reward.reward_batch",
-        "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS,
+        "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
+        "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
+        "inference.tolerance", "inference.mismatch_limit",
     }  # fmt: skip
 
 

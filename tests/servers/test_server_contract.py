@@ -1,0 +1,213 @@
+"""What servers have to do for us, asked of ``retrain serve`` and, where RETRAIN_VLLM names one, of a real vLLM.
+
+RETRAIN_VLLM is the Python of an environment with vLLM (``make test-servers`` makes one).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from served_cases import apart, engine_of, ids, publish, requests, weights
+from standin import StandIn
+from toycampaign import StopAfter
+
+from retrain.campaign.running.controller import launch, resume
+from retrain.config import load
+from retrain.engines.server.canary import canary
+from retrain.engines.server.launch import Launched
+from retrain.files import read_json, read_jsonl
+from retrain.models import bundled_model_path
+from retrain.policy.base import load_base
+from retrain.policy.lora import Lanes
+from retrain.record.observer import NullObserver
+
+VLLM = os.environ.get("RETRAIN_VLLM", "")
+COMMAND = (
+    f"env TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 {VLLM} -m "
+    "vllm.entrypoints.openai.api_server --model {model} --served-model-name base --host 127.0.0.1 --port {port} "
+    # Seeded prompts that are read in pieces end this vLLM on a CPU: a batch holds all of them whole.
+    "--dtype float32 --max-model-len 1024 --max-num-seqs 64 --max-num-batched-tokens 65536 --enable-lora --max-loras 4 "
+    "--max-lora-rank 16 --logprobs-mode processed_logprobs --enforce-eager --generation-config vllm"
+)
+MODEL = str(bundled_model_path("tiny-reasoner"))
+real = pytest.mark.skipif(not VLLM, reason="no vLLM here: make test-servers")
+TOML = """\
+[campaign]
+seeds = [1]
+max_steps = {steps}
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "none"
+[model]
+model = "tiny-reasoner"
+lora_rank = 16
+[reward]
+type = "match"
+[inference]
+engine = "vllm"
+patience_s = 600.0
+{server}
+[training]
+batch_size = 8
+group_size = 8
+max_tokens = 80
+lr = 2e-3
+eval_every = 0
+save_every = 2
+[evaluation]
+problems = {problems}
+[squeeze]
+enabled = false
+"""
+
+
+@pytest.fixture(scope="module", params=["standin", pytest.param("vllm", marks=real)])
+def server(request, tmp_path_factory):
+    """The address of a server with the bundled model."""
+    if request.param == "standin":
+        made = StandIn(MODEL)
+        yield made.url
+    else:
+        folder = tmp_path_factory.mktemp("vllm")
+        made = Launched(COMMAND, MODEL, folder, None, False, lambda text, level: print(text))
+        wait_for(made.url)
+        yield made.url
+    made.close()
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise TimeoutError(url)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base("tiny-reasoner", devices="cpu")
+
+
+@pytest.fixture(scope="module")
+def lanes(base):
+    return Lanes(base)
+
+
+@pytest.fixture
+def engine(base, server, tmp_path):
+    made = engine_of(base, [server], tmp_path / "adapters")
+    yield made
+    made.close()
+
+
+def names_at(url: str) -> list[str]:
+    return [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"] if each["parent"]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_versions_are_swapped_and_none_is_mistaken_for_another(base, lanes, engine, server, temperature):
+    own = [weights(lanes, seed, rank, 2.0 * rank, 0.03) for seed, rank in enumerate((4, 8, 12, 16))]
+    refs = [publish(engine, each, version) for version, each in enumerate(own)]
+    asked = [request for ref in refs for request in requests(ref, 2, 2, temperature=temperature, max_tokens=24)]
+    groups = engine.sample(asked)
+    for version, each in enumerate(own):
+        part = slice(2 * version, 2 * version + 2)
+        assert apart(base, lanes, each, asked[part], groups[part]) < 1e-4
+        assert apart(base, lanes, own[version - 1], asked[part], groups[part]) > 1e-2
+    assert ids(engine.sample(asked)) == ids(groups)
+    assert len(names_at(server)) == 4
+    for ref in refs:
+        engine.retire(ref)
+    deadline = time.monotonic() + 30
+    while names_at(server) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert names_at(server) == []
+
+
+def test_the_canary_passes(base, lanes, engine):
+    found = canary(engine, base, lanes, 16, 32.0, 1.0, 1e-4)
+    assert found.adapter < 1e-4 < 0.3 < found.effect
+
+
+def test_what_is_sampled_does_not_depend_on_the_batch(lanes, engine):
+    ref = publish(engine, weights(lanes, 1, 16, 32.0, 0.03))
+    asked = requests(ref, 4, 4, max_tokens=24)
+    assert ids(engine.sample(asked, max_rows=1)) == ids(engine.sample(asked))
+
+
+def file_of(tmp_path: Path, server: str, steps: int, problems: int) -> Path:
+    path = tmp_path / "served.toml"
+    path.write_text(TOML.format(server=server, steps=steps, problems=problems))
+    return path
+
+
+def mismatches(directory: Path) -> list[float]:
+    rows = [row for path in sorted(directory.glob("runs/*/metrics.jsonl")) for row in read_jsonl(path)]
+    return [row["kl_sample_train_v2"] for row in rows]
+
+
+@real
+def test_two_lanes_learn_arithmetic(tmp_path, server):
+    path = file_of(tmp_path, f'url = "{server}"', 30, 128)
+    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    assert len(mismatches(tmp_path / "out")) == 60
+    assert max(mismatches(tmp_path / "out")) < 1e-4
+    for run in (tmp_path / "out/runs").iterdir():
+        before, after = (row["correct_rate"] for row in read_jsonl(run / "evals.jsonl"))
+        assert after - before > 0.3
+
+
+class KillInTheMiddle(NullObserver):
+    """Kills the launched server a moment after the first step, while the second is being sampled."""
+
+    def __init__(self, identity: Path):
+        self.identity, self.killed, self.lines = identity, 0, []
+
+    def step(self, spec, row):
+        if not self.killed:
+            self.killed = read_json(self.identity)["pid"]
+            threading.Timer(1.0, lambda: os.killpg(self.killed, signal.SIGKILL)).start()
+
+    def message(self, text, level="info"):
+        self.lines.append(text)
+
+
+LAUNCHES = {"standin": f"{sys.executable} -m retrain serve {{model}} --port {{port}}", "vllm": COMMAND}
+
+
+@real
+@pytest.mark.parametrize("kind", list(LAUNCHES))
+def test_a_server_that_is_killed_in_the_middle_of_a_step(tmp_path, kind):
+    path = file_of(tmp_path, f"launch = '{LAUNCHES[kind]}'", 4, 0)
+    undisturbed = tmp_path / "undisturbed"
+    assert launch(load(path), undisturbed, NullObserver()).exit_status == 0
+    told = KillInTheMiddle(tmp_path / "out/server.json")
+    assert launch(load(path), tmp_path / "out", told).exit_status == 0
+    assert any("has died (signal 9) and is started again" in line for line in told.lines)
+    assert max(mismatches(tmp_path / "out")) < 1e-4
+    for run in (undisturbed / "runs").iterdir():
+        twice = [read_jsonl(folder / "runs" / run.name / "metrics.jsonl") for folder in (undisturbed, tmp_path / "out")]
+        assert [row["mean_reward"] for row in twice[0]] == [row["mean_reward"] for row in twice[1]]
+
+
+@real
+def test_a_stopped_campaign_goes_on(tmp_path, server):
+    path = file_of(tmp_path, f'url = "{server}"', 4, 0)
+    assert launch(load(path), tmp_path / "out", StopAfter(4)).exit_status == 130
+    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
+    assert len(mismatches(tmp_path / "out")) == 8
+    assert max(mismatches(tmp_path / "out")) < 1e-4
+    assert names_at(server) == []
