@@ -51,6 +51,25 @@ def model_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+def off_policy_rules(config: Config) -> Iterator[Finding]:
+    """Rollouts behind the policy are corrected for, or it is said that they are not."""
+    steps, algorithm = config.training.max_off_policy_steps, config.algorithm
+    if steps == 0:
+        return
+    if is_plugin(config.backend.backend):
+        yield Finding(
+            ("training.max_off_policy_steps", "backend.backend"),
+            f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights',
+            "max_off_policy_steps = 0",
+        )
+    if algorithm.correction is None and not algorithm.corrects and algorithm.loss != "dppo":
+        yield Finding(
+            ("training.max_off_policy_steps", "algorithm.correction"),
+            f"is {steps}, and nothing says how the loss corrects for it",
+            'correction = "tis", "icepop" or "decoupled", loss = "dppo", or correction = "none"',
+        )
+
+
 def anneal_rules(config: Config) -> Iterator[Finding]:
     """Stages lower the rank, one after the other, while the run lasts."""
     step_before, rank_before = 0, config.model.lora_rank
@@ -366,6 +385,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 RULES = (
     environment_rules,
     model_rules,
+    off_policy_rules,
     anneal_rules,
     group_rules,
     update_rules,
