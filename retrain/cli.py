@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, environments, look, setup, status, train, trial
+from retrain.commands import adapters, environments, look, serve, setup, status, train, trial
 from retrain.errors import RetrainError
 
 
@@ -50,6 +50,7 @@ app.command(rich_help_panel=RUN)(train.train)
 app.command(rich_help_panel=RUN)(train.resume)
 app.command(rich_help_panel=RUN)(train.squeeze)
 app.command(rich_help_panel=RUN)(adapters.export)
+app.command(rich_help_panel=RUN)(serve.serve)
 app.command(rich_help_panel=LOOK)(look.check)
 app.command(rich_help_panel=LOOK)(look.explain)
 app.command(name="try", rich_help_panel=LOOK)(trial.try_)

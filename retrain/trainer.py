@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from retrain.engines.protocol import Engine
-from retrain.errors import DeviceLost, Interrupted, RunFailed
+from retrain.errors import DeviceLost, Interrupted, RunFailed, ServerFailed
 from retrain.evaluation import Evaluator
 from retrain.evaluations import Evaluations
 from retrain.gpus import lost
@@ -46,7 +46,8 @@ class Cohort:
     ):
         self.engine, self.runs, self.observer = engine, list(runs), observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
-        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
+        ahead = engine.beside and any(run.recent.bound for run in runs)
+        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead)
         self.saver = Saver(self.guarded, lambda: {"pressure": pressure and pressure.state(), "engine": engine.state()})
         self.evaluations = Evaluations(evaluator, observer, self.saver, self.guarded, self.fail)
 
@@ -81,7 +82,12 @@ class Cohort:
         for run in active:
             self.guarded(run, partial(self._begin_step, run))
             before[run] = run.rollback_point()
-        groups, taken = self._sample([run for run in active if run.error is None])
+        try:
+            groups, taken = self._sample([run for run in active if run.error is None])
+        except ServerFailed:  # nothing was learnt from it: everything before this step is saved
+            self.saver.save([run for run in active if run.error is None and run.roll_back(before[run])])
+            self.saver.settle()
+            raise
         since = time.time()
         numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
@@ -109,7 +115,7 @@ class Cohort:
     def _sample(self, runs: Sequence[Run]) -> tuple[dict[Run, list[Group]], Taken[Run]]:
         """Graded groups of every run, and how they were come by; a run whose prompts or graders fail leaves."""
         for run in runs:
-            self.guarded(run, lambda run=run: self.queue.offer(run, run.rollout_requests(self.engine.beside)))
+            self.guarded(run, lambda run=run: self.queue.offer(run, run.rollout_requests(self.queue.ahead)))
         taken = self.queue.take({run: run.step for run in runs if run.error is None})
         graded = {}
         for run, own in taken.groups.items():

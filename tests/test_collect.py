@@ -280,6 +280,16 @@ class TwoTurnsEpisode:
         raise AssertionError("this environment grades many at once")
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(in_flight):
+    newest = iter([PolicyRef("run", 5), PolicyRef("run", 6)])
+    request = replace(asked(TwoTurns(3), "a"), newest=(lambda: next(newest)) if in_flight else None)
+    engine = Scripted({"a": ["x"]})
+    collect(engine, [request])
+    used = [one.policy.version for batch in engine.requests for one in batch]
+    assert used == ([0, 5, 6] if in_flight else [0, 0, 0])
+
+
 def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over():
     environment = TwoTurns()
     engine = Scripted({"a": ["last", "go on"], "b": ["go on", "go on"], "c": ["last"]})

@@ -385,6 +385,12 @@ SINGLE = [
     ("[algorithm]\ndppo_cap = 4", 'no effect with loss = "ppo"'),
     ("[algorithm]\nloss = 'dppo'\ndppo_threshold = -0.1", "must be"),
     ("[training]\nmax_off_policy_steps = 1", 'correction = "tis", "icepop" or "decoupled", loss = "dppo", or'),
+    (
+        "[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = 'tis'\n[inference]\nengine = 'vllm'\n"
+        "url = 'http://a:1'\nswap = 'in_flight'",
+        "every episode has one turn: swap = \"between\"",
+    ),
+    ("[inference]\nengine = 'vllm'\nurl = 'http://a:1'\nswap = 'in_flight'", "no rollout is behind"),
     ("[training]\nmax_off_policy_steps = -1", "must be an integer ≥ 0"),
     (
         '[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "none"\n[backend]\nbackend = "my:own"',
@@ -395,7 +401,7 @@ SINGLE = [
     ("[algorithm]\nkl_coef = -0.1", "must be a number ≥ 0"),
     ("[training]\nclip_ratio_c = 3.0", "[algorithm] dual_clip = 3.0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
-    ('[inference]\nengine = "vllm"', 'engine = "local"'),
+    ('[inference]\nengine = "vllm"', 'url = "http://127.0.0.1:8000", or launch'),
     ('[inference]\nurl = "http://x"', 'has no effect with engine = "local"'),
     ('[backend]\nbackend = "tinker"', 'backend = "local"'),
     ('[backend]\ndevices = "cuda:0"', '"auto", "cpu" or a GPU such as "gpu:0"'),

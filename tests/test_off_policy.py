@@ -225,8 +225,6 @@ def test_recent_weights():
 class Slow:
     """An engine whose ``collect`` is replaced: it waits for its turn, or raises."""
 
-    beside = True
-
 
 @pytest.fixture
 def collecting(monkeypatch):
@@ -251,7 +249,7 @@ def test_steps_are_sampled_and_taken_in_their_order(collecting):
     order, gates = collecting
     for gate in (1, 2, 3):
         gates[gate].set()
-    queue = RolloutQueue(Slow())  # pyright: ignore[reportArgumentType]
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
     for owner in "ab":
         queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
     taken = queue.take({"a": 1, "b": 1})
@@ -270,7 +268,7 @@ def test_steps_are_sampled_and_taken_in_their_order(collecting):
 def test_what_the_engine_raises_reaches_who_waits(collecting):
     _, gates = collecting
     gates["raise"].set()
-    queue = RolloutQueue(Slow())  # pyright: ignore[reportArgumentType]
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
     queue.offer("a", {0: ["raise"]})
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the server is gone"):
@@ -280,7 +278,7 @@ def test_what_the_engine_raises_reaches_who_waits(collecting):
 def test_nothing_is_sampled_ahead_while_it_is_paused_and_nothing_after_its_end(collecting):
     order, gates = collecting
     gates[0].set()
-    queue = RolloutQueue(Slow())  # pyright: ignore[reportArgumentType]
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
     queue.offer("a", {0: [0], 1: [1]})
     assert queue.take({"a": 0}).depth == 1
     begin = time.time()

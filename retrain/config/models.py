@@ -1,11 +1,11 @@
-"""[model], [lora], [backend], [inference]: what is trained, and on what."""
+"""[model], [lora], [backend]: what is trained, and on what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from retrain.config.base import (
     Count,
@@ -21,14 +21,8 @@ from retrain.config.base import (
     Unavailable,
     UsedWhen,
 )
-from retrain.config.describe import no_effect
 
-_NO_SERVER = ("the engine samples in-process, and server engines are not available", 'engine = "local"')
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
-
-
-def _local_engine(value: Any) -> Any:
-    return "local" if value == "pytorch" else value
 
 
 class Model(Section):
@@ -94,25 +88,3 @@ class Backend(Section):
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
-
-
-class Inference(Section):
-    """How completions are sampled."""
-
-    role: ClassVar[Role] = Role.SAMPLES
-
-    engine: Annotated[
-        Literal["local"],
-        BeforeValidator(_local_engine),
-        Unavailable({name: _NO_SERVER for name in ("vllm", "sglang", "openai", "max", "mlx")}),
-    ] = "local"
-    """`local`: the model that is trained also samples. `pytorch` is read as `local`."""
-    url: OptionalText = None
-    """Address of a server engine."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU."""
-
-    def findings(self) -> Iterator[Finding]:
-        """An address is a server's."""
-        if self.url is not None:
-            yield no_effect("inference.url", "inference.engine", self.engine)

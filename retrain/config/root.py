@@ -15,7 +15,8 @@ from retrain.config.campaign import Campaign
 from retrain.config.critic import Critic
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
-from retrain.config.models import Backend, Inference, Lora, Model
+from retrain.config.inference import Inference
+from retrain.config.models import Backend, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.tasks import Data, Environment, Reward
 from retrain.config.training import Optimizer, Training

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from retrain.config.base import Finding, Section, is_plugin
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import CUTS, EvaluationSet
-from retrain.config.modes import Need, advantage_of, credit_of
+from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.tasks import FILE_ENDINGS, has_configurations
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ def model_rules(config: Config) -> Iterator[Finding]:
 def off_policy_rules(config: Config) -> Iterator[Finding]:
     """Rollouts behind the policy are corrected for, or it is said that they are not."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
+    if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
+        what = "no rollout is behind" if steps == 0 else "every episode has one turn"
+        keys = ("inference.swap", "environment.max_turns" if steps else "training.max_off_policy_steps")
+        yield Finding(keys, f'is "in_flight", which has no effect: {what}', 'swap = "between"')
     if steps == 0:
         return
     if is_plugin(config.backend.backend):
@@ -68,6 +72,34 @@ def off_policy_rules(config: Config) -> Iterator[Finding]:
             f"is {steps}, and nothing says how the loss corrects for it",
             'correction = "tis", "icepop" or "decoupled", loss = "dppo", or correction = "none"',
         )
+
+
+def server_rules(config: Config) -> Iterator[Finding]:
+    """What servers do not say, and what they decide themselves."""
+    inference, engine = config.inference, ("inference.engine",)
+    if not inference.served:
+        return
+    if is_plugin(config.backend.backend):
+        what = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
+        yield Finding((*engine, "backend.backend"), what, 'engine = "local"')
+    if config.backpressure.enabled:
+        what = (
+            f'has no effect with engine = "{inference.engine}": servers decide themselves how much they decode at once'
+        )
+        yield Finding(("backpressure.enabled", *engine), what, "enabled = false, and [inference] max_in_flight = 64")
+    whole = type(config.training).model_fields
+    for key in CUTS:
+        if getattr(config.training, key) != whole[key].default:
+            what = (
+                f"is {getattr(config.training, key):g}, but a server does not say which tokens were left to sample "
+                "from, and without that importance ratios would be wrong"
+            )
+            yield Finding((f"training.{key}", *engine), what, 'remove the line, or engine = "local"')
+    for key in MODES:
+        mode = getattr(config.algorithm, key)
+        if Need.ENTROPY in mode_of(key, mode).needs:
+            what = f'is "{mode}", which needs full-vocabulary entropies, and servers do not give them'
+            yield Finding((f"algorithm.{key}", *engine), what, 'engine = "local"')
 
 
 def anneal_rules(config: Config) -> Iterator[Finding]:
@@ -386,6 +418,7 @@ RULES = (
     environment_rules,
     model_rules,
     off_policy_rules,
+    server_rules,
     anneal_rules,
     group_rules,
     update_rules,

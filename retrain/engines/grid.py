@@ -21,7 +21,6 @@ from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import position_ids
-from retrain.rng import uniforms
 from retrain.types import Action
 
 
@@ -46,7 +45,7 @@ class Grid:
         for i, row in enumerate(self.rows):
             if not idle[i]:
                 request = requests[row.request]
-                draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
+                draws[i, : request.max_tokens] = request.uniforms_T(row.sample)
         real = base.dtype if base.dtype == torch.float64 else torch.float32
         self.uniforms_BT = torch.from_numpy(draws).to(device)
         # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.

@@ -69,6 +69,11 @@ class KeptSequences:
         length = len(kept.token_ids)
         return kept if length < len(prompt_ids) and tuple(prompt_ids[:length]) == kept.token_ids else None
 
+    def drop(self, ref: PolicyRef, name: Name) -> None:
+        """Keep this sequence no longer."""
+        with self._lock:
+            self._pop((ref, name))
+
     def clear(self) -> None:
         """Keep nothing."""
         with self._lock:

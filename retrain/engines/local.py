@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from retrain.engines.dense import dense_decoder
+from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.kept import KeptSequences
@@ -71,6 +71,9 @@ class LocalEngine:
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
+        self.keeps_blocks = False
+        """Whether the products of base and adapters stay in memory from one ``sample`` to the next."""
+        self._blocks: tuple[list[LoraWeights], list[Block]] | None = None
 
     @property
     def fast(self) -> bool:
@@ -108,11 +111,14 @@ class LocalEngine:
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
         self._published[ref] = weights.weights
+        self._blocks = None
         self.kept.clear()
 
     def retire(self, ref: PolicyRef) -> None:
-        """See ``Engine.retire``."""
+        """See ``Engine.retire``; what was kept of sequences goes with them."""
         self._published.pop(ref, None)
+        self._blocks = None
+        self.kept.clear()
 
     def forget_sequences(self) -> None:
         """See ``Engine.forget_sequences``."""
@@ -121,6 +127,7 @@ class LocalEngine:
     def forget(self) -> None:
         """Drop all published weights."""
         self._published.clear()
+        self._blocks = None
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
@@ -192,8 +199,7 @@ class LocalEngine:
         if self.decoder is not None:
             lanes = sorted({requests[row.request].lane for row in work})
             begin = time.perf_counter()
-            with torch.no_grad():
-                blocks = self.decoder.blocks([weights[lane] for lane in lanes])
+            blocks = self._blocks_of(self.decoder, [weights[lane] for lane in lanes])
             self._synced(begin)
             self.workers.map(
                 lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
@@ -201,6 +207,16 @@ class LocalEngine:
         else:
             waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
             self.workers.map(lambda wave: self._plain(requests, wave, weights, keep), waves)
+
+    def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> list[Block]:
+        if self._blocks is not None and self._blocks[0] == weights:
+            return self._blocks[1]
+        self._blocks = None  # not two at once
+        with torch.no_grad():
+            blocks = decoder.blocks(weights)
+        if self.keeps_blocks:
+            self._blocks = weights, blocks
+        return blocks
 
     def _dense(
         self,

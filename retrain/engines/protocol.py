@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from retrain.policy.protocol import PolicySnapshot
+from retrain.rng import uniforms
 from retrain.types import Action
 
 
@@ -40,6 +43,15 @@ class SampleRequest:
     sequences: tuple[tuple[int | str, ...], ...] = ()
     """A name for each sample whose sequence may go on in a later request of the same name: an engine may keep what it
     has computed of it, until ``forget_sequences``."""
+    streams: tuple[tuple[int | str, ...], ...] = ()
+    """The whole name of each sample's random stream, where it is not ``(*stream, k)``."""
+    drawn: int = 0
+    """Numbers of those streams that the completion has used before: its first tokens stand in ``prompt_ids``."""
+
+    def uniforms_T(self, sample: int) -> np.ndarray:
+        """What this sample's tokens are drawn with, float64 [max_tokens]."""
+        stream = self.streams[sample] if self.streams else (*self.stream, sample)
+        return uniforms(self.drawn + self.max_tokens, *stream)[self.drawn :]
 
     @property
     def truncates(self) -> bool:

@@ -23,7 +23,6 @@ from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
 from retrain.policy.base import BaseModel
-from retrain.rng import uniforms
 from retrain.types import Action
 
 REFILL_SHARE = 0.125
@@ -82,7 +81,7 @@ class SlotBatch:
         device, count, longest = self.base.device, len(used), max(r.max_tokens for r in used)
         draws = np.zeros((count + 1, longest))
         for i, (request, row) in enumerate(zip(used, self.work, strict=True)):
-            draws[i, : request.max_tokens] = uniforms(request.max_tokens, *request.stream, row.sample)
+            draws[i, : request.max_tokens] = request.uniforms_T(row.sample)
         real = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         cuts = cuts_of(used, self.base.vocab_size)
         self.cuts = None if cuts is None else np.concatenate([cuts, [[0, 1, 0]]])

@@ -100,7 +100,7 @@ class LocalPolicy:
         ModelError for values where it has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
-        adapter = self.adapter if weights is None else self._adapter_of(weights)
+        adapter = self.adapter if weights is None else _weights_of(weights)
         while want:
             parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
             sizes = [len(part) for part in parts]
@@ -114,7 +114,11 @@ class LocalPolicy:
         return Scores()
 
     def _score(
-        self, samples: Sequence[Sample], parts: Sequence[Sequence[int]], want: frozenset[Want], adapter: Adapter
+        self,
+        samples: Sequence[Sample],
+        parts: Sequence[Sequence[int]],
+        want: frozenset[Want],
+        adapter: Adapter | LoraWeights,
     ) -> Scores:
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
@@ -209,14 +213,6 @@ class LocalPolicy:
     def _new_adapter(self) -> Adapter:
         return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)
 
-    def _adapter_of(self, weights: PolicySnapshot) -> Adapter:
-        """These weights, to score with. Raises TypeError for those of another kind of policy."""
-        if not isinstance(weights, LocalSnapshot):
-            raise TypeError(f"this policy scores with LoRA adapters, not with {type(weights).__name__}")
-        adapter = self._new_adapter()
-        adapter.load(weights.weights.tensors(), lowered=True)
-        return adapter
-
     def begin_step(self, step: int) -> list[str]:
         """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``.
 
@@ -244,6 +240,13 @@ class LocalPolicy:
     def notes(self) -> list[str]:
         """What memory and the model's layers did not allow."""
         return self.budget.take_notes()
+
+
+def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
+    """What to score with. Raises TypeError for the snapshot of another kind of policy."""
+    if not isinstance(snapshot, LocalSnapshot):
+        raise TypeError(f"this policy scores with LoRA adapters, not with {type(snapshot).__name__}")
+    return snapshot.weights
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ class Adapter:
 class Mode(threading.local):
     """What the wrapped layers add now, in this thread: nothing, one adapter, or a stack of adapters."""
 
-    adapter: Adapter | None = None
+    adapter: Adapter | LoraWeights | None = None
     dropout: float = 0.0
     stacks: Stacks | None = None
 
@@ -227,8 +227,8 @@ class Lanes:
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
     @contextmanager
-    def single(self, adapter: Adapter, dropout: float = 0.0) -> Iterator[None]:
-        """All rows belong to ``adapter``; gradients reach it."""
+    def single(self, adapter: Adapter | LoraWeights, dropout: float = 0.0) -> Iterator[None]:
+        """All rows belong to ``adapter``; gradients reach it, unless it is frozen."""
         self.mode.adapter, self.mode.dropout = adapter, dropout
         try:
             yield

@@ -49,10 +49,11 @@ class _Offer(Generic[Owner]):
 
 
 class RolloutQueue(Generic[Owner]):
-    """Samples for all runs of a cohort in one decode batch. ``pressure`` decides how many rollouts decode at once."""
+    """Samples for all runs of a cohort in one decode batch. ``pressure`` decides how many rollouts decode at once;
+    ``ahead``: a thread samples what is offered, whether it is due or not."""
 
-    def __init__(self, engine: Engine, pressure: Pressure | None = None):
-        self.engine, self.pressure = engine, pressure
+    def __init__(self, engine: Engine, pressure: Pressure | None = None, ahead: bool = False):
+        self.engine, self.pressure, self.ahead = engine, pressure, ahead
         self._offers: dict[tuple[Owner, int], _Offer[Owner]] = {}
         self._changed = threading.Condition()
         self._collecting = threading.Lock()
@@ -77,7 +78,7 @@ class RolloutQueue(Generic[Owner]):
     def take(self, due: Mapping[Owner, int]) -> Taken[Owner]:
         """The groups of every owner's step, which it has offered. Raises what the engine raised."""
         begin = time.time()
-        if self.engine.beside:
+        if self.ahead:
             self._wait([(owner, step) for owner, step in due.items()])
         else:
             self._collect([self._offers[owner, step] for owner, step in due.items()])
@@ -87,7 +88,7 @@ class RolloutQueue(Generic[Owner]):
         sampled = list({id(offer.collected): offer.collected for offer in offers if offer.collected}.values())
         spans = [span for collected in sampled for span in collected.spans]
         syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
-        if self.engine.beside:
+        if self.ahead:
             spans = [*(("ahead", start, end) for _, start, end in spans), ("rollout", begin, time.time())]
         groups = {offer.owner: offer.groups or [] for offer in offers}
         return Taken(groups, spans, sum(syncs) if syncs else None, depth)

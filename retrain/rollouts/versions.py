@@ -49,9 +49,14 @@ class RecentWeights:
         old_enough = [each for each in self._known if each.step <= step - self.bound]
         return (old_enough[-1] if old_enough else self._known[0]).ref
 
-    def snapshot(self, version: int) -> PolicySnapshot | None:
-        """The weights of this version; None where they are not kept any more."""
-        return next((each.snapshot for each in self._known if each.ref.version == version), None)
+    def newest(self) -> PolicyRef:
+        """The weights as they are now."""
+        return self._known[-1].ref
+
+    def snapshots(self) -> dict[int, PolicySnapshot]:
+        """The weights that are kept, and the last that were dropped, by version."""
+        known = [*([self.before] if self.before else []), *self._known]
+        return {each.ref.version: each.snapshot for each in known}
 
     def age(self, version: int, step: int) -> int:
         """How many steps before ``step`` weights of this version were last the newest: 0 while they still are."""

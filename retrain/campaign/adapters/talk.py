@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from retrain.campaign.adapters.export import uniform
 from retrain.campaign.adapters.provenance import Provenance
+from retrain.config import Config
 from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
 from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.errors import ModelError
+from retrain.engines.server.build import server_engine
+from retrain.engines.server.engine import ServerEngine
+from retrain.errors import ModelError, UsageError
 from retrain.policy.adapter_stream import AdapterFile
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
@@ -52,9 +57,7 @@ def answers(
             lanes = Lanes(base, _layers(file, base))
             stack.callback(lanes.detach)
             adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # one of zeros is the base
-        workers = workers_for(base)
-        stack.callback(workers.close)
-        engine = LocalEngine(base, lanes, workers=workers, tell=tell)
+        engine = _engine(config, base, lanes, stack, tell)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
             engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
@@ -84,6 +87,23 @@ def answers(
             for i, (text, prompt) in enumerate(zip(prompts, rendered, strict=True))
         ],
     }
+
+
+def _engine(
+    config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, tell: Callable[[str], None]
+) -> LocalEngine | ServerEngine:
+    """The engine of the run: its servers where they are there, else this process, as for a run that launched one."""
+    if config.inference.url:
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
+        try:
+            served = server_engine(config, base, directory, lambda text, level: tell(text))
+            stack.callback(served.close)
+            return served
+        except UsageError as error:
+            tell(f"{error}\nThe answers are sampled in this process instead.")
+    workers = workers_for(base)
+    stack.callback(workers.close)
+    return LocalEngine(base, lanes, workers=workers, tell=tell)
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:

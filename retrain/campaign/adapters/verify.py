@@ -54,7 +54,7 @@ def verify_ranks(
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], longest, bases)
+    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], longest, bases, out.parent)
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
@@ -138,12 +138,19 @@ def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def _evaluate(
-    spec: RunSpec, folder: Path, held_out: HeldOut, paths: Sequence[Path], longest: Longest, bases: Bases
+    spec: RunSpec,
+    folder: Path,
+    held_out: HeldOut,
+    paths: Sequence[Path],
+    longest: Longest,
+    bases: Bases,
+    directory: Path,
 ) -> tuple[np.ndarray, list[int], bool]:
     """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
     the run's own, had to be sampled anew.
 
-    One adapter after the other: memory does not grow with their number.
+    One adapter after the other: memory does not grow with their number. They are sampled by the engine of the run's
+    configuration, whose servers have ``directory`` for what they need.
     """
     from retrain.data.prompts import Renderer
     from retrain.engines.protocol import PolicyRef
@@ -161,9 +168,12 @@ def _evaluate(
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
-        base, lanes, engine = bases.take(config)
-        engine.workers = workers_for(base)
-        stack.callback(engine.workers.close)
+        if config.inference.served:
+            base, lanes, engine = bases.take_served(config, directory)
+        else:
+            base, lanes, engine = bases.take(config)
+            engine.workers = workers_for(base)
+            stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))
         environment = environments_of(config, data, grader, folder)[held_out.name]
         renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
@@ -177,7 +187,7 @@ def _evaluate(
                 continue
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
-            engine.publish(ref := PolicyRef(str(path), 0), LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen(), {}))
             # The streams of the run's final evaluation: common random numbers with it.
             subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])

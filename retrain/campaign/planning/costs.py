@@ -124,7 +124,10 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
         on_cpu.append("weights are copied for decoding, as with a torch that has oneDNN")
     if memory is not None and memory.process:
         on_cpu.append("what the system keeps of the model's file is not counted")
-    return (every, operations, reached, kept, *on_cpu)
+    elsewhere = []
+    if config.inference.served:
+        elsewhere.append("servers, which are not asked, sample as fast as this device would, in memory of their own")
+    return (every, operations, reached, kept, *on_cpu, *elsewhere)
 
 
 @dataclass(frozen=True)
@@ -401,6 +404,7 @@ def estimate_run(
     micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
+    served = config.inference.served
     if device.kind == "cpu":
         blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
         head = architecture.vocab * architecture.hidden
@@ -410,10 +414,10 @@ def estimate_run(
         adapter=adapter_bytes(adapter, width) + critic_bytes(critic),
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
-        sampling=work.rows * (work.length * architecture.cache_bytes(width) + logits),
+        sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),
         process=PROCESS_BYTES[device.kind],
         head_copy=head_copy,
-        block_copy=block_copy,
+        block_copy=0 if served else block_copy,
     )
     return Estimate(
         adapter_parameters=adapter,

@@ -21,6 +21,7 @@ from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
+from retrain.campaign.running.canary import tried_servers
 from retrain.campaign.running.fitting import check_memory, lane_bytes
 from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
 from retrain.campaign.running.protocol import CohortJob
@@ -29,6 +30,7 @@ from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
 from retrain.data.prompts import Renderer, longest_prompt
+from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import CheckpointError, UsageError
@@ -87,11 +89,14 @@ def assemble(
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
-    model = model_of(specs, folder, data, bases, stack, observer)
+    model = model_of(specs, folder, data, bases, stack, observer, directory)
     if not _is_local(first):
         data = askable(data, first, longest, model.tokenizer.source, context=0)
     shared = _Shared(directory, folder, model, data, observer, stack)
     _compare_records(shared, specs, begin, _world(model, data), job)
+    if isinstance(model.engine, ServerEngine):
+        for line in tried_servers(model.engine, bases, specs):
+            observer.message(line)
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
     runs = []
@@ -157,19 +162,30 @@ def _use_deterministic(wanted: bool) -> None:
 
 
 def model_of(
-    specs: Sequence[RunSpec], folder: Path, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer
+    specs: Sequence[RunSpec],
+    folder: Path,
+    data: Dataset,
+    bases: Bases,
+    stack: ExitStack,
+    observer: Observer,
+    directory: Path,
 ) -> CohortModel:
-    """What samples and learns: the base with its lanes and engine, or a backend of the user's for every run."""
+    """What samples and learns: the base with its lanes and engine, here or in servers (``directory`` is for what these
+    need), or a backend of the user's for every run."""
     config = specs[0].config
     if not _is_local(config):
         return plugin_model(specs, folder)
-    base, lanes, engine = bases.take(config, observer.message)
+    served = config.inference.served
+    if served:
+        base, lanes, engine = bases.take_served(config, directory, observer.message)
+    else:
+        base, lanes, engine = bases.take(config, observer.message)
     # Dropout draws from torch's global stream, which runs side by side would share.
     one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
     workers = Workers() if one_by_one else workers_for(base)
     stack.callback(workers.close)
     longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
-    check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length))
+    check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=not served)
     return local_model(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
 
 
@@ -271,6 +287,7 @@ def _build_run(
         limits=Limits.of(config, model.context),
         recorder=recorder,
         cursor=DataCursor(data.train, stream, config.data.shuffle),
+        watch=model.watch(config) if model.watch is not None else None,
         any_base=begin.any_base,
     )
     if spec.export is not None:
@@ -284,7 +301,13 @@ def _build_run(
         )
         recorder.log(note)
         shared.observer.message(f"{spec.run_id}: {note}")
-    for line in _restored(run, model, begin):
+    lines = _restored(run, model, begin)
+    if run.restored_step is not None and config.inference.served:
+        lines.append(
+            "rollouts that were in flight are drawn again; what servers sample may differ in its last bits, so the run "
+            "need not equal one that was not interrupted bit for bit"
+        )
+    for line in lines:
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
     facts = run_facts(

@@ -38,7 +38,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.config import Loaded
-from retrain.errors import DeviceLost, Interrupted, RetrainError, StorageError
+from retrain.errors import DeviceLost, Interrupted, RetrainError, ServerFailed, StorageError
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
@@ -234,7 +234,7 @@ class Controller:
                     self.lock.check()
                     if self.stop.signal is not None:
                         handle.stop()
-        except (StorageError, DeviceLost) as error:
+        except (StorageError, DeviceLost, ServerFailed) as error:
             for entry in map(self.manifest.run, (spec.run_id for spec in specs)):
                 if entry["state"] == "running":
                     entry.update(state="interrupted", reason=str(error))

@@ -28,7 +28,7 @@ from retrain.campaign.running.protocol import (
     SqueezeJob,
     StepDone,
 )
-from retrain.errors import DeviceLost, Interrupted, RetrainError, StorageError
+from retrain.errors import DeviceLost, Interrupted, RetrainError, ServerFailed, StorageError
 from retrain.gpus import lost
 from retrain.record.observer import NullObserver, SpecLike
 
@@ -146,8 +146,8 @@ class InProcess:
             except Changed as changed:
                 return JobEnded(mine.id, "changed", str(changed), changes=changed.lines)
             except RetrainError as error:
-                if error.exit_status == 2 or isinstance(error, StorageError | DeviceLost):
-                    raise  # a wrong model name or data file, a full disk, a dead GPU: no run has failed
+                if error.exit_status == 2 or isinstance(error, StorageError | DeviceLost | ServerFailed):
+                    raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
                 for run in job.runs:
                     outbox.put(RunEnded(run["run_id"], "failed", str(error)))
                 return JobEnded(mine.id)
@@ -159,7 +159,7 @@ class InProcess:
                         yield from outbox.drain()
             except Interrupted as end:
                 return JobEnded(mine.id, "stopped", str(end))
-            except StorageError:  # no run's fault: all of them go on once there is room
+            except (StorageError, ServerFailed):  # no run's fault: they go on once there is room, or a server
                 raise
             except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
                 if lost(error):  # but a new process can go on with them

@@ -35,10 +35,12 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
     return total
 
 
-def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int) -> None:
+def check_memory(
+    base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
+) -> None:
     """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
     exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
-    of the longest prompt, and as many more as may be sampled."""
+    of the longest prompt, and as many more as may be sampled; there are no caches unless this process ``decodes``."""
     # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
@@ -49,7 +51,7 @@ def check_memory(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)
         sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in spec.config.held_out)])
         own += lane_bytes(base, lanes, [spec])
-        caches += rows * (prompt_tokens + sampled) * cache_bytes(base)
+        caches += decodes * rows * (prompt_tokens + sampled) * cache_bytes(base)
         fitting += own + max(caches, update) <= usable
     if fitting < len(specs):
         gib = 2**30

@@ -19,6 +19,9 @@ from retrain.config import Config
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
+from retrain.engines.server.build import server_engine
+from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.watch import Watch
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts
@@ -49,28 +52,38 @@ class CohortModel:
     """What a decode step costs, where that is known."""
     context: int | None = None
     """Tokens of its context, where that is known."""
+    watch: Callable[[Config], Watch] | None = None
+    """What compares a sampler elsewhere with a run's trainer."""
     notes: Sequence[str] = ()
     """What a person should know of it."""
 
 
-def local_model(base: BaseModel, lanes: Lanes, engine: LocalEngine, workers: Workers, plan: MemoryPlan) -> CohortModel:
-    """A base in this process, with the lanes that train on it and the engine that samples with them."""
+def local_model(
+    base: BaseModel, lanes: Lanes, engine: LocalEngine | ServerEngine, workers: Workers, plan: MemoryPlan
+) -> CohortModel:
+    """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
+    that hold the same base."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         stream = (spec.config.campaign.seed, spec.config.training.seed)
         return LocalPolicy(base, lanes, spec.config, stream, workers, plan)
 
-    engine.workers = workers
-    engine.begin(plan)
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
         notes.append(
             f"{base.name} has no chat template: prompts are plain text, messages joined by blank lines; for a model "
             "that is trained to chat, give one with its template"
         )
-    if not engine.fast:
-        notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
+    if isinstance(engine, LocalEngine):
+        engine.workers = workers
+        engine.begin(plan)
+        if not engine.fast:
+            notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     dtype = str(base.dtype).removeprefix("torch.")
+
+    def watch(config: Config) -> Watch:
+        return Watch(base, lanes, config.training.temperature, config.inference.mismatch_limit_in(dtype))
+
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     built |= gpu_facts(base.device)
     return CohortModel(
@@ -81,8 +94,9 @@ def local_model(base: BaseModel, lanes: Lanes, engine: LocalEngine, workers: Wor
         workers,
         policy,
         built,
-        decode_work(base),
+        decode_work(base) if isinstance(engine, LocalEngine) else None,
         base.context_length,
+        watch if isinstance(engine, ServerEngine) else None,
         notes,
     )
 
@@ -127,7 +141,9 @@ class Bases:
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
-        self._prepared: tuple[Lanes, LocalEngine] | None = None
+        self._lanes: Lanes | None = None
+        self._engine: LocalEngine | None = None
+        self._server: tuple[str, ServerEngine] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +167,33 @@ class Bases:
     def take(
         self, config: Config, tell: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
-        """The base that a run's configuration names, with the lanes that it trains, and an engine. What is in memory
-        already is taken from there. Raises ModelError when it cannot be had."""
+        """The base that a run's configuration names, with the lanes that it trains, and an engine in this process. What
+        is in memory already is taken from there. Raises ModelError when it cannot be had."""
+        base, lanes = self.trained(config, tell)
+        self._engine = self._engine or LocalEngine(base, lanes, tell=tell)
+        self._engine.forget()
+        self._engine.begin(MemoryPlan.of(base))
+        self._engine.tell = tell
+        return base, lanes, self._engine
+
+    def take_served(
+        self, config: Config, directory: Path, tell: Callable[[str, str], None] = lambda text, level: None
+    ) -> tuple[BaseModel, Lanes, ServerEngine]:
+        """The same with an engine that samples with the servers of the configuration; one that is launched begins, and
+        writes its log, in ``directory``, and stays for the next cohort. Raises UsageError when none answers."""
+        base, lanes = self.trained(config, lambda line: tell(line, "info"))
+        key = repr((config.inference, config.model, base.fingerprint))
+        if self._server is None or self._server[0] != key:
+            self._close_server()
+            self._server = key, server_engine(config, base, directory, tell)
+        engine = self._server[1]
+        engine.forget()
+        engine.tell = tell
+        return base, lanes, engine
+
+    def trained(self, config: Config, tell: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
+        """The base that a run's configuration names, with the lanes that it trains. Raises ModelError when it cannot be
+        had."""
         targets = repr(config.lora.target_modules)
         if self._load is not None:
             self._base = self._base or self._load(config)
@@ -163,24 +204,27 @@ class Bases:
                 larger = self._base.device.type == "cpu" and not self._base.small
                 if larger and (advice := bfloat16_advice(config.inference.dtype)):
                     tell(advice)
-        if self._prepared is None or targets != self._targets:
-            self._prepared = None
+        if self._lanes is None or targets != self._targets:
+            self._lanes = self._engine = None
             self._base.release()
-            lanes = Lanes(self._base, config.lora.target_modules)
-            self._prepared, self._targets = (lanes, LocalEngine(self._base, lanes, tell=tell)), targets
-        lanes, engine = self._prepared
-        engine.forget()
-        engine.begin(MemoryPlan.of(self._base))
-        engine.tell = tell
-        return self._base, lanes, engine
+            self._lanes, self._targets = Lanes(self._base, config.lora.target_modules), targets
+        return self._base, self._lanes
 
     def forget_adapters(self) -> None:
         """Let go of what the last cohort sampled with."""
-        if self._prepared is not None:
-            self._prepared[1].forget()
+        if self._engine is not None:
+            self._engine.forget()
+        if self._server is not None:
+            self._server[1].forget()
 
     def release(self) -> None:
-        """Take everything off the base and let go of it."""
+        """Take everything off the base and let go of it, and of the servers."""
+        self._close_server()
         if self._base is not None:
             self._base.release()
-        self._files = self._base = self._prepared = None
+        self._files = self._base = self._lanes = self._engine = None
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server[1], None
+            server.close()

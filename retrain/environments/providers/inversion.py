@@ -190,7 +190,7 @@ class InvertedEpisode:
             arrival.cancel()
 
     def _answer(self, asked: Asked, action: Action) -> None:
-        content, found = _read(action.text, asked.tools) if asked.tools else (action.text, [])
+        content, found = read_calls(action.text, asked.tools) if asked.tools else (action.text, [])
         named = [(f"call{self._calls + index:05d}", call) for index, call in enumerate(found)]
         self._calls += len(named)
         # A server never sends an empty message, and some harnesses take one for a failure of the server.
@@ -282,7 +282,7 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts)
 
 
-def _read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
     """The text beside the calls, with the thought before them, and the calls. A text without a call that can be read
     is all text."""
     parsed = parse(text)

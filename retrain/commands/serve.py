@@ -1,0 +1,99 @@
+"""``serve``: a model and adapters behind OpenAI's protocol."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from retrain.commands.output import note
+from retrain.errors import UsageError
+from retrain.extras import is_installed, missing
+
+
+def serve(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            help="A run, campaign or adapter directory; a model's name or directory; a run's file (TOML).",
+            show_default=False,
+        ),
+    ],
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 is any that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Any but this machine's own needs a key.")
+    ] = "127.0.0.1",
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env", metavar="NAME", help="Environment variable that holds the key which clients must send."
+        ),
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=DIR", help="Serve this adapter too; may be repeated."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="MODEL", help="The base model, where it is not the one that the adapter names."),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", metavar="N", min=1, help="Completions that may wait; more get a 503.")
+    ] = 4096,
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", metavar="N", min=1, help="Completions that are drawn at once.")
+    ] = 256,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest time for one request.")
+    ] = 3600.0,
+) -> None:
+    """Serve a model with adapters over HTTP: OpenAI's completions and chats, and vLLM's routes for adapters.
+
+    Prints one line when it is ready. Ctrl-C lets it finish what it has begun.
+    """
+    for module in ("starlette", "uvicorn"):
+        if not is_installed(module):
+            raise missing("retrain serve", module)
+    key = _key(host, api_key_env)
+    from retrain.serving.listening import Server, listening_socket, url_of
+    from retrain.serving.sources import sources
+
+    bound = listening_socket(host, port)
+    given = sources(what, adapters or (), base)
+    for line in given.notes:
+        note(line)
+    from retrain.policy.base import load_weights, look_at
+    from retrain.serving.app import app_of
+    from retrain.serving.service import Service
+
+    loaded = load_weights(look_at(given.config), given.config.backend.devices, given.config.inference.dtype)
+    service = Service(loaded, given.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
+    try:
+        for name, directory in given.adapters.items():
+            service.load_at_start(name, directory)
+        names = ",".join(served.name for served in service.names.all())
+
+        def ready() -> None:
+            print(f"serving {names} at {url_of(bound)}", flush=True)
+
+        Server(app_of(service, key), ready).run(sockets=[bound])
+    finally:
+        service.close()
+
+
+def _key(host: str, name: str | None) -> str | None:
+    """The key that clients must send. Raises UsageError where there must be one and is none."""
+    from retrain.serving.local import is_local
+
+    if name is None:
+        if not is_local(host):
+            raise UsageError(f"--host {host} is open to other machines: name a key with --api-key-env NAME")
+        return None
+    key = os.environ.get(name, "")
+    if not key:
+        raise UsageError(f"the environment variable {name} is not set: type {name}=… retrain serve …")
+    if not key.isascii() or key != key.strip():
+        raise UsageError(f"the key in {name} must be ASCII without spaces around it, as a header can hold it")
+    return key

@@ -1,0 +1,1 @@
+"""Sampling from HTTP servers that hold the base model and the runs' adapters; training stays in this process."""

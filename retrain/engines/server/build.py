@@ -1,0 +1,58 @@
+"""The server engine that a configuration asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from retrain.config import Config
+from retrain.engines.server.adapters import AdapterStore
+from retrain.engines.server.client import Server
+from retrain.engines.server.dialects import DIALECTS
+from retrain.engines.server.engine import ServerEngine, Vocabulary
+from retrain.engines.server.launch import Launched
+from retrain.errors import UsageError
+from retrain.models.directory import local_directory
+from retrain.policy.base import BaseModel
+
+ADAPTERS = "adapters"
+"""In the directory of a run or campaign, where ``adapter_dir`` does not say otherwise."""
+
+
+def server_engine(
+    config: Config, base: BaseModel, directory: Path, tell: Callable[[str, str], None] = lambda text, level: None
+) -> ServerEngine:
+    """The engine of ``config``, with its servers there: started in ``directory`` where it says so.
+
+    Raises UsageError when a key is missing or a server does not answer.
+    """
+    asked, model = config.inference, config.model.model
+    key = os.environ.get(asked.api_key_env, "") if asked.api_key_env else ""
+    if asked.api_key_env and not key:
+        raise UsageError(f"[inference] api_key_env: ${asked.api_key_env} is not set: export {asked.api_key_env}=…")
+    place = Path(asked.adapter_dir).expanduser() if asked.adapter_dir else directory / ADAPTERS
+    store = AdapterStore(place, model)
+    launched, urls = None, [address.rstrip("/").removesuffix("/v1") for address in asked.url or ()]
+    if asked.launch is not None:
+        path = local_directory(model)
+        named = str(path.absolute()) if path else model
+        launched = Launched(asked.launch, named, directory, asked.launch_gpus, asked.sleep, tell)
+        urls = [launched.url]
+    dialect = DIALECTS[asked.engine]
+    engine = ServerEngine(
+        model,
+        [Server(url, dialect, key, asked.timeout_s, asked.max_in_flight) for url in dict.fromkeys(urls)],
+        store,
+        Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length),
+        tell,
+        asked.patience_s,
+        launched,
+        asked.sleep,
+    )
+    try:
+        engine.open()
+    except BaseException:
+        engine.close()
+        raise
+    return engine

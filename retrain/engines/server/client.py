@@ -1,0 +1,206 @@
+"""One server at one address: requests, whether it is there, and which adapters it has.
+
+What a request comes to is one of four: an answer; ``Away`` (no connection, no answer in time, 5xx, 429: to be tried
+again, here or elsewhere); ``Unknown`` (the server does not know the adapter: it has been started anew); ``Refused`` (it
+will not do this, now or later).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from retrain.engines.server.adapters import Published
+from retrain.engines.server.dialects import Answer, Ask, Dialect, Faulty
+
+if TYPE_CHECKING:
+    import httpx
+
+HEALTH_TIMEOUT_S, UNLOAD_TIMEOUT_S = 5.0, 10.0
+BUSY = (429, 500, 502, 503, 504)
+"""HTTP statuses after which the same request may succeed."""
+
+
+class Away(Exception):
+    """The server did not answer, or says that it cannot at the moment."""
+
+
+class Unknown(Exception):
+    """The server has no model or adapter of this name."""
+
+
+class Refused(Exception):
+    """The server understood the request and will not do it."""
+
+
+class Server:
+    """One address. ``waiting`` counts the rows that are given to it and not yet answered; ``alive`` is False from when
+    it was found away until it answers again."""
+
+    def __init__(self, url: str, dialect: Dialect, key: str, timeout_s: float, max_in_flight: int):
+        self.url, self.dialect, self.timeout_s = url, dialect, timeout_s
+        self._key, self._max_in_flight = key, max_in_flight
+        self.alive, self.reason, self.waiting = True, "", 0
+        self.base = ""
+        self.context: int | None = None
+        self._adapters: dict[str, asyncio.Task[float]] = {}
+        self._leave: set[str] = set()
+        self._http: httpx.AsyncClient | None = None
+
+    async def open(self) -> None:
+        """Be ready to ask, in the event loop that asks."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx.Limits(max_connections=self._max_in_flight + 8, max_keepalive_connections=self._max_in_flight)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
+        self.slots = asyncio.Semaphore(self._max_in_flight)
+
+    async def close(self) -> None:
+        """Give back the connections."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def ask(self, ask: Ask) -> Answer:
+        """One completion. Raises Away, Unknown, Refused, Faulty."""
+        return self.dialect.read(await self.post(self.dialect.completions, self.dialect.body(ask)))
+
+    async def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
+        """The JSON of the answer, its text where it is none."""
+        return await self._send("POST", path, timeout_s, body)
+
+    async def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """See ``post``."""
+        return await self._send("GET", path, timeout_s)
+
+    async def _send(self, method: str, path: str, timeout_s: float | None, body: dict[str, Any] | None = None) -> Any:
+        import httpx
+
+        assert self._http is not None
+        limit = timeout_s or self.timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                response = await self._http.request(method, path, json=body, timeout=limit)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise Away(f"no answer to {path} within {limit:g} s") from error
+        except httpx.TransportError as error:
+            raise Away(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        except httpx.InvalidURL as error:
+            raise Refused(f"not an address: {error}") from error
+        status, text = response.status_code, self._said(response)
+        if status in BUSY:
+            raise Away(f"HTTP {status} {text}")
+        if status == 404:
+            raise Unknown(text)
+        if status >= 400:
+            raise Refused(f"HTTP {status} {text}")
+        try:
+            return response.json()
+        except ValueError as error:
+            if path == self.dialect.completions:
+                raise Faulty(f"no JSON: {text}") from error
+            return text
+
+    def _said(self, response: httpx.Response) -> str:
+        """The server's words, without the key, which some servers repeat."""
+        try:
+            found = response.json()
+            found = found.get("error", found)
+            text = str(found.get("message", found) if isinstance(found, dict) else found)
+        except (ValueError, AttributeError):
+            text = response.text
+        text = " ".join(text.split())[:300]
+        return text.replace(self._key, "***") if self._key else text
+
+    # -- whether it is there ------------------------------------------------------------------------------------
+
+    async def check(self) -> bool:
+        """Whether it answers now; ``reason`` says why not."""
+        try:
+            await self.get(self.dialect.health, HEALTH_TIMEOUT_S)
+        except (Away, Unknown, Refused) as error:
+            self.reason = str(error) or type(error).__name__
+            return False
+        return True
+
+    def lost(self) -> None:
+        """It is away. What comes back may be another process, which has no adapters."""
+        self.alive = False
+        self._adapters.clear()
+
+    async def found(self) -> None:
+        """It is back; adapters that nobody wants any more are taken away, should it still have them."""
+        self.alive = True
+        for name in list(self._leave):
+            await self.unload(name)
+
+    async def look(self, model: str) -> None:
+        """Learn how the server calls the base (``model``, as the configuration does) and how long its context is.
+        Raises Away, Unknown, Refused."""
+        listed = await self.get("/v1/models", HEALTH_TIMEOUT_S)
+        models = [each for each in listed.get("data", []) if not each.get("parent")]
+        if not models:
+            raise Refused("it lists no model")
+        named = next((each for each in models if model in (each.get("id"), each.get("root"))), models[0])
+        self.base, self.context = named["id"], named.get("max_model_len")
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    async def require(self, published: Published) -> float:
+        """Have the adapter loaded, once for all that ask; the seconds that it took this caller's load, 0 where another
+        has loaded it. Raises as ``post``."""
+        name = published.name
+        loading = self._adapters.get(name)
+        if loading is not None:
+            await asyncio.shield(loading)
+            return 0.0
+        loading = self._adapters[name] = asyncio.create_task(self._load(published))
+        loading.add_done_callback(lambda task: self._forget_failed(name, task))
+        return await asyncio.shield(loading)
+
+    def _forget_failed(self, name: str, task: asyncio.Task[float]) -> None:
+        """An adapter that could not be loaded is not there; whoever waits for it has heard why."""
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._adapters.get(name) is task:
+            del self._adapters[name]
+
+    async def _load(self, published: Published) -> float:
+        begin = time.perf_counter()
+        path = await asyncio.to_thread(published.written)
+        body = {"lora_name": published.name, "lora_path": str(path)}
+        try:
+            await self.post(f"{self.dialect.adapter_prefix}/load_lora_adapter", body)
+        except Refused as refused:
+            if "already" not in str(refused):  # of this very name, which no other weights have
+                raise
+        except Unknown as unknown:
+            raise Refused(f"it cannot load the adapter at {path}: {unknown}") from unknown
+        return time.perf_counter() - begin
+
+    def leave(self, name: str) -> None:
+        """An adapter that another process may have loaded: to be taken away."""
+        self._leave.add(name)
+
+    def forgot(self, name: str) -> None:
+        """The server does not know this adapter any more."""
+        self._adapters.pop(name, None)
+
+    async def unload(self, name: str) -> None:
+        """Have the adapter taken away; a server that is away or does not know it is content. One that is away is told
+        when it is back."""
+        if self._adapters.pop(name, None) is None and name not in self._leave:
+            return
+        self._leave.add(name)
+        if not self.alive:
+            return
+        try:
+            route = f"{self.dialect.adapter_prefix}/unload_lora_adapter"
+            await self.post(route, {"lora_name": name}, UNLOAD_TIMEOUT_S)
+        except Away:
+            return
+        except (Unknown, Refused):
+            pass
+        self._leave.discard(name)

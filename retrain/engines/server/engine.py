@@ -1,0 +1,390 @@
+"""Sampling from servers: ``[inference] engine = "vllm" | "sglang" | "openai"``.
+
+One request for each completion, with a seed of its own from the named stream, so that what is sampled depends neither
+on the batch nor on the address. Everything happens in the event loop of one thread; ``sample`` may be called from
+several threads at once. An adapter is loaded at an address before the first request there that names it, again when
+the server has forgotten it, and unloaded once it is retired and no request in flight names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.engines.server.adapters import AdapterStore, Published
+from retrain.engines.server.checks import action_of
+from retrain.engines.server.client import Away, Refused, Server, Unknown
+from retrain.engines.server.dialects import Ask, Faulty
+from retrain.engines.server.launch import Launched
+from retrain.engines.server.pool import Pool
+from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.protocol import PolicySnapshot
+from retrain.rng import torch_seed
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action
+
+ATTEMPTS = 5
+"""Times that one completion is asked for before the step is given up; waiting for a server that is away does not
+count."""
+PAUSE_S = 0.25
+"""Before the second attempt; doubled before each further one."""
+START_PATIENCE_S = 20.0
+"""Seconds that a server which is not ours may take to answer for the first time."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What an answer is checked against: token ids below ``size``, ends by ``end_ids``, at most ``context`` tokens with
+    the prompt."""
+
+    tokenizer: Tokenizer
+    size: int
+    end_ids: tuple[int, ...]
+    context: int
+
+
+@dataclass
+class _Call:
+    """One call of ``sample``: its requests, and the seconds that it has spent on loading adapters."""
+
+    requests: Sequence[SampleRequest]
+    used: Mapping[PolicyRef, Published]
+    gate: asyncio.Semaphore | None
+    loading_s: float = 0.0
+
+
+class ServerEngine:
+    """Samples with servers that hold the base ``model`` (as the configuration names it). Several versions of a run may
+    be published at a time. ``tell(text, level)`` hears of servers that go and come back.
+
+    ``close`` ends it, and the server that it has launched.
+    """
+
+    gives_entropy = False
+    exact = False
+
+    def __init__(
+        self,
+        model: str,
+        servers: Sequence[Server],
+        store: AdapterStore,
+        vocabulary: Vocabulary,
+        tell: Callable[[str, str], None] = lambda text, level: None,
+        patience_s: float = 600.0,
+        launched: Launched | None = None,
+        sleeps: bool = False,
+    ):
+        self.model, self.store, self.vocabulary, self.launched = model, store, vocabulary, launched
+        self.tell, self.sleeps, self.patience_s = tell, sleeps, patience_s
+        self.beside = not sleeps  # servers that free their GPU for us take turns with us
+        gave_up = (lambda: launched.gave_up) if launched is not None else (lambda: "")
+        self.pool = Pool(servers, patience_s, lambda text, level: self.tell(text, level), gave_up)
+        self._published: dict[PolicyRef, Published] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        self._calls: set[Future[Any]] = set()
+        self._drops: set[Future[Any]] = set()
+        self._sleeping, self._sampling = False, 0
+        self._turn = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    # -- beginning and end --------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Wait until the servers are there, and learn how they call the base. Raises UsageError when none answers,
+        ModelError when one does not hold a model of this tokenizer's context."""
+        self._run(self._open())
+
+    def close(self) -> None:
+        """Take all adapters away, and end the server that was launched. What is being sampled is given up."""
+        if self._closed:
+            return
+        self._closed = True
+        for call in list(self._calls):
+            call.cancel()
+        try:
+            self._run(self._close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            if self.launched is not None:
+                self.launched.close()
+            self.store.close()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work in the loop's thread and wait for it; whatever ends the waiting ends the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._calls.add(future)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._calls.discard(future)
+
+    async def _open(self) -> None:
+        patience = self.patience_s if self.launched is not None else START_PATIENCE_S
+        waited, left_over = 0.0, list(self.store.left_over())
+        for server in self.pool.servers:
+            await server.open()
+        while True:
+            there = await asyncio.gather(*(server.check() for server in self.pool.servers))
+            if all(there) or (any(there) and waited > START_PATIENCE_S):
+                break
+            if self.launched is not None and self.launched.gave_up:
+                raise UsageError(f"[inference] launch: {self.launched.gave_up}")
+            if waited > patience:
+                reasons = "\n".join(f"[inference] url {each.url}: {each.reason}" for each in self.pool.servers)
+                raise UsageError(f"no server answers after {patience:g} s:\n{reasons}")
+            await asyncio.sleep(0.5)
+            waited += 0.5
+        for server, answers in zip(self.pool.servers, there, strict=True):
+            if not answers:
+                server.alive = True  # so that the doubt is noticed
+                await self.pool.doubt(server, server.reason)
+                continue
+            try:
+                await server.look(self.model)
+            except (Away, Unknown, Refused) as error:
+                raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
+            for name in left_over:
+                server.leave(name)
+                await server.unload(name)
+        for name in left_over:
+            self.store.remove(name)
+
+    async def _close(self) -> None:
+        await self._wake()
+        await asyncio.gather(*map(asyncio.wrap_future, self._drops), return_exceptions=True)
+        for published in list(self._published.values()):
+            await self._drop(published)
+        await self.pool.close()
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """Seconds in which the last ``sample`` of this thread waited for servers to load adapters."""
+        return getattr(self._own, "loading_s", None)
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        """See ``Engine.publish``. Servers are told when they are first asked to sample with them."""
+        if not isinstance(weights, LocalSnapshot):
+            raise TypeError(f"servers sample with LoRA adapters, not with {type(weights).__name__}")
+        with self._lock:
+            before = self._published.get(ref)
+            self._published[ref] = self.store.published(ref, weights)
+        if before is not None:
+            self._retire(before)
+
+    def retire(self, ref: PolicyRef) -> None:
+        """See ``Engine.retire``: servers may forget these weights, once no request in flight names them."""
+        with self._lock:
+            published = self._published.pop(ref, None)
+        if published is not None:
+            self._retire(published)
+
+    def forget(self) -> None:
+        """Drop all published weights."""
+        for ref in list(self._published):
+            self.retire(ref)
+
+    def _retire(self, published: Published) -> None:
+        published.retired = True
+        drop = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
+        self._drops.add(drop)
+        drop.add_done_callback(self._drops.discard)
+
+    async def _drop_if_unused(self, published: Published) -> None:
+        if published.retired and not published.users:
+            await self._drop(published)
+
+    async def _drop(self, published: Published) -> None:
+        for server in self.pool.servers:
+            await server.unload(published.name)
+        await asyncio.to_thread(self.store.remove, published.name)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """See ``Engine.state``: nothing of this machine decides how servers sample."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
+
+    def forget_sequences(self) -> None:
+        """See ``Engine.forget_sequences``; a server that shares its GPU sleeps until it is asked again."""
+        self._run(self._rest())
+
+    async def _rest(self) -> None:
+        self.pool.forget_homes()
+        async with self._turn:
+            if self.sleeps and not self._sleeping and not self._sampling:
+                for server in self.pool.servers:
+                    await _told(server, "/sleep?level=1")
+                self._sleeping = True
+
+    async def _wake(self) -> None:
+        async with self._turn:
+            if self._sleeping:
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # the server takes back what it had left to us
+                for server in self.pool.servers:
+                    await _told(server, "/wake_up")
+                self._sleeping = False
+
+    # -- sampling -----------------------------------------------------------------------------------------------
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        """See ``Engine.sample``. Raises ModelError when a prompt and its completion exceed the model's context,
+        RunFailed for weights that were not published, ServerFailed when servers stay away or stay wrong."""
+        longest = max((len(each.prompt_ids) + each.max_tokens for each in requests), default=0)
+        contexts = [server.context for server in self.pool.servers if server.context]
+        holds = min([self.vocabulary.context, *contexts])
+        if longest > holds:
+            where = "the server" if holds < self.vocabulary.context else self.model
+            raise ModelError(f"prompt + max_tokens = {longest} tokens, {where} holds {holds}: lower max_tokens")
+        with self._lock:
+            used = {ref: self._weights(ref) for ref in dict.fromkeys(each.policy for each in requests)}
+            for published in used.values():
+                published.users += 1
+        call = _Call(requests, used, asyncio.Semaphore(max_rows) if max_rows else None)
+        try:
+            return self._run(self._sample(call, finished))
+        finally:
+            self._own.loading_s = call.loading_s
+            with self._lock:
+                for published in used.values():
+                    published.users -= 1
+            for published in used.values():
+                if published.retired:
+                    self._retire(published)
+
+    def _weights(self, ref: PolicyRef) -> Published:
+        if ref not in self._published:
+            known = sorted(each.version for each in self._published if each.run_id == ref.run_id)
+            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there are {known}")
+        return self._published[ref]
+
+    async def _sample(self, call: _Call, finished: Finished | None) -> list[list[Action]]:
+        done: list[list[Action | None]] = [[None] * request.samples for request in call.requests]
+        left = [request.samples for request in call.requests]
+        groups: list[list[Action]] = [[] for _ in call.requests]
+
+        async def row(index: int, sample: int) -> None:
+            request = call.requests[index]
+            if call.gate is None:
+                done[index][sample] = await self._completion(call, request, sample)
+            else:
+                async with call.gate:
+                    done[index][sample] = await self._completion(call, request, sample)
+            left[index] -= 1
+            if not left[index]:
+                groups[index] = [action for action in done[index] if action is not None]
+                if finished is not None:
+                    finished(index, groups[index])
+
+        self._sampling += 1
+        try:
+            await self._wake()
+            rows = [
+                asyncio.ensure_future(row(index, sample))
+                for index, request in enumerate(call.requests)
+                for sample in range(request.samples)
+            ]
+            try:
+                await asyncio.gather(*rows)
+            except BaseException:
+                for each in rows:
+                    each.cancel()
+                await asyncio.gather(*rows, return_exceptions=True)
+                raise
+        finally:
+            self._sampling -= 1
+        return groups
+
+    async def _completion(self, call: _Call, request: SampleRequest, sample: int) -> Action:
+        """One completion, asked for until it is right. Raises ServerFailed after the last attempt, or when it is
+        refused."""
+        published, faults = call.used[request.policy], []
+        stream = request.streams[sample] if request.streams else (*request.stream, sample)
+        seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
+        while len(faults) < ATTEMPTS:
+            if faults:
+                await asyncio.sleep(PAUSE_S * 2 ** (len(faults) - 1))
+            server = await self.pool.choose(_rollouts(request))
+            server.waiting += 1
+            try:
+                async with server.slots:
+                    loading_s = await server.require(published)
+                    call.loading_s += loading_s
+                    ask = Ask(request, published.name, server.base, seed, self.vocabulary.end_ids)
+                    answer = await server.ask(ask)
+                return action_of(ask, answer, self.vocabulary.size, self.vocabulary.tokenizer)
+            except Unknown as unknown:
+                server.forgot(published.name)
+                faults.append(f"{server.url} does not know {published.name}: {unknown}")
+            except Away as away:
+                await self.pool.doubt(server, str(away))
+                if server.alive:  # it is well, but not with this request
+                    faults.append(f"{server.url}: {away}")
+            except Faulty as faulty:
+                faults.append(f"{server.url}: {faulty}")
+            except Refused as refused:
+                raise ServerFailed(f"{server.url} refuses: {refused}{_hint(str(refused))}") from refused
+            finally:
+                server.waiting -= 1
+        again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
+        last = f"{faults[-1]}{_hint(faults[-1])}"
+        raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
+
+
+def _rollouts(request: SampleRequest) -> Hashable:
+    """What all requests of one group's rollouts have in common, of the first turn and of later ones."""
+    return request.sequences[0][:-1] if request.sequences else request.stream
+
+
+def _hint(refused: str) -> str:
+    """What to do about a refusal that is known."""
+    words = refused.lower()
+    if "401" in words or "403" in words:
+        return "; name the variable with its key: [inference] api_key_env"
+    if "cannot load the adapter" in words and words.endswith(": not found"):
+        words += " lora support"  # the route itself is not there
+    elif "no adapter found" in words:
+        return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"
+    if "rank" in words:
+        return "; start the server with a --max-lora-rank that holds [model] lora_rank"
+    if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
+        return "; start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+    return ""
+
+
+async def _told(server: Server, path: str) -> None:
+    """Put a server to sleep or wake it. Raises ServerFailed when it cannot."""
+    try:
+        await server.post(path, {})
+    except Away:
+        return  # one that is started anew is awake
+    except (Unknown, Refused, Faulty) as error:
+        raise ServerFailed(
+            f"{server.url} cannot {path.strip('/').partition('?')[0]}: {error}; start vLLM with --enable-sleep-mode "
+            "and VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"
+        ) from error

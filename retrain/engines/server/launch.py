@@ -1,0 +1,179 @@
+"""A server that this process starts, watches, starts again when it dies, and ends.
+
+It has a session of its own, so that Ctrl-C reaches this process alone, which then ends it; what it says goes into a
+file. Who it is stands beside the file, so that a server whose owner was killed is found, and ended, at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from retrain.errors import UsageError
+from retrain.files import read_json, write_json
+
+RESTARTS = 3
+"""Times in a row that a server is started again; one that then dies is given up."""
+STEADY_S = 120.0
+"""Seconds after which a death is not in a row with the one before."""
+GRACE_S = 15.0
+"""Seconds between asking it to end and ending it."""
+TAIL = 8
+"""Lines of its log that an error repeats."""
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+"""What a server's environment has beside ours, where ours does not say otherwise: the right to load adapters."""
+SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""The same for one that is put to sleep."""
+
+
+class Launched:
+    """One server process. ``command`` is as typed, with ``{port}`` and ``{model}`` to be filled in; without ``{port}``
+    and ``--port`` a free port is added. ``gpus``: CUDA_VISIBLE_DEVICES of the server. Raises UsageError when the
+    command cannot be started."""
+
+    def __init__(
+        self,
+        command: str,
+        model: str,
+        directory: Path,
+        gpus: str | None,
+        sleeps: bool,
+        tell: Callable[[str, str], None],
+    ):
+        self.log, self._identity = directory / "server.log", directory / "server.json"
+        self.tell, self.gave_up, self.restarts = tell, "", 0
+        self.words, self.port = _filled(command, model)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
+        if gpus is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = gpus
+        if shutil.which(self.words[0]) is None:
+            raise UsageError(f"[inference] launch: there is no program {self.words[0]!r}; give its path")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._end_left_over()
+        self._closing = threading.Event()
+        self._started = 0.0
+        self._process = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
+        self._watcher.start()
+
+    def tail(self) -> str:
+        """The last lines that it said."""
+        with contextlib.suppress(OSError):
+            text = self.log.read_bytes()[-20_000:].decode(errors="replace")
+            return "\n".join(line for line in text.splitlines() if line.strip())[-1500:].split("\n", 1)[-1]
+        return ""
+
+    def close(self) -> None:
+        """End it, by force where it does not end by itself."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._watcher.join()
+        _end(self._process.pid, self._process.poll)
+        self._identity.unlink(missing_ok=True)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        import psutil
+
+        with open(self.log, "ab") as log:
+            log.write(f"\n# {shlex.join(self.words)}\n".encode())
+            log.flush()
+            try:
+                process = subprocess.Popen(
+                    self.words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(f"[inference] launch: {self.words[0]} cannot be started: {error}") from error
+        self._started = time.monotonic()
+        with contextlib.suppress(psutil.Error):
+            write_json(self._identity, {"pid": process.pid, "created": psutil.Process(process.pid).create_time()})
+        return process
+
+    def _watch(self) -> None:
+        while not self._closing.wait(0.2):
+            status = self._process.poll()
+            if status is None:
+                continue
+            if time.monotonic() - self._started > STEADY_S:
+                self.restarts = 0
+            how = f"signal {-status}" if status < 0 else f"exit status {status}"
+            _end(self._process.pid, lambda: 0)  # what it has started and left behind
+            if self.restarts == RESTARTS:
+                tail = "\n".join(self.tail().splitlines()[-TAIL:])
+                self.gave_up = (
+                    f"the server died {RESTARTS + 1} times in a row, last by {how}; {self.log} ends with:\n{tail}"
+                )
+                return
+            self.restarts += 1
+            self.tell(f"the server has died ({how}) and is started again; what it said is in {self.log}", "warning")
+            self._process = self._start()
+
+    def _end_left_over(self) -> None:
+        """End the server of a process that was killed before it could."""
+        import psutil
+
+        if not self._identity.is_file():
+            return
+        with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError, OSError):
+            known = read_json(self._identity)
+            process = psutil.Process(known["pid"])
+            if abs(process.create_time() - known["created"]) < 0.01:
+                self.tell(f"ending the server that an earlier process left behind (process {known['pid']})", "info")
+                _end(known["pid"], lambda: None if process.is_running() and _lives(process) else 0)
+
+
+def _lives(process: object) -> bool:
+    return process.status() != "zombie"  # type: ignore[attr-defined]
+
+
+def _end(leader: int, poll: Callable[[], int | None]) -> None:
+    """End a process group: asked first, then by force."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(leader, ending)
+        except (ProcessLookupError, PermissionError):
+            return
+        deadline = time.monotonic() + GRACE_S
+        while poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if ending == signal.SIGTERM and poll() is not None:
+            time.sleep(0.2)  # its children end after it
+
+
+def _filled(command: str, model: str) -> tuple[list[str], int]:
+    """The words of the command with its placeholders filled in, and the port that the server listens on."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"[inference] launch: {error}: {command!r}") from error
+    port, added = _free_port(), True
+    for i, word in enumerate(words):
+        given = word.partition("=")[2] if word.startswith("--port=") else ""
+        if word == "--port" and i + 1 < len(words):
+            given = words[i + 1]
+        if given.isdigit():
+            port, added = int(given), False
+        added = added and "{port}" not in word
+    filled = [word.replace("{port}", str(port)).replace("{model}", model) for word in words]
+    return filled + (["--port", str(port)] if added else []), port
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,145 @@
+"""Names and weights: the base and the adapters over it that are served."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from retrain.campaign.adapters.export import uniform
+from retrain.engines.protocol import PolicyRef
+from retrain.errors import ModelError
+from retrain.policy.adapter_stream import CONFIG, WEIGHTS, AdapterFile
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import LayerShape, LoraWeights
+from retrain.serving.refusal import Refusal
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """Weights under a name. ``ref`` is another one each time that weights are loaded under it. ``parent`` None: it is
+    the base. ``root`` is where it came from."""
+
+    name: str
+    ref: PolicyRef
+    weights: LoraWeights
+    root: str
+    parent: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
+    """An adapter of zeros, which is the base itself."""
+    return LoraWeights(shapes, 1, 1.0, 1, torch.zeros(_size(shapes, 1), device=base.device))
+
+
+def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
+    """The LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
+
+    Raises ModelError when it is no such adapter, or not of this base.
+    """
+    try:
+        with AdapterFile(directory) as file:
+            file.require_plain()
+            known = {shape.name: shape for shape in shapes}
+            for name, where in file.modules.items():
+                shape = known.get(name)
+                fits = len(where.a_shape) == len(where.b_shape) == 2 and where.a_shape[0] == where.b_shape[1] > 0
+                if not fits or shape is None or (where.a_shape[1], where.b_shape[0]) != (
+                    shape.in_features,
+                    shape.out_features,
+                ):  # fmt: skip
+                    raise ModelError(f"it adapts {name}, which is no linear layer of that size in {base.name}")
+            scale, pairs = uniform(file, file.rank)
+            flat = torch.zeros(_size(shapes, file.rank), device=base.device)
+            weights = LoraWeights(shapes, file.rank, float(scale), file.rank, flat)
+            for name, (a, b) in pairs:
+                weights.A[name].copy_(a)
+                weights.B[name].copy_(b)
+    except ModelError:
+        raise
+    except Exception as error:  # of whatever kind, from files that somebody else has written
+        raise ModelError(f"{directory} is no LoRA adapter: {type(error).__name__}: {error}") from error
+    if not torch.isfinite(flat).all():
+        raise ModelError(f"{directory} holds numbers that are not finite")
+    return weights
+
+
+def _size(shapes: Sequence[LayerShape], rank: int) -> int:
+    return sum(rank * (shape.in_features + shape.out_features) for shape in shapes)
+
+
+def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
+    """The adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
+    if set(files) != {CONFIG, WEIGHTS}:
+        raise ModelError(f"files must be {CONFIG} and {WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}")
+    with tempfile.TemporaryDirectory(prefix="retrain-serve-") as folder:
+        for name, content in files.items():
+            try:
+                (Path(folder) / name).write_bytes(base64.b64decode(content, validate=True))
+            except (binascii.Error, ValueError) as error:
+                raise ModelError(f"{name} is not base64: {error}") from error
+        return read_weights(Path(folder), base, shapes)
+
+
+class Names:
+    """What is served under which name. Used by one thread, that of the event loop."""
+
+    def __init__(self, base: Served):
+        self.base = base
+        self._adapters: dict[str, Served] = {}
+        self._numbers = itertools.count(1)
+
+    @staticmethod
+    def first_ref(name: str) -> PolicyRef:
+        """The base's reference."""
+        return PolicyRef(name, 0)
+
+    def all(self) -> list[Served]:
+        """The base first, then the adapters in the order of their loading."""
+        return [self.base, *self._adapters.values()]
+
+    def find(self, name: str | None) -> Served:
+        """What this name means; None is the base. Raises Refusal (404)."""
+        if name is None or name == self.base.name:
+            return self.base
+        served = self._adapters.get(name)
+        if served is None:
+            raise Refusal(404, f"The model `{name[:200]}` does not exist.", "model")
+        return served
+
+    def check_new(self, name: str, load_inplace: bool) -> None:
+        """Raise Refusal (400) for a name that is taken."""
+        if name == self.base.name:
+            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+        if name in self._adapters and not load_inplace:
+            raise Refusal(
+                400,
+                f"The lora adapter '{name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "lora_name",
+            )
+
+    def new_ref(self, name: str) -> PolicyRef:
+        """A reference that nothing has had before."""
+        number = next(self._numbers)
+        return PolicyRef(f"{name}\x1f{number}", number)
+
+    def put(self, served: Served) -> Served | None:
+        """Serve it from now on; what its name has meant before, if anything."""
+        before = self._adapters.get(served.name)
+        self._adapters[served.name] = served
+        return before
+
+    def take(self, name: str) -> Served:
+        """Serve it no longer. Raises Refusal (404)."""
+        if name not in self._adapters:
+            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
+        return self._adapters.pop(name)

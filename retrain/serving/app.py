@@ -1,0 +1,159 @@
+"""The routes: OpenAI's completions and chats, and vLLM's for adapters, as one ASGI application."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from retrain import __version__
+from retrain.serving import chat, completions, tokens
+from retrain.serving.answers import model_card
+from retrain.serving.local import is_local
+from retrain.serving.refusal import Refusal
+from retrain.serving.schema import LoadBody, UnloadBody, read
+from retrain.serving.service import Service
+
+MAX_BODY = 32 << 20
+MAX_UPLOAD = 1 << 30
+"""Bytes of a request's body; of one that holds an adapter."""
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+
+def app_of(service: Service, api_key: str | None = None) -> Starlette:
+    """The application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
+
+    def route(path: str, handler: Handler, method: str = "GET") -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await handler(service, request)
+
+        return Route(path, endpoint, methods=[method])
+
+    app = Starlette(
+        routes=[
+            route("/health", health),
+            route("/version", version),
+            route("/v1/models", models),
+            route("/v1/completions", completions.answer, "POST"),
+            route("/v1/chat/completions", chat.answer, "POST"),
+            route("/tokenize", tokens.tokenize, "POST"),
+            route("/detokenize", tokens.detokenize, "POST"),
+            route("/v1/load_lora_adapter", load_adapter, "POST"),
+            route("/v1/unload_lora_adapter", unload_adapter, "POST"),
+        ],
+        exception_handlers={Refusal: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
+    )
+    app.add_middleware(Gate, api_key=api_key)
+    return app
+
+
+class Gate:
+    """What every request passes first: the key, or being of this machine; JSON; a body of bounded size."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None):
+        self.app, self.api_key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check(Request(scope))
+        except Refusal as refusal:
+            await _answer(refusal)(scope, receive, send)
+            return
+        limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else MAX_BODY
+        seen = 0
+        if declared(scope) > limit:
+            await _answer(Refusal(413, f"the body has more than {limit} bytes"))(scope, receive, send)
+            return
+
+        async def bounded() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > limit:
+                raise Refusal(413, f"the body has more than {limit} bytes")
+            return message
+
+        await self.app(scope, bounded, send)
+
+    def _check(self, request: Request) -> None:
+        if self.api_key is None:
+            if not is_local(request.url.hostname or "") or (request.client and not is_local(request.client.host)):
+                raise Refusal(403, "this server answers programs of its own machine only")
+        elif request.url.path.startswith(("/v1", "/tokenize", "/detokenize")):
+            kind, _, token = request.headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.api_key.encode()):
+                raise Refusal(401, "the key is missing or wrong: send it as Authorization: Bearer …")
+        if request.method == "POST":
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Refusal(415, "send JSON, with Content-Type: application/json")
+
+
+def declared(scope: Scope) -> int:
+    """Bytes of the body, where the request says it."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
+
+
+def _answer(refusal: Refusal) -> JSONResponse:
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _answer(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+    return _answer(Refusal(error.status_code, said.get(error.status_code, str(error.detail))))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _answer(Refusal(500, "the server has made a mistake; its log says which"))
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 as long as the engine runs."""
+    return Response(status_code=503 if service.batcher.failure else 200)
+
+
+async def version(service: Service, request: Request) -> Response:
+    """The version of retrain."""
+    return JSONResponse({"version": __version__})
+
+
+async def models(service: Service, request: Request) -> Response:
+    """The base and the adapters."""
+    cards = [model_card(served, service.base.context_length) for served in service.names.all()]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+async def load_adapter(service: Service, request: Request) -> Response:
+    """Serve an adapter: of a directory, or of the request itself."""
+    body = read(LoadBody, await request.body())
+    await service.load(body.lora_name, body.lora_path, body.files, body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload_adapter(service: Service, request: Request) -> Response:
+    """Serve an adapter no longer."""
+    body = read(UnloadBody, await request.body())
+    service.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,312 @@
+"""Continuous batching: one thread owns the engine and gives every generation the same few tokens at a time.
+
+A piece of ``PIECE_TOKENS`` is one call of ``LocalEngine.sample`` for all generations under way, whatever their adapter
+and sampling. Between two pieces others are admitted, what has ended or is not wanted any more leaves, and what was
+drawn is told. The engine keeps what it has computed of each sequence from piece to piece, and a generation's random
+stream goes on where it was, so that pieces change nothing of what is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import LoraWeights
+from retrain.serving.adapters import Served
+from retrain.serving.refusal import Refusal
+from retrain.serving.sampling import Sampling
+from retrain.types import Action
+
+T = TypeVar("T")
+PIECE_TOKENS = 16
+"""Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call."""
+MAX_ROWS = 256
+"""Generations under way at once; the others wait."""
+LANES_WASTE = 2.0
+"""Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
+the rows come to this multiple of them are decoded in a batch of their own."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What has come of a generation since the last piece. ``finish_reason`` None: it goes on; ``failed``: what has
+    ended it. ``stop_reason``: the text or token that has ended it, if the request named it."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    failed: Refusal | None = None
+
+
+@dataclass(eq=False)
+class Generation:
+    """One sequence to draw after ``prompt_ids``; ``stream`` names its random numbers. ``tell`` is called by the
+    engine's thread with every piece, the last of which has a ``finish_reason`` or has failed. ``deadline``: on
+    the clock of ``time.monotonic``."""
+
+    served: Served
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    stream: tuple[int | str, ...]
+    tell: Callable[[Piece], None]
+    deadline: float = float("inf")
+    cancelled: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    number: int = field(default_factory=itertools.count().__next__)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more; from any thread."""
+        self.cancelled = True
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still have."""
+        return self.sampling.max_tokens - len(self.token_ids)
+
+
+class Batcher:
+    """The thread that owns the engine. ``max_waiting`` generations may wait; ``piece_tokens`` as ``PIECE_TOKENS``."""
+
+    def __init__(
+        self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS, piece_tokens: int = PIECE_TOKENS
+    ):
+        self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
+        # What is not kept from piece to piece would be computed again for each.
+        self.piece_tokens = piece_tokens if engine.fast else 1 << 30
+        engine.keeps_blocks = True
+        self.failure: str = ""
+        """Why the engine's thread has ended, if it has."""
+        self._waiting: deque[Generation] = deque()
+        self._active: list[Generation] = []
+        self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._retired: list[PolicyRef] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish what is there, then end."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Generations under way, and those that wait."""
+        return len(self._active), len(self._waiting)
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Take them all. Raises Refusal: 400 for more than ever fit, 503 when too many wait, or the server stops."""
+        if len(generations) > self.max_waiting:
+            raise Refusal(
+                400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
+            )
+        with self._changed:
+            if self._stopping or self.failure:
+                raise Refusal(503, "the server is stopping", retry_after=5)
+            if len(self._waiting) + len(generations) > self.max_waiting:
+                raise Refusal(503, f"{len(self._waiting)} completions are waiting: try again later", retry_after=1)
+            self._waiting.extend(generations)
+            self._changed.notify()
+
+    def publish(self, ref: PolicyRef, weights: LoraWeights) -> Future[None]:
+        """Make weights available to generations."""
+        return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights, {})))
+
+    def retire(self, ref: PolicyRef) -> None:
+        """Drop weights as soon as no generation uses them."""
+        with self._changed:
+            self._retired.append(ref)
+            self._changed.notify()
+
+    def call(self, task: Callable[[], T]) -> Future[T]:
+        """Do this on the engine's thread, between two pieces."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._stopping or self.failure:
+                raise Refusal(503, "the server is stopping", retry_after=5)
+            self._tasks.append((task, future))
+            self._changed.notify()
+        return future
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._admit():
+                self._drop()
+                self._withdraw()
+                if self._active:
+                    self._draw()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            with self._changed:
+                left = [*self._active, *self._waiting]
+                tasks = list(self._tasks)
+                self._active, self._waiting, self._tasks = [], deque(), deque()
+            for generation in left:
+                generation.tell(Piece((), (), failed=Refusal(500, "the engine has failed")))
+            for _, future in tasks:
+                future.set_exception(Refusal(500, "the engine has failed"))
+
+    def _admit(self) -> bool:
+        """Wait until there is something to do; do the tasks and admit generations. False: the end."""
+        with self._changed:
+            while not (self._active or self._waiting or self._tasks or self._retired):
+                if self._stopping:
+                    return False
+                self._changed.wait()
+            tasks = list(self._tasks)
+            self._tasks.clear()
+            while self._waiting and len(self._active) < self.max_rows:
+                self._active.append(self._waiting.popleft())
+        for task, future in tasks:
+            try:
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+    def _drop(self) -> None:
+        """Let go of what nobody waits for, or has waited for too long."""
+        now = time.monotonic()
+        with self._changed:  # also of those that have not begun
+            late = [each for each in self._waiting if each.cancelled or each.deadline < now]
+            if late:
+                self._waiting = deque(each for each in self._waiting if not (each.cancelled or each.deadline < now))
+        late += [each for each in self._active if each.cancelled or each.deadline < now]
+        for each in late:
+            if not each.cancelled:
+                each.tell(Piece((), (), failed=Refusal(504, "the completion has taken too long")))
+        self._leave(late)
+
+    def _leave(self, gone: Iterable[Generation]) -> None:
+        left = set(gone)
+        if left:
+            self._active = [each for each in self._active if each not in left]
+            for each in left:
+                self.engine.kept.drop(each.served.ref, (each.number,))
+
+    def _withdraw(self) -> None:
+        with self._changed:
+            used = {each.served.ref for each in (*self._active, *self._waiting)}
+            done = [ref for ref in self._retired if ref not in used]
+            self._retired = [ref for ref in self._retired if ref in used]
+        for ref in done:
+            self.engine.retire(ref)
+
+    def _draw(self) -> None:
+        """One piece of every generation."""
+        for batch in self._batches():
+            asked = list(self._requests(batch))
+            try:
+                answers = self.engine.sample([request for request, _ in asked])
+            except Exception:
+                traceback.print_exc()
+                for generation in batch:
+                    generation.tell(Piece((), (), failed=Refusal(500, "drawing this batch of completions has failed")))
+                self._leave(batch)
+                continue
+            ended = []
+            for (_, generations), actions in zip(asked, answers, strict=True):
+                for generation, action in zip(generations, actions, strict=True):
+                    piece = self._piece(generation, action)
+                    if piece.finish_reason is not None:
+                        ended.append(generation)
+                    generation.tell(piece)
+            self._leave(ended)
+
+    def _batches(self) -> list[list[Generation]]:
+        """The generations under way in batches whose lanes are about equally full."""
+        lanes: dict[PolicyRef, list[Generation]] = {}
+        for generation in self._active:
+            lanes.setdefault(generation.served.ref, []).append(generation)
+        batches: list[list[Generation]] = []
+        busiest = count = 0
+        for own in sorted(lanes.values(), key=len, reverse=True):
+            if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(own)):
+                batches.append([])
+                busiest, count = len(own), 0
+            batches[-1] += own
+            count += 1
+        return batches
+
+    def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
+        """What to ask the engine; generations that begin with the same prompt and are drawn alike are one request."""
+        alike: dict[Any, list[Generation]] = {}
+        for each in batch:
+            how = each.sampling
+            limit = min(each.left, self.piece_tokens)
+            key: Any = each
+            if not each.token_ids:
+                key = (each.served.ref, each.prompt_ids, limit, how.temperature, how.top_p, how.top_k, how.min_p)
+            alike.setdefault(key, []).append(each)
+        for generations in alike.values():
+            first = generations[0]
+            how, limit = first.sampling, min(first.left, self.piece_tokens)
+            go_on = any(limit < each.left or each.sampling.ignore_eos for each in generations)
+            request = SampleRequest(
+                first.served.ref,
+                (*first.prompt_ids, *first.token_ids),
+                len(generations),
+                limit,
+                how.temperature,
+                (),
+                top_p=how.top_p,
+                top_k=how.top_k,
+                min_p=how.min_p,
+                sequences=tuple((each.number,) for each in generations) if go_on and self.engine.fast else (),
+                streams=tuple(each.stream for each in generations),
+                drawn=len(first.token_ids),
+            )
+            yield request, generations
+
+    def _piece(self, generation: Generation, action: Action) -> Piece:
+        """What this action is of the generation, cut where it ends."""
+        how, before = generation.sampling, len(generation.token_ids)
+        generation.token_ids += action.token_ids
+        reason: str | None = None
+        stop: int | str | None = None
+        named = next((i for i, token in enumerate(action.token_ids) if token in how.stop_token_ids), None)
+        if named is not None:
+            del generation.token_ids[before + named + 1 :]
+            reason, stop = "stop", action.token_ids[named]
+        if how.stops and (found := self._stopped(generation, before, how.stops)) is not None:
+            reason, stop = "stop", found
+        if reason is None and action.stop_reason == "stop" and not how.ignore_eos:
+            reason = "stop"
+        if reason is None and generation.left <= 0:
+            reason = "length"
+        new = generation.token_ids[before:]
+        return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
+
+    def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
+        """The stop that the new tokens complete, if any; what follows the token that does so is cut off."""
+        decode = self.engine.base.text.decode
+        text = decode(generation.token_ids)
+        if not any(stop in text for stop in stops):
+            return None
+        for end in range(before + 1, len(generation.token_ids) + 1):
+            text = decode(generation.token_ids[:end])
+            found = [(text.find(stop), stop) for stop in stops if stop in text]
+            if found:
+                del generation.token_ids[end:]
+                return min(found, key=lambda each: each[0])[1]
+        return None

@@ -1,0 +1,171 @@
+"""``/v1/completions``: texts or token ids in, texts and token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from retrain.serving.adapters import Served
+from retrain.serving.answers import completion_logprobs, head, new_id, usage
+from retrain.serving.batching import Piece
+from retrain.serving.schema import CompletionBody, read
+from retrain.serving.scoring import Tops
+from retrain.serving.service import Drawing, Drawn, Service
+from retrain.serving.streams import Events, unless_gone
+from retrain.serving.text import Writer
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as the answer repeats it: its text, its tokens with what the model says of each but the first."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[float | None]
+    tops: list[Tops | None]
+
+
+async def answer(service: Service, request: Request) -> Response:
+    """The answer to one request. Raises Refusal."""
+    body = read(CompletionBody, await request.body())
+    body.check()
+    service.names.find(body.model)
+    given = body.prompts()
+    special = body.add_special_tokens is not False
+    prompts = [await service.tokenised(each, special) if isinstance(each, str) else tuple(each) for each in given]
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    for prompt_ids in prompts:
+        service.check_prompt(prompt_ids, max_tokens)
+    how = service.sampling(body, max_tokens)
+    if not max_tokens:
+        return await unless_gone(request, _echoed(service, body, given, prompts))
+    drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
+    if body.stream:
+        return Events(drawing, _chunks(service, body, given, prompts, drawing))
+    return await unless_gone(request, _whole(service, body, given, prompts, drawing))
+
+
+async def _whole(
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
+) -> Response:
+    try:
+        drawn = await drawing.all()
+        echoes = await _echoes(service, body, given, prompts, drawing.served)
+        choices = []
+        for index, each in enumerate(drawn):
+            place = index // (body.n or 1)
+            piece = Piece(each.token_ids, each.logprobs, each.finish_reason, each.stop_reason)
+            text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
+            echo, prompt_ids = echoes[place], prompts[place]
+            choices.append(await _choice(service, body, drawing.served, index, prompt_ids, each, piece, text, echo))
+    finally:
+        drawing.cancel()
+    counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
+    top = head("text_completion", new_id("cmpl"), drawing.served.name)
+    return JSONResponse(top | {"choices": choices, "usage": counts})
+
+
+async def _chunks(
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
+) -> AsyncIterator[dict[str, Any]]:
+    top = head("text_completion", new_id("cmpl"), drawing.served.name)
+    writers = [_writer(service, body) for _ in drawing.generations]
+    drawn = [Drawn() for _ in drawing.generations]
+    offsets = [0] * len(drawn)
+    echoes = await _echoes(service, body, given, prompts, drawing.served)
+    async for number, piece in drawing.each():
+        place, each, last = number // (body.n or 1), drawn[number], piece.finish_reason is not None
+        first = not each.token_ids
+        each.add(piece)
+        text = writers[number].add(piece.token_ids, piece.stop_reason, last)
+        echo = echoes[place] if first else None
+        choice = await _choice(
+            service, body, drawing.served, number, prompts[place], each, piece, text, echo, offsets[number], first
+        )
+        offsets[number] += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
+        yield top | {"choices": [choice]}
+    if body.stream_options is not None and body.stream_options.include_usage:
+        counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
+        yield top | {"choices": [], "usage": counts}
+
+
+async def _echoed(service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]]) -> Response:
+    """The prompts alone, with what the model says of them."""
+    served, choices = service.names.find(body.model), []
+    echoes = await _echoes(service, body, given, prompts, served)
+    for index in range(len(prompts) * (body.n or 1)):
+        place = index // (body.n or 1)
+        piece = Piece((), (), "length")
+        drawn = Drawn(finish_reason="length")
+        prompt_ids, echo = prompts[place], echoes[place]
+        choices.append(await _choice(service, body, served, index, prompt_ids, drawn, piece, "", echo))
+    top = head("text_completion", new_id("cmpl"), served.name)
+    return JSONResponse(top | {"choices": choices, "usage": usage(sum(map(len, prompts)), 0)})
+
+
+async def _echoes(
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: Served
+) -> list[Echo | None]:
+    """The prompts as the choices repeat them, where they shall."""
+    echoes: list[Echo | None] = []
+    for each, prompt_ids in zip(given, prompts, strict=True):
+        if not body.echo:
+            echoes.append(None)
+            continue
+        text = each if isinstance(each, str) else service.tokenizer.decode(list(prompt_ids))
+        logprobs: list[float | None] = [None]
+        tops: list[Tops | None] = [None]
+        if body.logprobs is not None and len(prompt_ids) > 1:
+            own, best = await service.score(served, prompt_ids, 1, None, body.logprobs)
+            logprobs += own
+            tops += best or [()] * len(own)
+        echoes.append(Echo(text, prompt_ids, logprobs, tops))
+    return echoes
+
+
+def _writer(service: Service, body: CompletionBody) -> Writer:
+    return Writer(service.base.text, body.stops, bool(body.include_stop_str_in_output))
+
+
+async def _choice(
+    service: Service,
+    body: CompletionBody,
+    served: Served,
+    index: int,
+    prompt_ids: tuple[int, ...],
+    drawn: Drawn,
+    piece: Piece,
+    text: str,
+    echo: Echo | None,
+    offset: int = 0,
+    first: bool = True,
+) -> dict[str, Any]:
+    """A choice of an answer, or the part of one that a piece is; ``drawn`` is all that there is of it so far."""
+    logprobs = None
+    if body.logprobs is not None:
+        token_ids, own = list(piece.token_ids), list[float | None](piece.logprobs)
+        tops: list[Tops | None] = [()] * len(own)
+        if body.logprobs and own:
+            read_ids = (*prompt_ids, *drawn.token_ids)
+            how = service.sampling(body, body.max_tokens or 16)
+            _, best = await service.score(served, read_ids, len(read_ids) - len(own), how, body.logprobs)
+            tops = list(best)
+        if echo is not None:
+            token_ids, own, tops = [*echo.token_ids, *token_ids], [*echo.logprobs, *own], [*echo.tops, *tops]
+        as_ids = bool(body.return_tokens_as_token_ids)
+        logprobs = completion_logprobs(service.tokenizer, token_ids, own, tops, as_ids, offset)
+    choice = {
+        "index": index,
+        "text": text if echo is None else echo.text + text,
+        "logprobs": logprobs,
+        "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = list(piece.token_ids)
+        choice["prompt_token_ids"] = list(prompt_ids) if first else None
+    return choice

@@ -1,0 +1,15 @@
+"""Which addresses are this machine's own."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_local(host: str) -> bool:
+    """Whether an address or name is the loopback's."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,36 @@
+"""The one error that a client sees, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+class Refusal(Exception):
+    """A request that is not answered. ``status`` is HTTP's, ``param`` the field at fault; ``retry_after`` seconds."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        kind = KINDS.get(self.status, "Error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer's head says besides."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

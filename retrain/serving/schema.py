@@ -1,0 +1,256 @@
+"""Request bodies, read strictly: every mistake is a ``Refusal`` that names the field; unknown fields are ignored.
+
+Fields are those of OpenAI's API and vLLM's additions. What would change the distribution and is not supported is
+refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from retrain.serving.refusal import Refusal
+
+MAX_CHOICES = 256
+"""Of ``n``."""
+MAX_LOGPROBS = 20
+"""Of ``logprobs`` and ``top_logprobs``, as vLLM's default is."""
+MAX_STOPS = 64
+
+NOT_SUPPORTED = (
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "use_beam_search",
+    "logprob_token_ids",
+)
+"""Fields that may only be empty."""
+
+Model = TypeVar("Model", bound="Body")
+Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Body(BaseModel):
+    """A JSON object of known types; what is not known is ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool | None = False
+
+
+class Sampled(Body):
+    """What completions and chats have in common."""
+
+    model: Name | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    user: str | None = None
+    # Not supported: refused unless they have no effect.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    logprob_token_ids: list[int] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a completion."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check(self) -> None:
+        """Raise Refusal for what is well formed and makes no sense, or is not supported."""
+        plain = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
+        for name, neutral in plain.items():
+            if getattr(self, name) not in (None, neutral):
+                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        for name in NOT_SUPPORTED:
+            if getattr(self, name) not in (None, False, {}, []):
+                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(self, name) is not None:  # 0 asks for something
+                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise Refusal(400, "only response_format of type text is supported", "response_format")
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options can only be given with stream = true", "stream_options")
+        if len(self.stops) > MAX_STOPS or len(self.stop_token_ids or ()) > MAX_STOPS:
+            raise Refusal(400, f"more than {MAX_STOPS} stops", "stop")
+        if "" in self.stops:
+            raise Refusal(400, "stop has an empty string, which would end every completion", "stop")
+        if self.temperature == 0 and (self.n or 1) > 1:
+            raise Refusal(400, "n must be 1 with temperature 0: all choices would be the same", "n")
+
+
+class CompletionBody(Sampled):
+    """``/v1/completions``."""
+
+    prompt: Any = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool | None = True
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        """See ``Sampled.check``."""
+        super().check()
+        if self.suffix:
+            raise Refusal(400, "suffix is not supported: leave it out", "suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Refusal(400, "best_of is not supported: leave it out", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
+
+    def prompts(self) -> list[Any]:
+        """The prompts: all of them texts, or all of them lists of token ids."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            _wrong_prompt()
+        if all(isinstance(each, str) for each in given):
+            return given
+        if all(isinstance(each, list) and all(type(token) is int for token in each) for each in given):
+            return given
+        _wrong_prompt()
+
+
+def _wrong_prompt() -> NoReturn:
+    raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
+
+
+class ChatBody(Sampled):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    echo: bool | None = False
+
+    def check(self) -> None:
+        """See ``Sampled.check``."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise Refusal(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
+        for name in ("chat_template", "continue_final_message", "echo"):
+            if getattr(self, name):
+                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        if self.add_generation_prompt is False:
+            raise Refusal(400, "add_generation_prompt must be true", "add_generation_prompt")
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class LoadBody(Body):
+    """``/v1/load_lora_adapter``: a directory of this machine, or the files themselves, by name, in base64."""
+
+    lora_name: Name
+    lora_path: Name | None = None
+    files: dict[str, str] | None = None
+    load_inplace: bool = False
+
+
+class UnloadBody(Body):
+    """``/v1/unload_lora_adapter``."""
+
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
+class TokenizeBody(Body):
+    """``/tokenize`` of a text, or of messages."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    """``/detokenize``."""
+
+    model: Name | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def read(kind: type[Model], raw: bytes) -> Model:
+    """The body as this kind. Raises Refusal (400)."""
+    try:
+        content = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
+        raise Refusal(400, f"the body is not JSON: {str(error)[:200]}") from error
+    if not isinstance(content, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {type(content).__name__}")
+    try:
+        body = kind.model_validate(content)
+    except (ValidationError, RecursionError) as error:
+        raise _invalid(error) from error
+    return body
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _invalid(error: ValidationError | RecursionError) -> Refusal:
+    if isinstance(error, RecursionError):
+        return Refusal(400, "the body is nested too deeply")
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    field = str(first["loc"][0]) if first["loc"] else None
+    return Refusal(400, f"{where or 'body'}: {first['msg']}"[:500], field)
+
+
+def plain_text(text: str, param: str) -> str:
+    """The text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(400, f"{param} holds half of a surrogate pair", param) from error
+    return text

@@ -1,0 +1,78 @@
+"""Log-probabilities of tokens that are there already, and of those that would have been likelier: one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from retrain.engines.draw import truncated
+from retrain.policy.backbone import backbone_of, whole_logits
+from retrain.policy.base import BaseModel
+from retrain.policy.logprobs import collate
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.packing import Layout
+from retrain.serving.sampling import Sampling
+from retrain.types import Sample
+
+Tops = Sequence[tuple[int, float]]
+"""Tokens of the highest log-probabilities, the highest first."""
+ROWS = 256
+"""Places whose logits are in memory at once."""
+
+
+def score(
+    base: BaseModel,
+    lanes: Lanes,
+    weights: LoraWeights,
+    token_ids: Sequence[int],
+    begin: int,
+    how: Sampling | None,
+    top: int,
+) -> tuple[list[float], list[Tops]]:
+    """The log-probability of each of ``token_ids[begin:]`` after those before it, and the ``top`` likeliest there.
+
+    ``how``: of the distribution that is sampled from so (temperature 0 counts as 1); None: of the model's own.
+    ``begin`` is at least 1.
+    """
+    given, asked = token_ids[:begin], token_ids[begin:]
+    zeros_T = np.zeros(len(asked))
+    batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)
+    logprobs: list[float] = []
+    tops: list[Tops] = []
+    with torch.no_grad(), lanes.stacked([weights]):
+        for start, logits_RV in _logits(base, batch.layout):
+            logprob_RV = _processed(logits_RV, how).log()
+            chosen_R1 = batch.targets_M[start : start + len(logits_RV)].unsqueeze(1)
+            logprobs += logprob_RV.gather(1, chosen_R1).squeeze(1).tolist()
+            if top:
+                best = logprob_RV.topk(min(top, logprob_RV.shape[1]), -1)
+                tops += [list(zip(*each, strict=True)) for each in zip(best[1].tolist(), best[0].tolist(), strict=True)]
+    return logprobs, tops
+
+
+def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first of some places, and their logits."""
+    backbone = backbone_of(base)
+    if backbone.head is None:
+        yield 0, whole_logits(base, layout)
+        return
+    hidden_MH = backbone.hidden(layout)
+    for start in range(0, len(hidden_MH), ROWS):
+        yield start, backbone.head.logits(hidden_MH[start : start + ROWS])
+
+
+def _processed(logits_RV: torch.Tensor, how: Sampling | None) -> torch.Tensor:
+    """Probabilities, fp32 at least, as they are sampled from; 0 for what is cut off."""
+    real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+    x_RV = logits_RV.to(real)
+    if how is not None and how.temperature:
+        x_RV = x_RV / how.temperature
+    mass_RV = (x_RV - x_RV.amax(-1, keepdim=True)).exp()
+    if how is not None and how.truncates:
+        size = mass_RV.shape[1]
+        most = min(how.top_k or size, size)
+        cut_R3 = torch.tensor([[most, how.top_p, how.min_p]], device=mass_RV.device, dtype=real).expand(len(x_RV), 3)
+        mass_RV, _ = truncated(mass_RV, cut_R3, torch.arange(most, device=mass_RV.device), False)
+    return mass_RV / mass_RV.sum(-1, keepdim=True)

@@ -1,0 +1,221 @@
+"""What is served: a base, adapters over it, and the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.engines.local import LocalEngine
+from retrain.errors import ModelError
+from retrain.policy.base import BaseModel
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.threads import Workers, workers_for
+from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
+from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece
+from retrain.serving.refusal import Refusal
+from retrain.serving.sampling import Sampling
+from retrain.serving.schema import Sampled, plain_text
+from retrain.serving.scoring import Tops, score
+
+MAX_QUEUE = 4096
+"""Generations that may wait."""
+TIMEOUT_S = 3600.0
+"""Longest time from a request to the end of its last generation."""
+
+
+@dataclass(eq=False)
+class Drawn:
+    """All that came of one generation."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        """What is new."""
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+class Service:
+    """A base with its lanes and engine, which it owns from here on; ``close`` ends it. ``name`` is the base's."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        name: str | None = None,
+        *,
+        max_queue: int = MAX_QUEUE,
+        max_rows: int = MAX_ROWS,
+        timeout_s: float = TIMEOUT_S,
+        workers: Workers | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ):
+        self.base, self.timeout_s, self.created = base, timeout_s, int(time.time())
+        self.lanes = Lanes(base)
+        self._workers = workers or workers_for(base)
+        self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
+        self.batcher = Batcher(self.engine, max_queue, max_rows)
+        # Its own, because the engine's thread decodes with the base's.
+        self.tokenizer: Any = copy.deepcopy(base.tokenizer)
+        name = name or base.name
+        first = Served(name, Names.first_ref(name), base_weights(base, self.lanes.shapes), base.name)
+        self.names = Names(first)
+        self.batcher.start()
+        self.batcher.publish(first.ref, first.weights).result()
+
+    def close(self) -> None:
+        """Finish what is under way, then take everything off the base."""
+        self.batcher.stop()
+        self._workers.close()
+        self.lanes.detach()
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def load_at_start(self, name: str, directory: Path) -> None:
+        """Serve an adapter before the server listens. Raises ModelError, Refusal."""
+        self.names.check_new(name, False)
+        self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
+
+    async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
+        """Serve an adapter under this name. Raises Refusal."""
+        self.names.check_new(name, load_inplace)
+        if (path is None) == (files is None):
+            raise Refusal(400, "give either lora_path or files", "lora_path")
+        try:
+            weights = await asyncio.to_thread(self._read, path, files)
+        except ModelError as error:
+            raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
+        self.names.check_new(name, load_inplace)  # there may be one of this name by now
+        await asyncio.wrap_future(self._put(name, path or "upload", weights))
+
+    def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
+        if files is not None:
+            return uploaded_weights(files, self.base, self.lanes.shapes)
+        return read_weights(Path(path or ""), self.base, self.lanes.shapes)
+
+    def _put(self, name: str, root: str, weights: LoraWeights) -> Any:
+        served = Served(name, self.names.new_ref(name), weights, root, self.names.base.name)
+        published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
+        before = self.names.put(served)
+        if before is not None:
+            self.batcher.retire(before.ref)
+        return published
+
+    def unload(self, name: str) -> None:
+        """Serve it no longer; generations under way end with it. Raises Refusal."""
+        self.batcher.retire(self.names.take(name).ref)
+
+    # -- generations ---------------------------------------------------------------------------------------------
+
+    def sampling(self, body: Sampled, max_tokens: int) -> Sampling:
+        """How a request wants to be drawn."""
+        top_k = body.top_k or 0
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, top_k),
+            min_p=body.min_p or 0.0,
+            stops=body.stops,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+
+    async def tokenised(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The tokens of a text. Raises Refusal for what no tokenizer takes."""
+        plain_text(text, "prompt")
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return tuple(int(token) for token in ids)
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        """Raise Refusal (400) for a prompt that cannot be read, or leaves no room for so many tokens."""
+        if not prompt_ids:
+            raise Refusal(400, "the prompt has no tokens", "prompt")
+        wrong = next((token for token in prompt_ids if not 0 <= token < self.base.vocab_size), None)
+        if wrong is not None:
+            raise Refusal(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
+        longest = self.base.context_length
+        if len(prompt_ids) + max_tokens > longest:
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
+                f"tokens and your prompt contains {len(prompt_ids)} input tokens.",
+                "max_tokens",
+            )
+
+    def begin(
+        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
+    ) -> Drawing:
+        """Draw ``n`` generations after every prompt. Raises Refusal."""
+        loop = asyncio.get_running_loop()
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        deadline = time.monotonic() + self.timeout_s
+        served = self.names.find(model)  # and submitted at once: what is found is not retired in between
+        drawing = Drawing(served)
+        for prompt_ids, how in zip(prompts, sampling, strict=True):
+            for k in range(body.n or 1):
+                number = len(drawing.generations)
+
+                def tell(piece: Piece, number: int = number) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                        loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
+
+                stream = ("serve", seed, k)
+                drawing.generations.append(Generation(served, prompt_ids, how, stream, tell, deadline))
+        self.batcher.submit(drawing.generations)
+        return drawing
+
+    async def score(
+        self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
+    ) -> tuple[list[float], list[Tops]]:
+        """What the weights say of ``token_ids[begin:]``, by a fresh forward pass: see ``scoring.score``."""
+        return await asyncio.wrap_future(
+            self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
+        )
+
+
+class Drawing:
+    """The generations of one request, and the pieces that come of them, each with its generation's number."""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.generations: list[Generation] = []
+        self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """Nobody waits for them any more."""
+        for each in self.generations:
+            each.cancel()
+
+    async def each(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
+        left = len(self.generations)
+        try:
+            while left:
+                number, piece = await self.pieces.get()
+                if piece.failed is not None:
+                    raise piece.failed
+                left -= piece.finish_reason is not None
+                yield number, piece
+        finally:
+            self.cancel()
+
+    async def all(self) -> list[Drawn]:
+        """All of every generation. Raises Refusal."""
+        drawn = [Drawn() for _ in self.generations]
+        try:
+            async for number, piece in self.each():
+                drawn[number].add(piece)
+        finally:
+            self.cancel()
+        return drawn

@@ -1,0 +1,99 @@
+"""What ``retrain serve`` is pointed at: a model, a run or adapter, a campaign, or the file of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.campaign.adapters.provenance import provenance
+from retrain.campaign.adapters.squeeze import find_adapter
+from retrain.campaign.planning.manifest import MANIFEST, read_manifest
+from retrain.config import Config, load, parse_dict
+from retrain.errors import UsageError
+from retrain.files import read_json
+from retrain.models import bundled_model_path
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A base, as a configuration names it, and adapters over it by name. ``notes``: what a person should know."""
+
+    config: Config
+    name: str
+    adapters: dict[str, Path]
+    notes: tuple[str, ...] = ()
+
+
+def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
+    """What there is to serve. ``more``: further adapters, each NAME=DIR; ``base`` replaces the one that adapters name.
+
+    Raises UsageError for what is nothing that can be served, and for names that are given twice.
+    """
+    path = Path(what).expanduser()
+    named: list[tuple[str, Path]] = []
+    if path.suffix == ".toml" and path.is_file():
+        config = load(path).config
+    elif path.is_dir() and not _is_model(path):
+        named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
+        config = provenance(named[0][1], base).config
+    elif path.is_file():
+        raise UsageError(f"{what} is not a TOML file: give a model, a run's directory or a run's file")
+    else:
+        config = parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else what}})
+    if base is not None and not named:
+        raise UsageError(f"--base is for adapters, and {what} is none")
+    for text in more:
+        name, equals, directory = text.partition("=")
+        if not (equals and name and directory):
+            raise UsageError(f"--adapter takes NAME=DIR, not {text!r}")
+        named.append((name, Path(directory).expanduser()))
+    adapters: dict[str, Path] = {}
+    notes = []
+    for name, directory in named:
+        if name in adapters:
+            raise UsageError(f"two adapters are called {name}: give each a name with --adapter NAME=DIR")
+        source = provenance(directory, base)
+        if source.base != config.model.model:
+            notes.append(f"{directory} was trained on {source.base}, and is served over {config.model.model}")
+        adapters[name] = source.adapter
+    name = _model_name(config.model.model)
+    if name in adapters:
+        raise UsageError(f"{name} is the base's name: give the adapter another one with --adapter NAME=DIR")
+    return Sources(config, name, adapters, tuple(notes))
+
+
+def _is_model(path: Path) -> bool:
+    """Whether this is a model's directory: its configuration names a family of models, as no run's does."""
+    try:
+        content = read_json(path / "config.json")
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def _runs(campaign: Path) -> list[tuple[str, Path]]:
+    """The finished runs of a campaign, or the run that it is."""
+    runs = read_manifest(campaign)["runs"]
+    paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
+    if not paths:
+        return [(_name_of(campaign), campaign)]
+    return [(_name_of(path), path) for path in paths]
+
+
+def _name_of(directory: Path) -> str:
+    """The name of the run that an adapter's directory belongs to."""
+    folder = directory.resolve()
+    if not (folder / "adapter_config.json").is_file():
+        find_adapter(directory)
+        return folder.name
+    return folder.parent.name if folder.name == "final" else folder.name
+
+
+def _model_name(model: str) -> str:
+    """A hub's or bundled model's name as it is, a directory's own name."""
+    for name in ("tiny-reasoner", "tiny-tool-user"):
+        bundled = bundled_model_path(name)
+        if bundled is not None and model in (name, str(bundled.resolve())):
+            return name
+    return Path(model).name if Path(model).is_dir() else model

@@ -1,0 +1,60 @@
+"""Answers whose reader may leave: what is drawn for nobody is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from retrain.serving.answers import END, event
+from retrain.serving.refusal import Refusal
+from retrain.serving.service import Drawing
+
+T = TypeVar("T")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work comes to. Raises ClientDisconnect, with the work cancelled, when the client has left before."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events(StreamingResponse):
+    """Server-sent events of a drawing, which is given up when they are not all read."""
+
+    def __init__(self, drawing: Drawing, chunks: AsyncIterator[dict[str, Any]]):
+        self._drawing = drawing
+        super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._drawing.cancel()
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield event(chunk)
+    except Refusal as refusal:  # too late for a status
+        yield event(refusal.body())
+    yield END

@@ -1,0 +1,49 @@
+"""The text of a generation as it grows: only what no later token can change is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.tokenizer import Tokenizer
+
+BROKEN = "�"
+"""What stands for a character whose bytes are not all there."""
+
+
+class Writer:
+    """Says the text of tokens piece by piece. ``stops``: texts that end it; what may be the beginning of one is held
+    back, and none is said, unless ``keep_stop``. All pieces together are ``whole``'s text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False):
+        self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop
+        self._held = max((len(stop) - 1 for stop in stops), default=0)
+        self._token_ids: list[int] = []
+        self._said = 0
+
+    def add(self, token_ids: Sequence[int], stop_reason: int | str | None = None, last: bool = False) -> str:
+        """What is new and certain; all of the rest with the ``last`` tokens."""
+        self._token_ids += token_ids
+        shown = self._token_ids
+        if last and isinstance(stop_reason, int) and not self._keep_stop:
+            shown = shown[:-1]
+        text = self._tokenizer.decode(shown)
+        if last:
+            end = len(text)
+            if isinstance(stop_reason, str):
+                end = text.find(stop_reason) + (len(stop_reason) if self._keep_stop else 0)
+        else:
+            end = max(self._said, len(text.rstrip(BROKEN)) - self._held)
+        new = text[self._said : end]
+        self._said += len(new)
+        return new
+
+
+def whole(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    stops: Sequence[str] = (),
+    stop_reason: int | str | None = None,
+    keep_stop: bool = False,
+) -> str:
+    """The text of all tokens of a generation that has ended."""
+    return Writer(tokenizer, stops, keep_stop).add(token_ids, stop_reason, last=True)

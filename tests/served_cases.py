@@ -1,0 +1,79 @@
+"""What tests of server engines share: engines of a stand-in, adapters of a base, and our own log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.config import parse_dict
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.server.adapters import AdapterStore
+from retrain.engines.server.client import Server
+from retrain.engines.server.dialects import DIALECTS
+from retrain.engines.server.engine import ServerEngine, Vocabulary
+from retrain.engines.server.own import Hypothesis, Said, ours
+from retrain.policy.base import BaseModel
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.types import Action
+
+
+def engine_of(base: BaseModel, urls: Sequence[str], folder: Path, dialect: str = "vllm", **keys: Any) -> ServerEngine:
+    """An engine that samples at these addresses."""
+    settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
+        key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight") if key in keys
+    }
+    servers = [Server(url, DIALECTS[dialect], **settings) for url in urls]
+    words = Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length)
+    engine = ServerEngine(base.name, servers, AdapterStore(folder, base.name), words, **keys)
+    try:
+        engine.open()
+    except Exception:
+        engine.close()
+        raise
+    return engine
+
+
+def weights(lanes: Lanes, seed: int, rank: int = 4, alpha: float = 8.0, size: float = 0.1) -> LoraWeights:
+    """An adapter that changes the model a lot."""
+    adapter = lanes.new_adapter(rank, alpha).initialise("served", seed)
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for shape in lanes.shapes:
+            adapter.B[shape.name].copy_(size * torch.randn(shape.out_features, rank, generator=stream))
+    return adapter.frozen()
+
+
+def publish(engine: ServerEngine, own: LoraWeights, version: int = 0, run: str = "run") -> PolicyRef:
+    engine.publish(ref := PolicyRef(run, version), LocalSnapshot(own, {}))
+    return ref
+
+
+def requests(ref: PolicyRef, count: int = 3, samples: int = 2, **keys: Any) -> list[SampleRequest]:
+    given = {"max_tokens": 8, "temperature": 1.0} | keys
+    return [SampleRequest(ref, (5 + i, 9, 30 + i), samples, stream=("served", i), **given) for i in range(count)]
+
+
+def apart(base: BaseModel, lanes: Lanes, own: LoraWeights | None, asked: Sequence[SampleRequest],
+          groups: Sequence[Sequence[Action]]) -> float:  # fmt: skip
+    """Largest difference of the server's log-probabilities from our own."""
+    said = [
+        Said(request.prompt_ids, action.token_ids, action.logprobs_T)
+        for request, group in zip(asked, groups, strict=True)
+        for action in group
+    ]
+    mine = ours(base, lanes, said, Hypothesis("", own, asked[0].temperature))
+    return float(np.abs(mine - np.concatenate([each.logprobs_T for each in said])).max())
+
+
+def ids(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
+    return [[action.token_ids for action in group] for group in groups]
+
+
+def served_config(url: str | None, **keys: Any) -> dict[str, Any]:
+    """A small run's sections, sampled by a server."""
+    return parse_dict({"inference": {"engine": "vllm", **({"url": url} if url else {}), **keys}}).to_dict()["inference"]

@@ -1,0 +1,133 @@
+"""A server that computes truly and lies on demand: ``retrain serve``'s application on a socket, behind a layer that
+changes or withholds answers. It speaks SGLang's protocol as well, in words of its own over the same completions."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import uvicorn
+
+from retrain.policy.base import load_base
+from retrain.serving.app import app_of
+from retrain.serving.listening import listening_socket
+from retrain.serving.service import Service
+
+Fault = Callable[[int, Any], tuple[int, Any] | None]
+"""From status and JSON of the true answer to what is sent instead; None: nothing is, and the connection is cut."""
+
+
+class StandIn:
+    """Serves ``model`` until ``close``. ``faults`` are used up by completions, one each; ``always`` is for all.
+    ``asked`` are the bodies of all completions."""
+
+    def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
+        self.service = Service(load_base(str(model), devices="cpu"), name="base")
+        self.app = app_of(self.service, key)
+        self.faults: deque[Fault] = deque()
+        self.always: Fault | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.away = False
+        self.port = port
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def adapters(self) -> list[str]:
+        return [each.name for each in self.service.names.all() if each.name != "base"]
+
+    def start(self) -> None:
+        """Listen, where it listened before."""
+        bound = listening_socket("127.0.0.1", self.port)
+        self.port = bound.getsockname()[1]
+        self.server = uvicorn.Server(uvicorn.Config(self, log_level="error", lifespan="off", ws="none"))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]}, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Listen no longer, and forget the adapters, as a process does that dies."""
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+        self.forget()
+
+    def forget(self) -> None:
+        """As a process does that was started anew."""
+        for name in self.adapters:
+            self.service.unload(name)
+
+    def close(self) -> None:
+        self.stop()
+        self.service.close()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] not in ("/v1/completions", "/generate"):
+            path = scope["path"]
+            path = f"/v1{path}" if path.endswith("lora_adapter") and not path.startswith("/v1") else path
+            await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        asked = json.loads(body)
+        self.asked.append(asked)
+        generate = scope["path"] == "/generate"
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=self.url) as inner:
+            headers = {key.decode(): value.decode() for key, value in scope["headers"] if key == b"authorization"}
+            answer = await inner.post(
+                "/v1/completions", json=_as_completion(asked) if generate else asked, headers=headers, timeout=60
+            )
+        status, payload = answer.status_code, answer.json()
+        if generate and status == 200:
+            payload = _as_generated(payload)
+        fault = self.faults.popleft() if self.faults else self.always
+        changed = (status, payload) if fault is None else fault(status, payload)
+        if changed is None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
+        status, payload = changed
+        content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": content})
+
+
+def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's request in vLLM's words."""
+    how = asked["sampling_params"]
+    same = {key: how[key] for key in ("temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids")}
+    return {
+        "model": asked.get("lora_path", "base"),
+        "prompt": asked["input_ids"],
+        "max_tokens": how["max_new_tokens"],
+        "seed": how["sampling_seed"],
+        "logprobs": 1,
+        "return_token_ids": True,
+        **same,
+    }
+
+
+def _as_generated(payload: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's answer in SGLang's words."""
+    choice = payload["choices"][0]
+    drawn = zip(choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True)
+    about = {
+        "finish_reason": {"type": choice["finish_reason"]},
+        "output_token_logprobs": [[logprob, token, None] for logprob, token in drawn],
+        "prompt_tokens": len(choice["prompt_token_ids"]),
+    }
+    return {"text": choice["text"], "meta_info": about}

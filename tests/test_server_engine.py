@@ -1,0 +1,401 @@
+"""Sampling from servers: what is asked, what is checked, what is done about faults; against ``retrain serve``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served_cases import apart, engine_of, ids, publish, requests, weights
+from standin import StandIn
+from toymodels import qwen3_directory
+
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.server import engine as engine_module
+from retrain.engines.server import pool as pool_module
+from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
+from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
+from retrain.files import read_json
+from retrain.policy.base import load_base
+from retrain.policy.lora import Lanes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return qwen3_directory(tmp_path_factory.mktemp("served") / "model", ["12+34=? the answer is \\boxed{46}"])
+
+
+@pytest.fixture(scope="module")
+def base(model):
+    return load_base(str(model), devices="cpu")
+
+
+@pytest.fixture(scope="module")
+def lanes(base):
+    return Lanes(base)
+
+
+@pytest.fixture(scope="module")
+def running(model):
+    server = StandIn(model)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(running):
+    yield running
+    running.faults.clear()
+    running.asked.clear()
+    running.always = None
+    running.forget()
+
+
+@pytest.fixture
+def engine(base, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
+    made = engine_of(base, [server.url], tmp_path / "adapters")
+    yield made
+    made.close()
+
+
+# -- what comes back ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai", "sglang"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_published_weights(base, lanes, server, tmp_path, dialect, temperature):
+    engine = engine_of(base, [server.url], tmp_path / "adapters", dialect)
+    for version, rank in enumerate((4, 8, 12)):
+        own = weights(lanes, version, rank)
+        ref = publish(engine, own, version)
+        asked = requests(ref, temperature=temperature)
+        groups = engine.sample(asked)
+        assert apart(base, lanes, own, asked, groups) < 1e-5
+        assert apart(base, lanes, None, asked, groups) > 0.1
+        for group in groups:
+            for action in group:
+                assert action.policy_version == version
+                assert action.entropy_T is None
+                assert action.text == base.text.decode(action.token_ids)
+                assert (action.stop_reason == "stop") == (action.token_ids[-1] in base.eos_ids)
+    engine.close()
+    assert server.adapters == []
+
+
+def test_what_is_sampled_depends_on_the_stream_alone(engine, lanes):
+    ref = publish(engine, weights(lanes, 1))
+    asked = requests(ref, count=4, samples=3)
+    alone = [engine.sample([each])[0] for each in asked]
+    together = engine.sample(asked, max_rows=2)
+    assert ids(together) == ids(alone)
+    assert len({tuple(each) for group in ids(together) for each in group}) > 8
+
+
+def test_a_cut_and_greedy_evaluation(engine, lanes, base):
+    own = weights(lanes, 1)
+    ref = publish(engine, own)
+    (greedy,) = engine.sample([SampleRequest(ref, (5, 9), 2, 6, 0.0, ("greedy",))])
+    assert greedy[0].token_ids == greedy[1].token_ids
+    (cut,) = engine.sample([SampleRequest(ref, (5, 9), 4, 6, 1.0, ("cut",), top_k=1)])
+    assert {tuple(action.token_ids) for action in cut} == {tuple(greedy[0].token_ids)}
+
+
+def test_groups_are_handed_out_as_soon_as_they_are_there(engine, lanes):
+    ref, heard = publish(engine, weights(lanes, 1)), {}
+    asked = requests(ref, count=5)
+    groups = engine.sample(asked, finished=lambda index, actions: heard.update({index: actions}))
+    assert heard == dict(enumerate(groups))
+
+
+def test_two_threads_sample_at_once(engine, lanes):
+    refs = [publish(engine, weights(lanes, seed), run=f"run{seed}") for seed in (1, 2)]
+    alone = [engine.sample(requests(ref, 4)) for ref in refs]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda ref: engine.sample(requests(ref, 4)), refs))
+    assert [ids(each) for each in together] == [ids(each) for each in alone]
+
+
+# -- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, tmp_path):
+    own = [weights(lanes, seed) for seed in (1, 2)]
+    refs = [publish(engine, each, version) for version, each in enumerate(own)]
+    assert server.adapters == []  # nobody has asked for them yet
+    asked = [request for ref in refs for request in requests(ref, 2)]
+    groups = engine.sample(asked)
+    for version in (0, 1):
+        part = slice(2 * version, 2 * version + 2)
+        assert apart(engine_base(lanes), lanes, own[version], asked[part], groups[part]) < 1e-5
+    first, second = sorted(server.adapters)
+    assert first.startswith("run@0.")
+    config = read_json(tmp_path / "adapters" / second / "adapter_config.json")
+    assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
+    engine.retire(refs[0])
+    engine.retire(PolicyRef("run", 7))  # never published
+    until(lambda: server.adapters == [second] and not (tmp_path / "adapters" / first).exists())
+    with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
+        engine.sample(requests(refs[0]))
+
+
+def engine_base(lanes: Lanes):
+    return lanes.base
+
+
+def until(true) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, server):
+    ref = publish(engine, weights(lanes, 1))
+    held = threading.Event()
+
+    def slow(status, payload):
+        held.wait(5)
+        return status, payload
+
+    server.faults.append(slow)
+    sampling = ThreadPoolExecutor(1).submit(engine.sample, requests(ref, 1, 1))
+    until(lambda: server.adapters and not server.faults)
+    engine.retire(ref)
+    time.sleep(0.1)
+    assert server.adapters  # the request in flight needs it
+    held.set()
+    assert sampling.result()
+    until(lambda: not server.adapters)
+
+
+def test_what_a_killed_process_left_behind_is_taken_away(base, lanes, server, tmp_path):
+    killed = engine_of(base, [server.url], tmp_path / "adapters")
+    killed.sample(requests(publish(killed, weights(lanes, 1))))
+    assert server.adapters
+    again = engine_of(base, [server.url], tmp_path / "adapters")
+    assert server.adapters == []
+    assert list((tmp_path / "adapters").iterdir()) == []
+    again.close()
+    killed.close()
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def changed(**values):
+    """The true answer with these things changed in its choice."""
+
+    def fault(status, payload):
+        payload = json.loads(json.dumps(payload))
+        choice = payload["choices"][0]
+        for key, change in values.items():
+            place = choice["logprobs"] if key == "token_logprobs" else payload if key == "model" else choice
+            place[key] = change(place[key])
+        return status, json.dumps(payload).encode()
+
+    return fault
+
+
+FAULTS = {
+    "HTTP 500 out of order": lambda status, payload: (500, {"error": {"message": "out of order"}}),
+    "HTTP 503 busy": lambda status, payload: (503, b"busy"),
+    "no completion with log-probabilities": lambda status, payload: (200, {"choices": []}),
+    "no JSON: <html>": lambda status, payload: (200, b"<html>"),
+    "model 'base' answered, where 'run@0.": changed(model=lambda name: "base"),
+    "the prompt came back as 4 other token ids": changed(prompt_token_ids=lambda own: [*own, 3]),
+    "tokens, where 1 to 8 were asked for": changed(token_ids=lambda own: own * 9),
+    "0 tokens, where": changed(token_ids=lambda own: []),
+    "token id 99999, outside the vocabulary": changed(token_ids=lambda own: [99999, *own[1:]]),
+    "token id '7', outside the vocabulary": changed(token_ids=lambda own: ["7", *own[1:]]),
+    "log-probabilities for": changed(token_logprobs=lambda own: own[1:]),
+    "log-probability nan": changed(token_logprobs=lambda own: [float("nan"), *own[1:]]),
+    "log-probability None": changed(token_logprobs=lambda own: [None, *own[1:]]),
+    "log-probability 0.1": changed(token_logprobs=lambda own: [0.1, *own[1:]]),
+    'it ended by "abort"': changed(finish_reason=lambda own: "abort"),
+    "of 8": changed(
+        token_ids=lambda own: [5, 6], token_logprobs=lambda own: [-1.0, -1.0], finish_reason=lambda own: "length"
+    ),
+    "the server leaves the end token out": changed(
+        token_ids=lambda own: [5, 6], token_logprobs=lambda own: [-1.0, -1.0], finish_reason=lambda own: "stop"
+    ),
+    "it went on after the end token": changed(
+        token_ids=lambda own: [1, 6], token_logprobs=lambda own: [-1.0, -1.0], finish_reason=lambda own: "stop"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", list(FAULTS))
+def test_a_fault_costs_a_retry_and_if_it_stays_the_step(engine, lanes, server, words):
+    ref = publish(engine, weights(lanes, 1))
+    asked = requests(ref, 2, 2)
+    sound = ids(engine.sample(asked))
+    server.asked.clear()
+    server.faults.extend([FAULTS[words]] * 3)
+    assert ids(engine.sample(asked)) == sound
+    assert len(server.asked) == 4 + 3
+    server.always = FAULTS[words]
+    with pytest.raises(ServerFailed, match="asked for 5 times") as caught:
+        engine.sample(requests(ref, 1, 1))
+    assert words in str(caught.value)
+    assert server.url in str(caught.value)
+    assert caught.value.shared
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(base, lanes, server, tmp_path):
+    engine = engine_of(base, [server.url], tmp_path / "adapters", timeout_s=2.0)
+    ref = publish(engine, weights(lanes, 1))
+    sound = ids(engine.sample(requests(ref)))
+    server.faults.append(lambda status, payload: None)
+    begin = time.monotonic()
+    assert ids(engine.sample(requests(ref))) == sound
+    assert time.monotonic() - begin > 2
+    engine.close()
+
+
+def test_a_server_that_has_forgotten_an_adapter_is_given_it_again(engine, lanes, server):
+    ref = publish(engine, weights(lanes, 1))
+    sound = ids(engine.sample(requests(ref)))
+    server.forget()
+    assert ids(engine.sample(requests(ref))) == sound
+
+
+def test_a_refusal_is_not_repeated(engine, lanes, server):
+    ref = publish(engine, weights(lanes, 1))
+    server.always = lambda status, payload: (400, {"error": {"message": "LoRA is not enabled"}})
+    with pytest.raises(ServerFailed, match=r"refuses: HTTP 400 LoRA is not enabled; start the server with --enable-l"):
+        engine.sample(requests(ref, 1, 1))
+    assert len(server.asked) == 1
+    with pytest.raises(ModelError, match=r"2055 tokens, .* holds 2048: lower max_tokens"):
+        engine.sample([SampleRequest(ref, (5,) * 2047, 1, 8, 1.0, ("long",))])
+
+
+def test_a_server_that_is_not_there(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
+    with pytest.raises(
+        UsageError, match=r"no server answers after 1 s:\n\[inference\] url http://127.0.0.1:9: Connect"
+    ):
+        engine_of(base, ["http://127.0.0.1:9"], tmp_path / "adapters")
+
+
+def test_a_key_is_sent_and_repeated_nowhere(base, lanes, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
+    locked = StandIn(model, key="a-key-of-ours")
+    with pytest.raises(UsageError, match=r"/v1/models: HTTP 401 .*the key is missing or wrong"):
+        engine_of(base, [locked.url], tmp_path / "adapters", key="wrong-key")
+    engine = engine_of(base, [locked.url], tmp_path / "adapters", key="a-key-of-ours")
+    assert engine.sample(requests(publish(engine, weights(lanes, 1))))
+    engine.close()
+    locked.close()
+
+
+# -- several addresses ----------------------------------------------------------------------------------------------
+
+
+def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes, server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    other, told = StandIn(model), []
+    engine = engine_of(
+        base, [server.url, other.url], tmp_path / "adapters", tell=lambda text, level: told.append((level, text))
+    )
+    ref = publish(engine, weights(lanes, 1))
+    asked = requests(ref, 6, 4)
+    sound = ids(engine.sample(asked))
+    first, second = ([tuple(body["prompt"]) for body in each.asked] for each in (server, other))
+    assert len(first) == len(second) == 12
+    assert not set(first) & set(second)  # the rollouts of a prompt stay together
+    other.stop()
+    assert ids(engine.sample(asked)) == sound
+    assert told[0][0] == "warning"
+    assert told[0][1].startswith(f"{other.url} is left out: ")
+    other.start()
+    until(lambda: (("info", f"{other.url} is back")) in told)
+    other.asked.clear()
+    engine.forget_sequences()
+    assert ids(engine.sample(asked)) == sound
+    assert len(other.asked) == 12
+    other.stop()
+    server.stop()
+    engine.pool.patience_s = 0.5
+    with pytest.raises(ServerFailed, match=r"no server answers, for 0.5 s now .*patience_s.*ConnectError") as caught:
+        engine.sample(asked)
+    assert caught.value.shared
+    server.start()
+    until(lambda: engine.pool.servers[0].alive)
+    assert ids(engine.sample(asked)) == sound  # nothing stays broken
+    engine.close()
+    other.service.close()
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_rollout_stay_at_one_address_and_go_as_tokens(base, lanes, server, model, tmp_path):
+    other = StandIn(model)
+    engine = engine_of(base, [server.url, other.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+
+    def turn(prompt, number):
+        return [
+            SampleRequest(ref, (*prompt, i), 1, 4, 1.0, ("t", i, "turn", number), sequences=((("t", i), 0),))
+            for i in range(4)
+        ]
+
+    engine.sample(turn((5,), 0))
+    homes = {body["prompt"][1]: each for each in (server, other) for body in each.asked}
+    for each in (server, other):
+        each.asked.clear()
+    engine.sample(turn((5, 6), 1))
+    assert {body["prompt"][2]: each for each in (server, other) for body in each.asked} == homes
+    assert set(homes.values()) == {server, other}
+    engine.close()
+    other.close()
+
+
+def test_bodies_say_everything_that_shapes_a_distribution():
+    request = SampleRequest(PolicyRef("r", 3), (5, 6), 8, 10, 0.7, ("s",), top_p=0.9)
+    ask = Ask(request, "r@3.x", "base", 2**63 + 5, (1, 2))
+    body = DIALECTS["vllm"].body(ask)
+    assert {**body, "logprobs": 1, "return_token_ids": True} == body
+    sent = {key: body[key] for key in ("model", "prompt", "n", "seed", "temperature", "top_p", "top_k", "min_p")}
+    assert sent == {
+        "model": "r@3.x", "prompt": [5, 6], "n": 1, "seed": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 0,
+        "min_p": 0.0,
+    }  # fmt: skip
+    assert (body["stop_token_ids"], body["skip_special_tokens"]) == ([1, 2], False)
+    plain = DIALECTS["openai"].body(ask)
+    assert not {"top_k", "min_p", "stop_token_ids", "skip_special_tokens"} & set(plain)
+    other = DIALECTS["sglang"].body(ask)
+    assert other["lora_path"] == "r@3.x"
+    assert other["sampling_params"]["sampling_seed"] < 2**31
+    assert other["sampling_params"]["no_stop_trim"] is True
+    assert "lora_path" not in DIALECTS["sglang"].body(Ask(request, "base", "base", 1, ()))
+
+
+def test_token_ids_by_their_names():
+    choice = {"logprobs": {"tokens": ["token_id:7", "token_id:1"], "token_logprobs": [-1.0, -2.0]}}
+    answer = DIALECTS["openai"].read({"model": "m", "choices": [choice | {"finish_reason": "stop"}]})
+    assert (answer.token_ids, answer.prompt_ids) == ([7, 1], None)
+    choice["logprobs"]["tokens"] = [" the", "token_id:1"]
+    with pytest.raises(Faulty, match="texts of tokens and not their ids"):
+        DIALECTS["openai"].read({"choices": [choice]})
+    with pytest.raises(Faulty, match="no completion with log-probabilities"):
+        DIALECTS["sglang"].read({"text": "hello"})
+
+
+def test_seconds_of_loading_are_told(engine, lanes):
+    ref = publish(engine, weights(lanes, 1))
+    assert engine.sync_seconds is None
+    engine.sample(requests(ref))
+    assert 0 < engine.sync_seconds < 5
+    engine.sample(requests(ref))
+    assert engine.sync_seconds == 0
+    assert np.isfinite(engine.sync_seconds)
