@@ -190,6 +190,9 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
     lines = read_jsonl(run / "train_iteration_000003_rollout_summaries.jsonl")
     assert {line["discarded"] for line in lines} == {"max_async"}
     assert {line["advantage"] for line in lines} == {None}
+    ages = {line["sampling_client_step"] for line in read_jsonl(run / "train_iteration_000004_rollout_summaries.jsonl")}
+    assert ages == {4}
+    assert {line["sampling_client_step"] for line in lines} <= {1, 2}
     page = (run / "train_iteration_000003.html").read_text()
     assert page.count("did not train: too many steps behind the policy") == 3
 
