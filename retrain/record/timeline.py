@@ -117,10 +117,15 @@ def _phases(
         at = steps[seconds[name].index(longest)].number
         rows.append([f'<i class="key {css}"></i>{escape(name)}', times[0], share, *times[1:], str(at)])
     heads = ("phase", "time", "share", "per step", "longest", "in step")
+    ahead = "rollout is waiting for what is sampled ahead; " * any(_has_beside(step) for step in steps)
     return (
         f'<div class="share">{"".join(bar)}</div>\n{table(heads, rows, {0}, "phases")}<p class="muted small">'
-        "cohort is waiting for runs that train together with this one; other is what no phase names.</p>"
+        f"{ahead}cohort is waiting for runs that train together with this one; other is what no phase names.</p>"
     )
+
+
+def _has_beside(step: Step) -> bool:
+    return any(name == BESIDE for name, *_ in step.spans)
 
 
 def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
@@ -180,7 +185,7 @@ def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
     counts = accumulate(len(step.spans) for step in reversed(steps))
     shown = steps[-max(1, sum(count <= SPANS_SHOWN for count in counts)) :]
     left_out = len(steps) - len(shown)
-    beside = [BESIDE] if any(name == BESIDE for step in shown for name, *_ in step.spans) else []
+    beside = [BESIDE] if any(_has_beside(step) for step in shown) else []
     lanes = [*beside, *(name for name in phases if name != "other")]
     phases = {BESIDE: "p1", **phases}
     origin = min(min(step.start, step.spans[0][1]) for step in shown)
