@@ -144,7 +144,7 @@ class Run:
     """Grading errors that this process has written to the run's log."""
 
     def __post_init__(self) -> None:
-        self.recent = RecentWeights(self.config.training.max_off_policy_steps)
+        self.recent = RecentWeights(self.config.training.max_off_policy_steps, self.config.inference.served)
 
     # -- identity -----------------------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ def noted(recent: RecentWeights, step: int, version: int) -> list[int]:
 
 
 def test_recent_weights():
-    recent = RecentWeights(2)
+    recent = RecentWeights(2, remembers=True)
     assert noted(recent, 0, 0) == []
     assert [recent.drawing(step).version for step in range(3)] == [0, 0, 0]
     assert noted(recent, 1, 1) == []
@@ -216,12 +216,12 @@ def test_recent_weights():
     assert noted(recent, 3, 3) == [2]  # a lower rank: other weights before the same step
     assert noted(recent, 4, 4) == []
     assert noted(recent, 5, 5) == [1]
-    assert recent.before is not None
-    assert recent.before.ref.version == 1
+    assert list(recent.snapshots()) == [1, 3, 4, 5]
     assert recent.age(1, 5) == 3  # older than any that is kept
     assert [each.step for each in recent] == [3, 4, 5]
     synchronous = RecentWeights(0)
     assert [noted(synchronous, step, step) for step in range(3)] == [[], [0], [1]]
+    assert list(synchronous.snapshots()) == [2]
     assert synchronous.drawing(2).version == 2
 
 

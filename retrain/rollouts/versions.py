@@ -24,12 +24,15 @@ class Weights:
 
 class RecentWeights:
     """The weights of a run that rollouts still to be drawn, or still to be trained on, belong to: those before the
-    present step and before the ``bound`` steps ahead of it, the oldest first."""
+    present step and before the ``bound`` steps ahead of it, the oldest first.
 
-    def __init__(self, bound: int):
-        self.bound = bound
-        self.before: Weights | None = None
-        """The last weights that were dropped, with which those that an engine has not let go of can be told."""
+    ``remembers``: the last that were dropped are in ``snapshots`` too, so that an engine can be told that still has
+    them.
+    """
+
+    def __init__(self, bound: int, remembers: bool = False):
+        self.bound, self.remembers = bound, remembers
+        self._dropped: Weights | None = None
         self._known: list[Weights] = []
 
     def __iter__(self) -> Iterator[Weights]:
@@ -40,7 +43,9 @@ class RecentWeights:
         kept = [each for each in self._known if weights.step - self.bound <= each.step < weights.step]
         names = {each.ref for each in (*kept, weights)}
         dropped = [each for each in self._known if each.ref not in names]
-        self._known, self.before = [*kept, weights], dropped[-1] if dropped else self.before
+        self._known = [*kept, weights]
+        if self.remembers and dropped:
+            self._dropped = dropped[-1]
         return list(dict.fromkeys(each.ref for each in dropped))
 
     def drawing(self, step: int) -> PolicyRef:
@@ -54,8 +59,8 @@ class RecentWeights:
         return self._known[-1].ref
 
     def snapshots(self) -> dict[int, PolicySnapshot]:
-        """The weights that are kept, and the last that were dropped, by version."""
-        known = [*([self.before] if self.before else []), *self._known]
+        """The weights that are kept, by version."""
+        known = [*([self._dropped] if self._dropped else []), *self._known]
         return {each.ref.version: each.snapshot for each in known}
 
     def age(self, version: int, step: int) -> int:
