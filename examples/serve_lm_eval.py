@@ -48,10 +48,10 @@ def sums(rng: random.Random, count: int) -> list[dict]:
         ones, tens = a % 10 - b % 10, a // 10 - b // 10
         if ones < 0 or tens < 1:
             continue
-        working = f"{a % 10}-{b % 10}={ones}, {a // 10}-{b // 10}={tens}, "
+        working = f"{a % 10}-{b % 10}={ones}, {a // 10}-{b // 10}={tens}"
         wrong = rng.sample([x for x in range(max(10, a - b - 30), a - b + 31) if x != a - b], 3)
         answers = [*wrong[:place], a - b, *wrong[place:]]
-        choices = [f"{x}\n\\boxed{{{x}}}" for x in answers]
+        choices = [f", {x}\n\\boxed{{{x}}}" for x in answers]
         question = f"{a}-{b}=?"
         rows.append(
             {"question": question, "working": working, "answer": str(a - b), "choices": choices, "place": place}
