@@ -48,7 +48,7 @@ class StandIn:
         """Listen, where it listened before."""
         bound = listening_socket("127.0.0.1", self.port)
         self.port = bound.getsockname()[1]
-        self.server = uvicorn.Server(uvicorn.Config(self, log_level="error", lifespan="off", ws="none"))
+        self.server = uvicorn.Server(uvicorn.Config(self, log_level="critical", lifespan="off", ws="none"))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]}, daemon=True)
         self.thread.start()
         while not self.server.started:

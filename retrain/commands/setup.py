@@ -103,6 +103,14 @@ def schema_text() -> str:
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="With --url: the model that the server should hold; without it the one that it names.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -117,7 +125,8 @@ def doctor(
         typer.Option(
             "--file",
             metavar="FILE",
-            help="With --device: on the model of this campaign file; random weights where its own are not here.",
+            help="With --device: on the model of this campaign file; random weights where its own are not here. With "
+            "--url: its model, adapter and [inference].",
             show_default=False,
         ),
     ] = None,
@@ -130,9 +139,33 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            help="Prove that this server samples what is trained here, and measure it; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False),
+    ] = None,
 ) -> None:
-    """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right.
-    Nothing is contacted."""
+    """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right,
+    with --url that a server does. Nothing else is contacted."""
+    if url:
+        from retrain.commands.servercheck import servercheck
+
+        if device is not None or report is not None:
+            raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
+        raise typer.Exit(servercheck(url, engine, model, file))
+    for name, given in (("MODEL", model), ("--engine", engine)):
+        if given is not None:
+            raise UsageError(
+                f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
+            )
     if device is not None:
         from retrain.commands.selfcheck import selfcheck
 

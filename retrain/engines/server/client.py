@@ -109,7 +109,7 @@ class Server:
         try:
             found = response.json()
             found = found.get("error", found)
-            text = str(found.get("message", found) if isinstance(found, dict) else found)
+            text = str(found.get("message") or found.get("detail") or found if isinstance(found, dict) else found)
         except (ValueError, AttributeError):
             text = response.text
         text = " ".join(text.split())[:300]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ ATTEMPTS = 5
 count."""
 PAUSE_S = 0.25
 """Before the second attempt; doubled before each further one."""
+CLOSING_S = 30.0
+"""Seconds for taking away what is retired, at the end."""
 START_PATIENCE_S = 20.0
 """Seconds that a server which is not ours may take to answer for the first time."""
 Result = TypeVar("Result")
@@ -89,10 +91,10 @@ class ServerEngine:
         gave_up = (lambda: launched.gave_up) if launched is not None else (lambda: "")
         self.pool = Pool(servers, patience_s, lambda text, level: self.tell(text, level), gave_up)
         self._published: dict[PolicyRef, Published] = {}
+        self._dropping: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._own = threading.local()
         self._calls: set[Future[Any]] = set()
-        self._drops: set[Future[Any]] = set()
         self._sleeping, self._sampling = False, 0
         self._turn = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -115,6 +117,7 @@ class ServerEngine:
         for call in list(self._calls):
             call.cancel()
         try:
+            wait(self._dropping, CLOSING_S)
             self._run(self._close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -169,7 +172,6 @@ class ServerEngine:
 
     async def _close(self) -> None:
         await self._wake()
-        await asyncio.gather(*map(asyncio.wrap_future, self._drops), return_exceptions=True)
         for published in list(self._published.values()):
             await self._drop(published)
         await self.pool.close()
@@ -205,9 +207,9 @@ class ServerEngine:
 
     def _retire(self, published: Published) -> None:
         published.retired = True
-        drop = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
-        self._drops.add(drop)
-        drop.add_done_callback(self._drops.discard)
+        dropping = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
+        with self._lock:
+            self._dropping = {each for each in self._dropping if not each.done()} | {dropping}
 
     async def _drop_if_unused(self, published: Published) -> None:
         if published.retired and not published.users:
@@ -366,14 +368,17 @@ def _hint(refused: str) -> str:
     words = refused.lower()
     if "401" in words or "403" in words:
         return "; name the variable with its key: [inference] api_key_env"
-    if "cannot load the adapter" in words and words.endswith(": not found"):
-        words += " lora support"  # the route itself is not there
-    elif "no adapter found" in words:
+    if "no adapter found" in words or "holds no peft adapter" in words:
         return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"
+    if "cannot load the adapter" in words:
+        words += " lora support"  # the route itself is not there
     if "rank" in words:
         return "; start the server with a --max-lora-rank that holds [model] lora_rank"
     if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
-        return "; start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+        return (
+            "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, SGLang with "
+            "--enable-lora"
+        )
     return ""
 
 

@@ -1,0 +1,188 @@
+"""The canary: a server that computes something else than we train is refused, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served_cases import engine_of, publish, requests, weights
+from standin import StandIn
+from toymodels import qwen3_directory
+
+from retrain.engines.server import adapters, canary, own
+from retrain.engines.server import engine as engine_module
+from retrain.engines.server.dialects import VLLM, Answer, Ask
+from retrain.errors import ModelError
+from retrain.policy.base import load_base
+from retrain.policy.lora import Lanes
+from retrain.types import Sample
+
+TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return qwen3_directory(tmp_path_factory.mktemp("canary") / "model", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def base(model):
+    return load_base(str(model), devices="cpu")
+
+
+@pytest.fixture(scope="module")
+def lanes(base):
+    return Lanes(base)
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    standin = StandIn(model)
+    yield standin
+    standin.close()
+
+
+@pytest.fixture
+def engine(base, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+    made = engine_of(base, [server.url], tmp_path / "adapters")
+    yield made
+    made.close()
+    server.faults.clear()
+    server.always = None
+
+
+@pytest.mark.parametrize(("rank", "alpha", "temperature"), [(4, 8.0, 1.0), (16, 32.0, 0.7), (12, 6.0, 1.3)])
+def test_a_sound_server_passes(engine, base, lanes, server, rank, alpha, temperature):
+    found = canary.canary(engine, base, lanes, rank, alpha, temperature, 1e-4)
+    assert max(found.base, found.adapter) < 1e-5
+    assert found.effect > 0.3
+    assert "seeds repeat" in found.words
+    engine.close()
+    assert server.adapters == []
+
+
+def config_with(**values) -> Callable:
+    whole = adapters.AdapterStore._config
+    return lambda self, snapshot, rank, names: whole(self, snapshot, rank, names) | values
+
+
+def without(part: str) -> Callable:
+    whole = adapters.write_peft
+    return lambda directory, tensors, config: whole(
+        directory, {name: (a, 0 * b if part in name else b) for name, (a, b) in tensors.items()}, config
+    )
+
+
+MISREAD = {
+    "the adapter never reached the model": (adapters, "write_peft", lambda: without("")),
+    "only the adapters of attention count": (adapters, "write_peft", lambda: without("mlp")),
+    "only the adapters of MLP count": (adapters, "write_peft", lambda: without("self_attn")),
+    "alpha/rank is left out": (adapters.AdapterStore, "_config", lambda: config_with(lora_alpha=16)),
+    "alpha is not divided by the rank": (adapters.AdapterStore, "_config", lambda: config_with(lora_alpha=32.0 * 16)),
+    "the square root of the rank": (adapters.AdapterStore, "_config", lambda: config_with(use_rslora=True)),
+}
+
+
+@pytest.mark.parametrize("cause", list(MISREAD))
+def test_an_adapter_that_is_read_differently_is_refused_by_its_cause(engine, base, lanes, monkeypatch, cause):
+    place, name, change = MISREAD[cause]
+    monkeypatch.setattr(place, name, change())
+    with pytest.raises(ModelError, match=r"0.002 is the limit \(\[inference\] tolerance\)") as caught:
+        canary.canary(engine, base, lanes, 16, 32.0, 1.0, 2e-3)
+    assert f"Likely cause: {cause}" in str(caught.value) or cause in str(caught.value).partition("Likely cause: ")[2]
+
+
+class Truncating(VLLM):
+    """Has the server sample with a cut of its own."""
+
+    def body(self, ask: Ask):
+        return super().body(ask) | {"top_p": 0.9}
+
+
+class AtTemperatureOne(VLLM):
+    """A server whose log-probabilities are those before the temperature."""
+
+    def __init__(self, base, lanes):
+        self.base, self.lanes, self.known = base, lanes, {}
+
+    def read(self, payload) -> Answer:
+        answer = super().read(payload)
+        said = own.Said(answer.prompt_ids, answer.token_ids, np.zeros(len(answer.token_ids)))
+        worn = next((each for name, each in self.known.items() if answer.model.startswith(name)), None)
+        raw = own.ours(self.base, self.lanes, [said], own.Hypothesis("", worn, 1.0))
+        return replace(answer, logprobs=raw.tolist())
+
+
+def test_a_cut_of_the_servers_own_is_found(engine, base, lanes):
+    engine.pool.servers[0].dialect = Truncating()
+    with pytest.raises(ModelError, match=r"Likely cause: the server samples with top_p = 0.9 of its own .*generation"):
+        canary.canary(engine, base, lanes, 4, 8.0, 1.0, 2e-3)
+
+
+def test_log_probabilities_before_the_temperature_are_found(engine, base, lanes):
+    engine.pool.servers[0].dialect = AtTemperatureOne(base, lanes)
+    with pytest.raises(
+        ModelError, match=r"Likely cause: log-probabilities are those of temperature 1, not 0.7 .*process"
+    ):
+        canary.canary(engine, base, lanes, 4, 8.0, 0.7, 2e-3)
+
+
+def test_another_base_is_found(base, lanes, tmp_path):
+    other = StandIn(qwen3_directory(tmp_path / "other", TEXTS, seed=1))
+    engine = engine_of(base, [other.url], tmp_path / "adapters")
+    with pytest.raises(ModelError, match="Likely cause: another base model, or other weights of it"):
+        canary.canary(engine, base, lanes, 4, 8.0, 1.0, 2e-3)
+    engine.close()
+    other.close()
+
+
+class Unseeded(VLLM):
+    count = 0
+
+    def body(self, ask: Ask):
+        Unseeded.count += 1
+        return super().body(ask) | {"seed": self.count if self.each else 7}
+
+    each = True
+
+
+@pytest.mark.parametrize(("each", "words"), [(True, "seeds do not repeat"), (False, "does not use its seeds")])
+def test_seeds_that_do_nothing_are_found(engine, base, lanes, each, words):
+    dialect = Unseeded()
+    dialect.each = each
+    engine.pool.servers[0].dialect = dialect
+    with pytest.raises(ModelError, match=words):
+        canary.canary(engine, base, lanes, 4, 8.0, 1.0, 2e-3)
+
+
+def test_a_server_that_cannot_load_adapters_is_refused_before_training(engine, base, lanes, server, monkeypatch):
+    engine.pool.servers[0].dialect = type("Other", (VLLM,), {"adapter_prefix": "/elsewhere"})()
+    with pytest.raises(ModelError, match=r"tried before training, and failed.*cannot load the adapter.*--enable-lora"):
+        canary.canary(engine, base, lanes, 4, 8.0, 1.0, 2e-3)
+
+
+def test_a_stale_adapter_is_told_from_precision(engine, base, lanes):
+    old, now = weights(lanes, 1), weights(lanes, 2)
+    ref = publish(engine, old)
+    asked = requests(ref, 3, 2)
+    samples = [
+        Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, np.zeros(len(action)))
+        for request, group in zip(asked, engine.sample(asked), strict=True)
+        for action in group
+    ]
+    said = own.likely_cause(base, lanes, samples, now, {"version 0": old}, 1.0)
+    assert said.startswith("it looks like a stale adapter: version 0 (")
+    noisy = [replace(each, logprobs=each.logprobs - 0.05) for each in samples]
+    assert own.likely_cause(base, lanes, noisy, old, {"version 1": now}, 1.0).startswith("it looks like precision")
+    plain = publish(engine, lanes.new_adapter(4, 8.0).frozen(), 1)
+    asked = requests(plain, 3, 2)
+    samples = [
+        Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, np.zeros(len(action)))
+        for request, group in zip(asked, engine.sample(asked), strict=True)
+        for action in group
+    ]
+    assert "no adapter at all" in own.likely_cause(base, lanes, samples, now, {"version 0": old}, 1.0)
