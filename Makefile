@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check real real-model test-real test-environments test-servers reasoner docs site audit clean
+.PHONY: help demo test check real real-model test-real test-environments test-servers test-serving reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds) and OpenEnv, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
+	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -46,7 +47,12 @@ $(VENV)/.dev: $(VENV)/.core
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.core
+$(VENV)/.test-serving: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz_serving --requests 10000
+	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
+	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
+
+docs: $(VENV)/.core
 	@echo 'Installing the documentation tools into $(VENV)'
 	@$(PIP) --editable '.[docs]'
 	@touch $@

@@ -103,7 +103,7 @@ def cohort(
         made = assemble(CohortJob.of(plan, plan.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             run.environments["train"].grader = Alternating()  # pyright: ignore[reportAttributeAccessIssue]
-            made.engine.publish(run.policy_ref, run.policy.snapshot())
+            run.publish_to(made.engine)
         timed: Any = TimedEngine(made.engine)
         made.engine = made.queue.engine = timed
         yield made

@@ -55,6 +55,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
             for i, prompt in enumerate(prompts)
         ]
         groups = engine.sample(requests)
+        engine.retire(weights)
 
         # Score each answer and compare it with its group; every token of an answer gets its answer's advantage.
         samples, rewards = [], []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,13 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a run's state at ``step``: its policy, and all else as strict JSON."""
+    """A copy of a run's state at ``step``: its policy, and all else as strict JSON; and by step those earlier weights
+    that rollouts of later steps are drawn by."""
 
     step: int
     policy: PolicySnapshot
     state: str
+    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)
 
 
 def write_checkpoint(directory: Path, saved: Snapshot) -> None:
@@ -40,6 +42,10 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
         with writing(aside):
             aside.mkdir(parents=True)
         saved.policy.write(aside)
+        for step, weights in saved.earlier.items():
+            own = earlier_directory(aside, step)
+            own.mkdir(parents=True)
+            weights.export(own, aside)
         write_bytes(aside / STATE, saved.state.encode())
         files = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
         if links := [path for path in files if path.is_symlink()]:
@@ -79,6 +85,11 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
     verify_checkpoint(directory)
     policy.load(directory)
     return read_json(directory / STATE)
+
+
+def earlier_directory(checkpoint: Path, step: int) -> Path:
+    """Where a checkpoint has the weights as they were before an earlier step."""
+    return checkpoint / "earlier" / f"step_{step:06d}"
 
 
 def checkpoint_directory(run_directory: Path, step: int) -> Path:

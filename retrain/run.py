@@ -17,6 +17,7 @@ from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
     checkpoint_directory,
+    earlier_directory,
     forget_after,
     load_checkpoint,
     newest_whole,
@@ -26,7 +27,8 @@ from retrain.checkpoints import (
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data.prompts import Renderer
-from retrain.engines.protocol import PolicyRef
+from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
 from retrain.files import aside_of, dumps, read_jsonl
@@ -34,19 +36,22 @@ from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, Scores, TrainBatch, Want, samples_of
+from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, probe_of, samples_of
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest
-from retrain.types import Group, Problem, StepRecord
+from retrain.rollouts.versions import RecentWeights, Weights
+from retrain.types import TOO_OLD, Group, Problem, StepRecord
 from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
 
 UNGRADED_STEPS = 3
 """A run fails after this many steps in a row in which no rollout could be graded."""
 LOGGED_ERRORS = 20
 """Different grading errors that go into a run's log."""
+MISMATCHED_STEPS = 2
+"""A run fails in so many steps in a row in which its sampler and its trainer disagree."""
 WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
 """What an algorithm needs of the policy's scores."""
 
@@ -62,11 +67,9 @@ class DataCursor:
         self.position = 0
         self._epoch, self._order = -1, np.arange(0)
 
-    def take(self, count: int) -> list[Problem]:
-        """The next ``count`` problems; moves the cursor."""
-        taken = [self._at(self.position + i) for i in range(count)]
-        self.position += count
-        return taken
+    def ahead(self, start: int, count: int) -> list[Problem]:
+        """``count`` problems, the first of them ``start`` problems after the next one."""
+        return [self._at(self.position + start + i) for i in range(count)]
 
     def _at(self, position: int) -> Problem:
         epoch, place = divmod(position, len(self.problems))
@@ -88,6 +91,7 @@ class RollbackPoint:
     policy_version: int
     ungraded_steps: int
     skipped_updates: int
+    mismatched_steps: int
 
 
 @dataclass(eq=False)
@@ -111,6 +115,8 @@ class Run:
     cursor: DataCursor
     limits: Limits = ONE_TURN
     """When its episodes end at the latest."""
+    watch: Watch | None = None
+    """What compares a sampler that is not our own with the trainer, at every step."""
     any_base: bool = False
     """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
     step: int = 0
@@ -119,15 +125,26 @@ class Run:
     """Steps in a row, up to now, in which no rollout could be graded."""
     skipped_updates: int = 0
     """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite."""
+    mismatched_steps: int = 0
+    """Steps in a row, up to now, in which sampler and trainer differed by more than they may."""
     restored_step: int | None = None
     """The step of the checkpoint that this process continued from."""
     saved_shared: dict[str, Any] = field(default_factory=dict)
     """What the checkpoint knows of what all runs of the cohort share: its back-pressure controller and its engine."""
+    recent: RecentWeights = field(init=False)
+    """The weights that rollouts of this and later steps are drawn by."""
+    published: set[PolicyRef] = field(default_factory=set)
+    """What of them an engine has."""
+    requested: int = 0
+    """The first step whose rollouts this process has not asked for yet."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
     last_end: float | None = None
     logged_errors: set[str] = field(default_factory=set)
     """Grading errors that this process has written to the run's log."""
+
+    def __post_init__(self) -> None:
+        self.recent = RecentWeights(self.config.training.max_off_policy_steps, self.config.inference.served)
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -179,7 +196,8 @@ class Run:
 
     def rollback_point(self) -> RollbackPoint:
         """Where the run stands before a step."""
-        position, counters = self.cursor.position, (self.ungraded_steps, self.skipped_updates)
+        position = self.cursor.position
+        counters = (self.ungraded_steps, self.skipped_updates, self.mismatched_steps)
         return RollbackPoint(self.step, position, self.algorithm.state(), self.policy.version, *counters)
 
     def roll_back(self, point: RollbackPoint) -> bool:
@@ -189,24 +207,57 @@ class Run:
         self.cursor.position = point.position
         self.algorithm.restore(point.algorithm)
         self.ungraded_steps, self.skipped_updates = point.ungraded_steps, point.skipped_updates
+        self.mismatched_steps = point.mismatched_steps
         return True
 
-    def rollout_requests(self) -> list[RolloutRequest]:
-        """What to sample for the next step; moves the data cursor."""
+    def publish_to(self, engine: Engine) -> None:
+        """Have the engine sample with the weights as they are now, and let go of those that are too old."""
+        now = Weights(self.step, self.policy_ref, self.policy.snapshot())
+        dropped = self.recent.note(now)
+        for each in self.recent:
+            if each.ref not in self.published:
+                engine.publish(each.ref, each.snapshot)
+        for ref in dropped:
+            engine.retire(ref)
+        self.published = {each.ref for each in self.recent}
+
+    def rollout_requests(self, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
+        """What to sample for the next step and, with ``ahead``, for all later ones that may be sampled by now, by step;
+        nothing is asked for twice."""
         training = self.config.training
+        last = min(self.step + training.max_off_policy_steps * ahead, training.max_steps - 1)
+        asked = range(max(self.step, self.requested), last + 1)
+        self.requested = last + 1
+        return {step: self.requests_of(step) for step in asked}
+
+    def requests_of(self, step: int) -> list[RolloutRequest]:
+        """What is sampled for a step, this one or a later one."""
+        training, drawing = self.config.training, self.recent.drawing(step)
+        size = training.batch_size
         return [
             RolloutRequest(
                 self.environments["train"],
                 self.renderer,
                 problem,
-                self.policy_ref,
+                drawing,
                 training.group_size,
                 training.sampling.requested,
-                (*self.stream, "sample", self.step, i),
+                (*self.stream, "sample", step, i),
                 self.limits,
+                self.recent.newest if self.config.inference.swap == "in_flight" else None,
             )
-            for i, problem in enumerate(self.cursor.take(training.batch_size))
+            for i, problem in enumerate(self.cursor.ahead((step - self.step) * size, size))
         ]
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """These are the rollouts of the step: moves the data cursor, and tells which groups are too old to train."""
+        self.cursor.position += self.config.training.batch_size
+        for group in groups:
+            for rollout in group.rollouts:
+                versions = [turn.action.policy_version for turn in rollout.turns]
+                rollout.age = max((self.recent.age(version, self.step) for version in versions), default=0)
+            if any(rollout.age > self.recent.bound for rollout in group.rollouts):
+                group.discarded = TOO_OLD
 
     def lr(self, update: int = 0) -> float:
         """Learning rate of this update of the next step; the schedule counts updates."""
@@ -217,6 +268,9 @@ class Run:
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Have the algorithm credit the step's rollouts."""
+        groups = [group for group in groups if group.discarded != TOO_OLD]
+        if not groups:
+            return Credit(Denominators(0, 0))
         want = frozenset(WANTS[need] for need in self.algorithm.needs if need in WANTS)
         scores: Scores | None = None
         if want:
@@ -236,6 +290,7 @@ class Run:
         RunFailed at these limits.
         """
         self._check_grading(groups)
+        self._check_sampler(groups)
         training, taken, made = self.config.training, list[Taken](), 0
         try:
             for batches in passes(groups, credit, training, self.step, self.stream):
@@ -289,6 +344,28 @@ class Run:
             reasons = "; ".join(list(dict.fromkeys(errors))[:3])
             steps = "the only step" if limit == 1 else f"{limit} steps in a row"
             raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
+
+    def _check_sampler(self, groups: Sequence[Group]) -> None:
+        """Compare what the sampler said of some tokens with what the trainer says, for the weights that drew them. Logs
+        a difference above the limit; RunFailed in the second step in a row with one."""
+        if self.watch is None:
+            return
+        weights, found = self.recent.snapshots(), list[str]()
+        for version, samples in by_version(probe_of(groups)):
+            if version not in weights:
+                continue
+            value = self.watch.mismatch(self.policy, samples, weights[version])
+            if not value <= self.watch.limit:
+                others = [(each, snapshot) for each, snapshot in weights.items() if each != version]
+                cause = self.watch.cause(samples, weights[version], others)
+                found.append(f"{value:.2g} nats² for version {version}, above {self.watch.limit:g}: {cause}")
+        self.mismatched_steps = self.mismatched_steps + 1 if found else 0
+        if not found:
+            return
+        words = f"sampler and trainer disagree about the same tokens: {'; '.join(found)} ([inference] mismatch_limit)"
+        if self.mismatched_steps >= MISMATCHED_STEPS:
+            raise RunFailed(f"step {self.step}: {words}, {MISMATCHED_STEPS} steps in a row")
+        self.recorder.log(f"step {self.step}: {words}", "warning")
 
     def note_span(self, name: str, begin: float, end: float) -> None:
         """Wall-clock time of a part of the step, in seconds since the epoch."""
@@ -364,7 +441,9 @@ class Run:
             "policy": self.policy.state(),
             "ungraded_steps": self.ungraded_steps,
             "skipped_updates": self.skipped_updates,
+            "mismatched_steps": self.mismatched_steps,
             "recorder": self.recorder.state(),
+            "earlier": [[each.step, each.ref.version] for each in self._earlier()],
             "base": self.base_id,
             "run_id": self.run_id,
             "shared": dict(shared or {}),
@@ -373,7 +452,13 @@ class Run:
     def snapshot(self, shared: Mapping[str, Any]) -> Snapshot:
         """A copy of the current step's state in host memory, for ``write`` and ``publish``."""
         state = dumps(self.state(shared), indent=2) + "\n"
-        return Snapshot(self.step, self.policy.snapshot(resumable=True), state)
+        earlier = {each.step: each.snapshot for each in self._earlier()}
+        return Snapshot(self.step, self.policy.snapshot(resumable=True), state, earlier)
+
+    def _earlier(self) -> list[Weights]:
+        """The weights before earlier steps that rollouts of this and later steps are drawn by."""
+        first = self.step - self.recent.bound
+        return [each for each in self.recent if first <= each.step < self.step]
 
     def write(self, saved: Snapshot) -> None:
         """Write the checkpoint, unless it is the very one that the run was restored from."""
@@ -476,5 +561,9 @@ class Run:
         self.algorithm.restore(state["algorithm"])
         self.policy.restore(state["policy"])
         self.ungraded_steps, self.skipped_updates = state["ungraded_steps"], state["skipped_updates"]
+        self.mismatched_steps = state.get("mismatched_steps", 0)
+        for step, version in state.get("earlier", []):
+            weights = self.policy.read(earlier_directory(checkpoint, step))
+            self.recent.note(Weights(step, PolicyRef(self.run_id, version), weights))
         self.recorder.restore(state["recorder"])
         self.saved_shared = state["shared"]

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from retrain.config.evaluation import HeldOut
 from retrain.engines.protocol import Engine
 from retrain.errors import DeviceLost, Interrupted, RunFailed, ServerFailed
-from retrain.evaluation import Evaluator, Subject
+from retrain.evaluation import Evaluator
+from retrain.evaluations import Evaluations
 from retrain.gpus import lost
 from retrain.policy.memory import peak_memory_gib
 from retrain.policy.threads import Workers
 from retrain.pressure import Pressure
 from retrain.record.observer import Observer
-from retrain.rollouts.queue import RolloutQueue
+from retrain.rollouts.queue import RolloutQueue, Taken
 from retrain.run import RollbackPoint, Run
 from retrain.saving import Saver
-from retrain.types import EvalRecord, Group
+from retrain.types import Group
 
 
 class Cohort:
@@ -45,11 +44,12 @@ class Cohort:
         workers: Workers | None = None,
         pressure: Pressure | None = None,
     ):
-        self.engine, self.runs, self.evaluator, self.observer = engine, list(runs), evaluator, observer
+        self.engine, self.runs, self.observer = engine, list(runs), observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
-        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure)
-        self.sync_seconds: float | None = None
+        ahead = engine.beside and any(run.recent.bound for run in runs)
+        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead)
         self.saver = Saver(self.guarded, lambda: {"pressure": pressure and pressure.state(), "engine": engine.state()})
+        self.evaluations = Evaluations(evaluator, observer, self.saver, self.guarded, self.fail)
 
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
@@ -73,6 +73,7 @@ class Cohort:
             self.saver.close(abandon=True)
             raise
         finally:
+            self.queue.close()
             self.saver.close()
 
     def step(self, active: Sequence[Run]) -> None:
@@ -82,21 +83,24 @@ class Cohort:
             self.guarded(run, partial(self._begin_step, run))
             before[run] = run.rollback_point()
         try:
-            groups = self._sample([run for run in active if run.error is None])
+            groups, taken = self._sample([run for run in active if run.error is None])
         except ServerFailed:  # nothing was learnt from it: everything before this step is saved
             self.saver.save([run for run in active if run.error is None and run.roll_back(before[run])])
             self.saver.settle()
             raise
+        since = time.time()
         numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
-            self._publish(run)
-        due = [run for run in numbers if run.error is None and run.evaluation_due()]
-        for held_out in self.evaluator.sets:
-            self._evaluate(held_out, [[run] for run in due if run.error is None])
+            run.publish_to(self.engine)
+        if due := [run for run in numbers if run.error is None and run.evaluation_due()]:
+            with self.queue.paused():
+                self.evaluations.trained(due)
+        shared = {"cohort_size": len(active), **self._shared(taken)}
+        ahead = {"queue_depth": taken.depth, "time/overlap": self.queue.overlap(since, time.time())}
         for run, (update, state) in numbers.items():
             if run.error is None:
-                shared = {"cohort_size": len(active), **(self.pressure.metrics() if self.pressure else {})}
-                self.guarded(run, partial(self._record, run, groups[run], update, {**state, **shared}))
+                own = state | shared | (ahead if run.recent.bound else {})
+                self.guarded(run, partial(self._record, run, groups[run], update, own))
         self._save_due(active, before)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
@@ -106,23 +110,22 @@ class Cohort:
         ref = run.policy_ref
         run.begin_step()
         if run.policy_ref != ref:
-            self._publish(run)
+            run.publish_to(self.engine)
 
-    def _sample(self, runs: Sequence[Run]) -> dict[Run, list[Group]]:
-        """Graded groups of every run, from one decode batch; a run whose prompts or graders fail leaves."""
-        wanted = {}
+    def _sample(self, runs: Sequence[Run]) -> tuple[dict[Run, list[Group]], Taken[Run]]:
+        """Graded groups of every run, and how they were come by; a run whose prompts or graders fail leaves."""
         for run in runs:
-            self.guarded(run, lambda run=run: wanted.update({run: run.rollout_requests()}))
-        groups, collected = self.queue.take(wanted)
-        self.sync_seconds = collected.sync_seconds
+            self.guarded(run, lambda run=run: self.queue.offer(run, run.rollout_requests(self.queue.ahead)))
+        taken = self.queue.take({run: run.step for run in runs if run.error is None})
         graded = {}
-        for run, own in groups.items():
-            for span in collected.spans:
+        for run, own in taken.groups.items():
+            for span in taken.spans:
                 run.note_span(*span)
             if error := next((group for group in own if isinstance(group, Exception)), None):
                 self.fail(run, error)
             graded[run] = [group for group in own if isinstance(group, Group)]
-        return graded
+            run.take(graded[run])
+        return graded, taken
 
     def _learn(
         self, runs: Sequence[Run], groups: dict[Run, list[Group]]
@@ -153,16 +156,16 @@ class Cohort:
                 self.observer.run_finished(run.spec, "failed", run.error)
         return {run: numbers[run] for run in runs if run in numbers}
 
-    def _publish(self, run: Run) -> None:
-        """Have the run sampled with its weights as they are now."""
-        self.engine.publish(run.policy_ref, run.policy.snapshot())
+    def _shared(self, taken: Taken[Run]) -> dict[str, Any]:
+        """The numbers of a step that all runs have in common."""
+        numbers: dict[str, Any] = dict(self.pressure.metrics()) if self.pressure else {}
+        sync = {"timing_weight_sync_inference_total": taken.sync_seconds}
+        return {"perf/peak_memory_gib": peak_memory_gib(), **sync, **numbers}
 
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
         now = time.time()
         with run.span("record"):
-            peak, sync = peak_memory_gib(), self.sync_seconds
-            shared = {"perf/peak_memory_gib": peak, "timing_weight_sync_inference_total": sync}
-            row = run.record_step(groups, update, {**state, **shared}, now)
+            row = run.record_step(groups, update, state, now)
         self.observer.step(run.spec, row)
 
     def _save_due(self, runs: Sequence[Run], before: dict[Run, RollbackPoint] | None = None) -> None:
@@ -178,7 +181,7 @@ class Cohort:
             if run.error is not None:
                 continue
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
-            self._publish(run)
+            run.publish_to(self.engine)
             for row in run.first_evaluations():
                 self.observer.evaluated(run.spec, row["name"], row)
             if run.finished:  # killed between its last checkpoint and being recorded as done
@@ -186,52 +189,7 @@ class Cohort:
             if run.step == 0 and run.config.evaluation.at_start:
                 waiting.append(run)
         yield
-        for held_out in self.evaluator.sets:
-            others = [run for run in waiting if not run.equals_base and run.error is None]
-            self._evaluate(held_out, [[run] for run in others])
-            self._evaluate_base(held_out, [run for run in waiting if run.equals_base and run.error is None])
-            yield
-
-    def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
-        not at all where an earlier cohort has."""
-        alike: dict[str, list[Run]] = {}
-        for run in runs:
-            setting = repr((run.config.environment.measured, run.config.reward.grading, run.config.campaign.seed))
-            alike.setdefault(setting, []).append(run)
-        for setting, same in list(alike.items()):
-            known = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)
-            if known is not None:
-                del alike[setting]
-                self._record_evaluation(same, known)
-        records = self._evaluate(held_out, list(alike.values()))
-        for (setting, same), record in zip(alike.items(), records, strict=True):
-            environment = same[0].environments[held_out.name]
-            self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
-
-    def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
-        """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
-        returned, counts for all of them."""
-        if not alike:
-            return []
-        subjects = [Subject(run.policy_ref, run.environments, run.evaluation_stream, run.step) for run, *_ in alike]
-        with ExitStack() as spans:
-            for same in alike:
-                for run in same:
-                    spans.enter_context(run.span("eval"))
-            records = self.evaluator.evaluate(held_out, subjects)
-            for same, record in zip(alike, records, strict=True):
-                for run in same:
-                    if record.error is not None:
-                        self.fail(run, record.error)
-                self._record_evaluation([run for run in same if run.error is None], record)
-        return records
-
-    def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
-        """Record one evaluation for every run that it counts for."""
-        for run in runs:
-            report = partial(self.observer.evaluated, run.spec, record.name)
-            self.guarded(run, lambda run=run, report=report: report(run.recorder.record_eval(record)))
+        yield from self.evaluations.untrained(waiting)
 
     # -- one run's fault ----------------------------------------------------------------------------------------
 
@@ -248,6 +206,7 @@ class Cohort:
         error = lost(error) or error
         if isinstance(error, RunFailed) and error.shared:
             raise error
+        self.queue.withdraw(run)
         before = run.error  # a run that failed earlier in the step is saved too
         run.fail(error)
         if run.error is not None and before is None and not quietly:

@@ -174,6 +174,8 @@ class Rollout:
     """What a critic expected before each token, where there is one."""
     value_targets_T: np.ndarray | None = None
     """What it should have expected."""
+    age: int = 0
+    """How many steps the weights that drew its oldest token are behind those that train on it."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -217,11 +219,15 @@ class Rollout:
         return sum(len(turn.action) for turn in self.turns)
 
 
+TOO_OLD = "max_async"
+"""Why a group is discarded whose rollouts are further behind the policy than they may be."""
+
+
 @dataclass(eq=False)
 class Group:
     """The rollouts of one prompt, which are compared with each other.
 
-    ``discarded`` is None for a group that trains, else the reason: ``zero_advantage`` or ``no_reward``.
+    ``discarded`` is None for a group that trains, else the reason: ``zero_advantage``, ``no_reward`` or ``TOO_OLD``.
     """
 
     prompt: Prompt

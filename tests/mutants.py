@@ -143,8 +143,8 @@ MUTANTS = [
         ("test_draw.py::test_the_token_is_the_one_of_the_inverse_in_float64",),
     ),
     Mutant(
-        "engine: weights of another version", "retrain/engines/local.py",
-        "if weights is None or version != ref.version:", "if weights is None:",
+        "engine: retired weights stay", "retrain/engines/local.py",
+        "self._published.pop(ref, None)", "self._published.get(ref)",
         ("test_engine.py::test_weights_that_were_not_published_are_named",),
     ),
     Mutant(
@@ -629,8 +629,8 @@ MUTANTS = [
     ),
     Mutant(
         "episodes: old weights' keys stay", "retrain/engines/local.py",
-        "        self._published[ref.run_id] = (ref.version, weights.weights)\n        self.kept.clear()",
-        "        self._published[ref.run_id] = (ref.version, weights.weights)",
+        "        self._published[ref] = weights.weights\n        self.kept.clear()",
+        "        self._published[ref] = weights.weights",
         ("test_kept_sequences.py::test_new_weights_forget_what_the_old_ones_computed",),
     ),
     Mutant(

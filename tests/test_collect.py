@@ -75,7 +75,7 @@ class Scripted:
     ``between`` is called after each of them. Later turns are "more".
     """
 
-    gives_entropy, exact = True, False
+    gives_entropy, exact, beside = True, False, False
 
     def __init__(self, script: dict[str, Sequence[str]], between: Callable[[], object] = lambda: None):
         self.script, self.between = script, between
@@ -280,6 +280,16 @@ class TwoTurnsEpisode:
         raise AssertionError("this environment grades many at once")
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(in_flight):
+    newest = iter([PolicyRef("run", 5), PolicyRef("run", 6)])
+    request = replace(asked(TwoTurns(3), "a"), newest=(lambda: next(newest)) if in_flight else None)
+    engine = Scripted({"a": ["x"]})
+    collect(engine, [request])
+    used = [one.policy.version for batch in engine.requests for one in batch]
+    assert used == ([0, 5, 6] if in_flight else [0, 0, 0])
+
+
 def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_its_episodes_are_over():
     environment = TwoTurns()
     engine = Scripted({"a": ["last", "go on"], "b": ["go on", "go on"], "c": ["last"]})
@@ -435,6 +445,13 @@ class Watching:
         self.observed.append((tokens, seconds, context))
 
 
+def sampled(queue, wanted):
+    """One step of every owner."""
+    for owner, requests in wanted.items():
+        queue.offer(owner, {7: requests})
+    return queue.take(dict.fromkeys(wanted, 7))
+
+
 def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
     grader = Lengths()
     environment, engine = graded(grader), Scripted({"d": ["x"], "c": ["raise"], "b": ["xx"], "a": ["xxx"]})
@@ -443,7 +460,8 @@ def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
         "idle": [],
         "first": [asked(Lengths(), "c", owner="first"), asked(environment, "d", owner="first")],
     }
-    groups, collected = RolloutQueue(engine).take(wanted)
+    taken = sampled(RolloutQueue(engine), wanted)
+    groups = taken.groups
     assert list(groups) == ["second", "idle", "first"]
     assert [rewards(group) for group in groups["second"]] == [[2.0], [3.0]]
     assert groups["idle"] == []
@@ -451,8 +469,8 @@ def test_every_owner_gets_its_own_groups_in_the_order_of_its_requests():
     assert rewards(groups["first"][1]) == [1.0]
     assert len(engine.requests) == 1  # one decode batch for all of them
     assert engine.rows == [None]
-    assert collected.sync_seconds == 0.25
-    assert [name for name, _, _ in collected.spans] == ["rollout", "score"]
+    assert taken.sync_seconds == 0.25
+    assert [name for name, _, _ in taken.spans] == ["rollout", "score"]
 
 
 def test_pressure_bounds_the_rows_and_observes_every_batch():
@@ -461,7 +479,8 @@ def test_pressure_bounds_the_rows_and_observes_every_batch():
     pressure, engine = Watching(), Scripted({"a": ["x", "y"], "b": ["go on"], "c": ["fail"]})
     environment = TwoTurns()
     requests = [asked(Lengths(), "a", 2), asked(environment, "b"), asked(environment, "c")]
-    groups, collected = RolloutQueue(engine, pressure).take({"run": requests})
+    taken = sampled(RolloutQueue(engine, pressure), {"run": requests})
+    groups = taken.groups
     assert engine.rows == [6, 6]
     ((tokens, seconds, context),) = pressure.observed
     rollouts = [rollout for group in groups["run"] if isinstance(group, Group) for rollout in group.rollouts]
@@ -469,6 +488,6 @@ def test_pressure_bounds_the_rows_and_observes_every_batch():
     assert tokens == sum(len(rollout) for rollout in rollouts) == 5
     read = sum(len(turn.observation_ids) for rollout in rollouts for turn in rollout.turns)
     assert context == pytest.approx(read / 4 + 5 / 8)
-    assert seconds == pytest.approx(sum(end - begin for name, begin, end in collected.spans if name == "rollout"))
-    RolloutQueue(engine, pressure).take({"run": [asked(environment, "unknown")]})
+    assert seconds == pytest.approx(sum(end - begin for name, begin, end in taken.spans if name == "rollout"))
+    sampled(RolloutQueue(engine, pressure), {"run": [asked(environment, "unknown")]})
     assert len(pressure.observed) == 1  # nothing was sampled, nothing is observed

@@ -341,7 +341,7 @@ def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(world, tmp_path) -> 
         """The step at which this seed's order comes to the problem."""
         train = load_data(Data(source=str(tmp_path / "problems.jsonl")), 0).train
         cursor = DataCursor(train, (0, seed))
-        return next(i for i in range(40) if any(p.prompt == "odd" for p in cursor.take(2)))
+        return next(i for i in range(40) if any(p.prompt == "odd" for p in cursor.ahead(2 * i, 2)))
 
     campaign(tmp_path, model, problems)
     meeting = {seed: meets(seed) for seed in range(1, 60)}

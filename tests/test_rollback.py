@@ -31,7 +31,7 @@ def assembled(folder, model, *keys: str) -> Iterator[Cohort]:
         planned = Plan.of(loaded, folder / "out")
         made = assemble(CohortJob.of(planned, planned.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
-            made.engine.publish(run.policy_ref, run.policy.snapshot())
+            run.publish_to(made.engine)
         yield made
         for run in made.runs:
             run.recorder.close(failed=True)
@@ -53,20 +53,28 @@ def state(run):
     return {key: value for key, value in run.state().items() if key != "recorder"}
 
 
+def sampled(cohort, run):
+    """The rollouts of the run's next step."""
+    cohort.queue.offer(run, {run.step: run.requests_of(run.step)})
+    groups = cohort.queue.take({run: run.step}).groups[run]
+    run.take(groups)
+    return groups
+
+
 def test_a_step_that_failed_is_taken_back(cohort):
     cohort.step(cohort.runs)
     run = cohort.runs[1]
     assert run.error is None
     point, before = run.rollback_point(), state(run)
     assert before["algorithm"]["sepa"]["observed"] == 1
-    groups = cohort.queue.take({run: run.rollout_requests()})[0][run]
+    groups = sampled(cohort, run)
     first = run.credit(groups)
     run.ungraded_steps, run.skipped_updates = 2, 1
     moved = state(run)
     assert all(moved[key] != before[key] for key in ("cursor", "algorithm", "ungraded_steps", "skipped_updates"))
     assert run.roll_back(point)
     assert state(run) == before
-    again = cohort.queue.take({run: run.rollout_requests()})[0][run]
+    again = sampled(cohort, run)
     assert [one.token_ids for group in again for one in group.rollouts] == [
         one.token_ids for group in groups for one in group.rollouts
     ]

@@ -144,7 +144,6 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
     until(lambda: server.adapters == [second] and not (tmp_path / "adapters" / first).exists())
     with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
         engine.sample(requests(refs[0]))
-    assert [ref.version for ref, _ in engine.versions("run")] == [0, 1]
 
 
 def engine_base(lanes: Lanes):

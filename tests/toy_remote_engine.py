@@ -16,7 +16,7 @@ from retrain.types import Action
 class RemoteEngine:
     """Samples with a model of its own, one request after the other, token by token through peft."""
 
-    gives_entropy, exact, sync_seconds = False, True, None
+    gives_entropy, exact, beside, sync_seconds = False, True, False, None
     state, restore = dict, staticmethod(lambda state: None)
 
     def __init__(self, model: str, tokenizer: Tokenizer, end: int, folder: Path):
@@ -29,6 +29,9 @@ class RemoteEngine:
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         place = self.published[ref] = self.folder / f"{ref.run_id}@{ref.version}"
         weights.export(place, place)
+
+    def retire(self, ref: PolicyRef) -> None:
+        del self.published[ref]
 
     def forget_sequences(self) -> None:
         """Nothing is kept."""

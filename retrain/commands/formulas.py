@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from retrain.config import Config
 from retrain.config.algorithm import Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
@@ -115,7 +117,10 @@ def loss_words(config: Config) -> str:
         words.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
     if algorithm.entropy_coef > 0:
         words.append(f"minus {algorithm.entropy_coef:g} × entropy")
-    return ", ".join(words) + (f"; {_update_words(config.training)}" if several else "")
+    parts = [", ".join(words), *([_update_words(config.training)] if several else [])]
+    if behind := config.training.max_off_policy_steps:
+        parts.append(f"rollouts are drawn by the weights of {plural(behind, 'step')} before")
+    return "; ".join(parts)
 
 
 def _ratio_words(config: Config, words: str) -> str:
@@ -129,11 +134,12 @@ def _mismatch_words(config: Config) -> str:
     """The weight that corrects the difference of sampler and trainer; empty without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
-    if algorithm.tis_cap is not None:
-        return f"weighted by {policy}/π_sampler up to {algorithm.tis_cap:g}"
-    if algorithm.icepop_band is not None:
-        low, high = algorithm.icepop_band
+    if algorithm.weight_band is not None:
+        low, high = algorithm.weight_band
         return f"weighted by {policy}/π_sampler where that is {low:g} to {high:g}"
+    if algorithm.weight_cap is not None:
+        most = f" up to {algorithm.weight_cap:g}" if math.isfinite(algorithm.weight_cap) else ""
+        return f"weighted by {policy}/π_sampler{most}"
     return ""
 
 

@@ -60,27 +60,27 @@ def serve(
     from retrain.serving.listening import Server, listening_socket, url_of
     from retrain.serving.sources import sources
 
-    bound = listening_socket(host, port)
-    given = sources(what, adapters or (), base)
-    for line in given.notes:
-        note(line)
-    from retrain.policy.base import load_weights, look_at
-    from retrain.serving.app import app_of
-    from retrain.serving.service import Service
+    with listening_socket(host, port) as bound:
+        given = sources(what, adapters or (), base)
+        for line in given.notes:
+            note(line)
+        from retrain.policy.base import load_weights, look_at
+        from retrain.serving.app import app_of
+        from retrain.serving.service import Service
 
-    loaded = load_weights(look_at(given.config), given.config.backend.devices, given.config.inference.dtype)
-    service = Service(loaded, given.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
-    try:
-        for name, directory in given.adapters.items():
-            service.load_at_start(name, directory)
-        names = ",".join(served.name for served in service.names.all())
+        loaded = load_weights(look_at(given.config), given.config.backend.devices, given.config.inference.dtype)
+        service = Service(loaded, given.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
+        try:
+            for name, directory in given.adapters.items():
+                service.load_at_start(name, directory)
+            names = ",".join(served.name for served in service.names.all())
 
-        def ready() -> None:
-            print(f"serving {names} at {url_of(bound)}", flush=True)
+            def ready() -> None:
+                print(f"serving {names} at {url_of(bound)}", flush=True)
 
-        Server(app_of(service, key), ready).run(sockets=[bound])
-    finally:
-        service.close()
+            Server(app_of(service, key), ready).run(sockets=[bound])
+        finally:
+            service.close()
 
 
 def _key(host: str, name: str | None) -> str | None:

@@ -5,6 +5,7 @@ Code of the user's own is named here as `module:function` and loaded by `retrain
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -17,6 +18,7 @@ from retrain.config.base import (
     Natural,
     NotNegative,
     OptionalAboveOne,
+    OptionalPositive,
     OptionalSentences,
     Plugin,
     Positive,
@@ -50,18 +52,31 @@ _SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
 
 
-def _unset_or_several(dotted: str) -> UsedWhen:
+def _unset_or_several(dotted: str, *besides: str) -> UsedWhen:
     """The marker of a key that a correction takes the effect from, unless a batch has several updates."""
-    return UsedWhen(dotted, (None,), unless="training.several_updates", unless_words="several updates of a batch")
+    several = "several updates of a batch"
+    return UsedWhen(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
+
+
+def _loss_key(dotted: str) -> UsedWhen:
+    """The marker of a key that some losses use."""
+    return UsedWhen("algorithm.loss", used_by("loss", dotted))
 
 
 CLIPPED = (
-    UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")),
+    _loss_key("training.clip_eps"),
     _unset_or_several("algorithm.tis_cap"),
     _unset_or_several("algorithm.icepop_band"),
+    _unset_or_several("algorithm.correction", "none"),
 )
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
+
+
+TIS_CAP = 2.0
+ICEPOP_BAND = (0.5, 5.0)
+DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
+"""Of the paper (arXiv 2602.04879), by divergence."""
 
 
 def _band(value: list[float] | None) -> list[float] | None:
@@ -96,16 +111,30 @@ class Algorithm(Section):
     `module:function` of your own."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
-    cispo_cap: Annotated[Positive, UsedWhen("algorithm.loss", used_by("loss", "algorithm.cispo_cap")), *CLIPPED[1:]] = (
-        5.0
-    )
+    cispo_cap: Annotated[Positive, _loss_key("algorithm.cispo_cap"), *CLIPPED[1:]] = 5.0
+    """Absolute cap on the importance ratio."""
+    dppo_divergence: Annotated[Literal["tv", "kl"], _loss_key("algorithm.dppo_divergence")] = "tv"
+    """How far a token's probability is from the sampler's: `tv` is |π − π_sampler|, `kl` the divergence of "this token
+    or another"."""
+    dppo_threshold: Annotated[OptionalPositive, _loss_key("algorithm.dppo_threshold")] = None
+    """From this divergence on a token no longer trains in the direction that leads further away; unset or 0 is 0.15 for
+    `tv` and 0.05 for `kl`."""
+    dppo_cap: Annotated[Positive, _loss_key("algorithm.dppo_cap")] = 20.0
     """Absolute cap on the importance ratio."""
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
     """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
-    tis_cap: Annotated[float, Field(ge=1)] | None = None
-    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap)."""
-    icepop_band: Annotated[list[float] | None, AfterValidator(_band)] = None
-    """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train."""
+    correction: Literal["none", "tis", "icepop", "decoupled"] | None = None
+    """How the loss corrects that the sampler is not the policy that trains: not at all; by truncated importance
+    sampling (`tis_cap`); by IcePop (`icepop_band`); or by the whole weight π_trainer/π_sampler (decoupled PPO). Unset
+    is what `tis_cap` or `icepop_band` says, else none."""
+    tis_cap: Annotated[Annotated[float, Field(ge=1)] | None, UsedWhen("algorithm.correction", (None, "tis"))] = None
+    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap). Unset is 2
+    with `correction = "tis"`."""
+    icepop_band: Annotated[
+        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.correction", (None, "icepop"))
+    ] = None
+    """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train. Unset
+    is `[0.5, 5.0]` with `correction = "icepop"`."""
     discard_group_zero_advantage: bool = True
     """Groups whose advantages are all 0 do not go through the trainer. They count in the divisor of the loss either
     way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
@@ -127,6 +156,29 @@ class Algorithm(Section):
         "kept"
     )
     """Whether the loss is divided by the kept tokens or by all of them; the two differ by 1/rho."""
+
+    @property
+    def weight_cap(self) -> float | None:
+        """The largest weight of a correction that caps it; None with another correction, or none."""
+        if self.correction == "decoupled":
+            return math.inf
+        return self.tis_cap or (TIS_CAP if self.correction == "tis" else None)
+
+    @property
+    def weight_band(self) -> tuple[float, float] | None:
+        """The weights that IcePop lets train; None without it."""
+        low_high = self.icepop_band or (ICEPOP_BAND if self.correction == "icepop" else None)
+        return (low_high[0], low_high[1]) if low_high else None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss is weighted by how probable a token is for the trainer and for the sampler."""
+        return self.weight_cap is not None or self.weight_band is not None
+
+    @property
+    def dppo_limit(self) -> float:
+        """The divergence from which on `dppo` masks."""
+        return self.dppo_threshold or DPPO_THRESHOLDS[self.dppo_divergence]
 
     @property
     def regularised(self) -> bool:
@@ -170,6 +222,9 @@ class Algorithm(Section):
                 f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
                 "keep one of the two",
             )
+        if self.loss == "dppo" and self.corrects:
+            keys = ("algorithm.correction", "algorithm.loss")
+            yield Finding(keys, 'beside loss = "dppo": both weigh by the same ratio', "keep one of the two")
 
 
 class Gtpo(Section):

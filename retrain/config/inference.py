@@ -86,6 +86,9 @@ class Inference(Section):
     sleep: Annotated[bool, Role.SPEED, UsedWhen("inference.engine", ("vllm",))] = False
     """Have vLLM free its GPU while this process trains on it, for one GPU shared by both; it needs
     `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in its environment (which `launch` sets)."""
+    swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
+    """With `max_off_policy_steps`: whether an episode is drawn to its end by the weights that began it, or every turn
+    of it by the newest that there are; each token keeps the version that drew it."""
     tolerance: Annotated[OptionalPositive, Role.SPEED, _OF_SERVERS] = None
     """Root mean square (nats) up to which a server's log-probabilities of the canary's tokens may differ from our own
     before anything is trained. Unset: 0.002, and 0.1 where the base is in bfloat16."""

@@ -197,6 +197,13 @@ LOSSES: dict[str, Mode] = {
         words="ratio as a constant weight, capped",
         keys=("algorithm.cispo_cap",),
     ),
+    "dppo": Mode(
+        formula="−sg(keep·min(ρ, dppo_cap))·A·log π with ρ = π/π_sampler; keep = 0 where A leads further than "
+        "dppo_threshold away from π_sampler",
+        paper="2602.04879",
+        words="masked by divergence from the sampler",
+        keys=("algorithm.dppo_divergence", "algorithm.dppo_threshold", "algorithm.dppo_cap"),
+    ),
 }
 
 WORKED_OUT = {

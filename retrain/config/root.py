@@ -72,6 +72,12 @@ class Config(Section):
         own = self.algorithm.critic and not self.critic.share_adapter
         return self.model.lora_rank + (own and (self.critic.lora_rank or self.model.lora_rank))
 
+    @property
+    def published_versions(self) -> int:
+        """Versions of a run's adapter that are kept for sampling; of those that servers have one more, with which one
+        that has not let go of it can be told."""
+        return self.training.max_off_policy_steps + 1 + self.inference.served
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
         return self.model_dump(mode="json")

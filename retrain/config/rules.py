@@ -51,6 +51,29 @@ def model_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+def off_policy_rules(config: Config) -> Iterator[Finding]:
+    """Rollouts behind the policy are corrected for, or it is said that they are not."""
+    steps, algorithm = config.training.max_off_policy_steps, config.algorithm
+    if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
+        what = "no rollout is behind" if steps == 0 else "every episode has one turn"
+        keys = ("inference.swap", "environment.max_turns" if steps else "training.max_off_policy_steps")
+        yield Finding(keys, f'is "in_flight", which has no effect: {what}', 'swap = "between"')
+    if steps == 0:
+        return
+    if is_plugin(config.backend.backend):
+        yield Finding(
+            ("training.max_off_policy_steps", "backend.backend"),
+            f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights',
+            "max_off_policy_steps = 0",
+        )
+    if algorithm.correction is None and not algorithm.corrects and algorithm.loss != "dppo":
+        yield Finding(
+            ("training.max_off_policy_steps", "algorithm.correction"),
+            f"is {steps}, and nothing says how the loss corrects for it",
+            'correction = "tis", "icepop" or "decoupled", loss = "dppo", or correction = "none"',
+        )
+
+
 def server_rules(config: Config) -> Iterator[Finding]:
     """What servers do not say, and what they decide themselves."""
     inference, engine = config.inference, ("inference.engine",)
@@ -394,6 +417,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 RULES = (
     environment_rules,
     model_rules,
+    off_policy_rules,
     server_rules,
     anneal_rules,
     group_rules,

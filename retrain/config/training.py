@@ -86,6 +86,10 @@ class Training(Section):
     target_kl: OptionalPositive = None
     """No further pass over a batch once `policy/approxkl_avg`, over the updates of a pass, exceeds this; unset or 0
     makes all of them."""
+    max_off_policy_steps: Natural = 0
+    """How many steps rollouts may be behind the policy that trains on them: those of step t are drawn by the weights as
+    they are before step max(0, t − so many). 0 trains on rollouts of the very weights that it changes. With a server
+    that samples on processors of its own, sampling for later steps then goes on during updates."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-4
     """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0

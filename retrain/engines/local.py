@@ -44,7 +44,7 @@ prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piec
 
 
 class LocalEngine:
-    """Samples with the base model and lanes that also train; of every run the newest published weights are kept.
+    """Samples with the base model and lanes that also train.
 
     ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
     has the rows that ``decode_bytes`` hold; one that runs out of memory all the same goes on with half of them.
@@ -53,6 +53,7 @@ class LocalEngine:
 
     gives_entropy = True
     exact = True
+    beside = False
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class LocalEngine:
         self.decoder = dense_decoder(base) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active
-        self._published: dict[str, tuple[int, LoraWeights]] = {}
+        self._published: dict[PolicyRef, LoraWeights] = {}
         self.keeps_blocks = False
         """Whether the products of base and adapters stay in memory from one ``sample`` to the next."""
         self._blocks: tuple[list[LoraWeights], list[Block]] | None = None
@@ -106,10 +107,16 @@ class LocalEngine:
             )
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """See ``Engine.publish``; the run's earlier weights are forgotten."""
+        """See ``Engine.publish``."""
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
-        self._published[ref.run_id] = (ref.version, weights.weights)
+        self._published[ref] = weights.weights
+        self._blocks = None
+        self.kept.clear()
+
+    def retire(self, ref: PolicyRef) -> None:
+        """See ``Engine.retire``; what was kept of sequences goes with them."""
+        self._published.pop(ref, None)
         self._blocks = None
         self.kept.clear()
 
@@ -121,12 +128,6 @@ class LocalEngine:
         """Drop all published weights."""
         self._published.clear()
         self._blocks = None
-
-    def withdraw(self, ref: PolicyRef) -> None:
-        """Drop the published weights of one run, and what was kept of its sequences."""
-        self._published.pop(ref.run_id, None)
-        self._blocks = None
-        self.kept.clear()
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
@@ -178,10 +179,12 @@ class LocalEngine:
             work = [row for row in work if not done[row.request]]
 
     def _weights(self, ref: PolicyRef) -> LoraWeights:
-        version, weights = self._published.get(ref.run_id, (None, None))
-        if weights is None or version != ref.version:
-            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there is {version}")
-        return weights
+        if ref not in self._published:
+            there = ", ".join(str(each.version) for each in self._published if each.run_id == ref.run_id)
+            raise RunFailed(
+                f"no weights were published as version {ref.version} of {ref.run_id}; there is {there or None}"
+            )
+        return self._published[ref]
 
     def _decode(
         self,

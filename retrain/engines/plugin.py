@@ -18,6 +18,7 @@ class PluginEngine:
     """Samples every run's prompts with that run's own backend; checks what comes back."""
 
     exact = False
+    beside = False
     sync_seconds: float | None = None
 
     def __init__(self, plugin: str, gives_entropy: bool):
@@ -36,6 +37,9 @@ class PluginEngine:
         if not isinstance(weights, PluginSnapshot):
             raise TypeError(f"this engine samples with backends, not with {type(weights).__name__}")
         self._backends[ref.run_id] = weights.backend
+
+    def retire(self, ref: PolicyRef) -> None:
+        """Nothing is kept but the backend, which later weights are sampled with too."""
 
     def forget_sequences(self) -> None:
         """Nothing is kept."""

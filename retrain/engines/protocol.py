@@ -64,10 +64,12 @@ Finished = Callable[[int, list[Action]], None]
 
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: the same weights, requests and
-    seeds give the same bits again."""
+    seeds give the same bits again. ``beside``: it samples on processors of its own, so that sampling for later steps
+    can go on while a policy is updated; ``sample`` may then be called from several threads."""
 
     gives_entropy: bool
     exact: bool
+    beside: bool
 
     @property
     def sync_seconds(self) -> float | None:
@@ -75,7 +77,11 @@ class Engine(Protocol):
         ...
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """Make these weights available to requests under ``ref``; older ones of the same run may be forgotten."""
+        """Make these weights available to requests under ``ref``, until they are retired."""
+        ...
+
+    def retire(self, ref: PolicyRef) -> None:
+        """No later request names these weights; nothing happens where they are not known."""
         ...
 
     def state(self) -> dict[str, Any]:

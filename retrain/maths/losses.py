@@ -2,8 +2,8 @@
 
 Differences from the textbook: the ratio ρ is taken between trainer and sampler logprobs of the same
 (temperature-applied) distribution; GSPO is its token form (arXiv 2507.18071 §4.3), which keeps token-level credit and
-has the sequence form's gradient when a completion has one advantage; CISPO's cap is absolute (arXiv 2506.13585). On
-policy all four have the same gradient.
+has the sequence form's gradient when a completion has one advantage; CISPO's cap is absolute (arXiv 2506.13585); DPPO's
+divergence and ratio are from the sampler, also in several updates of a batch. On policy all have the same gradient.
 
 A step is loss = Σ token_weights · per-token loss over every micro-batch. The denominators are counted over the whole
 optimizer step beforehand, so cutting it into micro-batches, or skipping a group whose advantages are 0, cannot change
@@ -129,11 +129,38 @@ def cispo(
     return -ratio_BT.clamp(max=options["ratio_cap"]) * adv_BT * logp_BT, torch.zeros_like(mask_BT), capped_BT
 
 
+DIVERGENCES = ("tv", "kl")
+LEAST_PROBABILITY = 1e-8
+"""Added inside the logarithm of the probabilities of all other tokens together."""
+
+
+def dppo(
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+) -> LossParts:
+    """−sg(keep·min(ρ, cap))·A·log π (arXiv 2602.04879): a token whose probability has gone further from the sampler's
+    than ``divergence_limit`` no longer trains in that direction.
+
+    Divergence of π from μ, the sampler, over "this token or another": ``tv`` |π − μ|, ``kl`` KL(μ ‖ π).
+    """
+    now_BT, sampler_BT = logp_BT.detach().exp(), (logp_BT - log_ratio_BT).detach().exp()
+    if options["divergence"] == "tv":
+        divergence_BT = (now_BT - sampler_BT).abs()
+    else:
+        other_BT = ((1.0 - sampler_BT + LEAST_PROBABILITY) / (1.0 - now_BT + LEAST_PROBABILITY)).log()
+        divergence_BT = -sampler_BT * log_ratio_BT.detach() + (1.0 - sampler_BT) * other_BT
+    far_BT = divergence_BT > options["divergence_limit"]
+    low_BT = far_BT & (adv_BT < 0.0) & (now_BT < sampler_BT)
+    high_BT = far_BT & (adv_BT > 0.0) & (now_BT > sampler_BT)
+    weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.detach().exp().clamp(max=options["divergence_cap"]))
+    return -weight_BT * adv_BT * logp_BT, low_BT, high_BT
+
+
 POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, dict[str, Any]], LossParts]] = {
     "reinforce": reinforce,
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
+    "dppo": dppo,
 }
 
 
@@ -166,6 +193,9 @@ def policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None = None,
     ratio_cap: float = 5.0,
+    divergence: str = "tv",
+    divergence_limit: float = 0.15,
+    divergence_cap: float = 20.0,
     weights_BT: Floats_BT | None = None,
 ) -> tuple[Floats_BT, Sums]:
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
@@ -183,12 +213,25 @@ def policy_loss(
             "loss bounds must be 0 <= clip_low <= 1, clip_high >= 0, ratio_cap > 0 and dual_clip > 1: got "
             f"{clip_low}, {clip_high}, {ratio_cap}, {dual_clip}"
         )
+    if divergence not in DIVERGENCES or divergence_limit <= 0.0 or divergence_cap <= 0.0:
+        raise ValueError(
+            f"divergence must be one of {', '.join(DIVERGENCES)}, its limit and cap > 0: got {divergence}, "
+            f"{divergence_limit}, {divergence_cap}"
+        )
     given = {"sampler logprob": sampler_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
     for what, values_BT in given.items():
         if values_BT.shape != mask_BT.shape:
             raise ValueError(f"{what}s have shape {tuple(values_BT.shape)}, the mask {tuple(mask_BT.shape)}")
         _require_finite(what, values_BT, mask_BT)
-    options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "ratio_cap": ratio_cap}
+    options = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "dual_clip": dual_clip,
+        "ratio_cap": ratio_cap,
+        "divergence": divergence,
+        "divergence_limit": divergence_limit,
+        "divergence_cap": divergence_cap,
+    }
     adv_BT = torch.where(mask_BT, advantages_BT.detach(), 0.0).to(logprobs_BT.dtype)
     ratio_BT = log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT)
     logp_BT = torch.where(mask_BT, logprobs_BT, 0.0)

@@ -23,10 +23,10 @@ def cpu_token_budget(weight_bytes: int) -> int:
     return 1024 if weight_bytes <= SMALL_MODEL_BYTES else 2048
 
 
-def adapter_bytes(weights: int, itemsize: int) -> int:
+def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
     """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: what is
-    trained, what was published, and the copy in the base's precision that decoding reads."""
-    return weights * (TRAINED_BYTES + PUBLISHED_BYTES + itemsize)
+    trained, the versions that were published, and the copy in the base's precision that decoding reads."""
+    return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
 
 
 def critic_bytes(weights: int) -> int:

@@ -19,11 +19,11 @@ from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
 from retrain.policy.logprobs import by_place, collate, hidden_states, split_microbatches, token_logprobs
-from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import new_optimizer
-from retrain.policy.protocol import Scores, TrainBatch, Want
+from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.policy.update import train_step
 from retrain.types import Sample
@@ -77,7 +77,7 @@ class LocalPolicy:
         plan: MemoryPlan | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
-        self.adapter = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise(*stream)
+        self.adapter = self._new_adapter().initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
         self.optimizer = new_optimizer([self.adapter.flat], training.lr, betas, optimizer.eps, training.weight_decay)
@@ -95,16 +95,17 @@ class LocalPolicy:
             "backend_preserves_token_advantages": True,
         }
 
-    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
+    def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
         """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients. Raises
         ModelError for values where it has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
+        adapter = self.adapter if weights is None else _weights_of(weights)
         while want:
             parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
             sizes = [len(part) for part in parts]
             try:
-                return self._score(samples, parts, want)
+                return self._score(samples, parts, want, adapter)
             except (MemoryError, RuntimeError) as error:
                 if max(sizes) == 1 or not is_out_of_memory(error):
                     raise
@@ -112,7 +113,13 @@ class LocalPolicy:
             self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
         return Scores()
 
-    def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]], want: frozenset[Want]) -> Scores:
+    def _score(
+        self,
+        samples: Sequence[Sample],
+        parts: Sequence[Sequence[int]],
+        want: frozenset[Want],
+        adapter: Adapter | LoraWeights,
+    ) -> Scores:
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
         for part in parts:
@@ -122,7 +129,7 @@ class LocalPolicy:
                 if Want.REFERENCE in want:
                     tables[Want.REFERENCE], _ = token_logprobs(self.base, batch, temperature)
                 if want & {Want.LOGPROBS, Want.ENTROPY}:
-                    with self.lanes.single(self.adapter):
+                    with self.lanes.single(adapter):
                         tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
                             self.base, batch, temperature, entropy=Want.ENTROPY in want
                         )
@@ -194,6 +201,18 @@ class LocalPolicy:
             )
         self.adapter.load(stored.tensors)
 
+    def read(self, directory: Path) -> LocalSnapshot:
+        """See ``Policy.read``. Raises CheckpointError when the adapter is of another shape."""
+        stored, adapter = read_adapter(directory), self._new_adapter()
+        try:
+            adapter.load(stored.tensors, lowered=True)
+        except ModelError as error:
+            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+        return LocalSnapshot(adapter.frozen(), stored.config)
+
+    def _new_adapter(self) -> Adapter:
+        return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)
+
     def begin_step(self, step: int) -> list[str]:
         """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``.
 
@@ -221,6 +240,13 @@ class LocalPolicy:
     def notes(self) -> list[str]:
         """What memory and the model's layers did not allow."""
         return self.budget.take_notes()
+
+
+def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
+    """What to score with. Raises TypeError for the snapshot of another kind of policy."""
+    if not isinstance(snapshot, LocalSnapshot):
+        raise TypeError(f"this policy scores with LoRA adapters, not with {type(snapshot).__name__}")
+    return snapshot.weights
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -75,7 +75,8 @@ class PolicyTerm:
     A correction splits π/π_sampler into the policy's own ratio π/π_old, which the loss clips, and the weight
     π_old/π_sampler. Where a batch has one update, π_old is π itself and the own ratio is 1; the statistics stay those
     against the sampler, and what they count as clipped is what the cap or the band cuts. In several updates π_old are
-    the log-probabilities that the samples bring, and ratio and clipping are those of the loss.
+    the log-probabilities that the samples bring, and ratio and clipping are those of the loss; ``dppo`` compares with
+    the sampler in any case.
 
     ``logged``: the mean loss of a token is a number of the record too.
     """
@@ -84,6 +85,9 @@ class PolicyTerm:
     clip_low: float = 0.2
     clip_high: float = 0.2
     ratio_cap: float = 5.0
+    divergence: str = "tv"
+    divergence_limit: float = 0.15
+    divergence_cap: float = 20.0
     dual_clip: float | None = None
     tis_cap: float | None = None
     icepop_band: tuple[float, float] | None = None
@@ -107,6 +111,8 @@ class PolicyTerm:
         cap, band, given_BT = self.tis_cap, self.icepop_band, batch.old_logprobs_BT
         corrected = cap is not None or band is not None
         old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if corrected else sampler_BT
+        if self.loss == "dppo":
+            old_BT = sampler_BT
         weights_BT = mismatch_weights(old_BT, sampler_BT, mask_BT, cap=cap, band=band) if corrected else None
         per_token_BT, sums = policy_loss(
             self.loss,
@@ -118,6 +124,9 @@ class PolicyTerm:
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             ratio_cap=self.ratio_cap,
+            divergence=self.divergence,
+            divergence_limit=self.divergence_limit,
+            divergence_cap=self.divergence_cap,
             weights_BT=weights_BT,
         )
         if given_BT is not None:
@@ -296,7 +305,6 @@ def objective_of(config: Config, loss: Loss) -> Objective:
     """The objective that a run's configuration asks for; ``loss`` is its policy loss, loaded."""
     algorithm, training = config.algorithm, config.training
     clip_low, clip_high = training.clip_range
-    band = algorithm.icepop_band
     terms: list[Term] = [
         PolicyTerm(
             loss=loss,
@@ -304,8 +312,11 @@ def objective_of(config: Config, loss: Loss) -> Objective:
             clip_high=clip_high,
             ratio_cap=algorithm.cispo_cap,
             dual_clip=algorithm.dual_clip,
-            tis_cap=algorithm.tis_cap,
-            icepop_band=(band[0], band[1]) if band else None,
+            divergence=algorithm.dppo_divergence,
+            divergence_limit=algorithm.dppo_limit,
+            divergence_cap=algorithm.dppo_cap,
+            tis_cap=algorithm.weight_cap,
+            icepop_band=algorithm.weight_band,
             logged=algorithm.critic,
         )
     ]

@@ -163,11 +163,17 @@ class PluginPolicy:
             "backend_preserves_token_advantages": self.backend.preserves_token_advantages,
         }
 
-    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
+    def score(
+        self, samples: Sequence[Sample], want: frozenset[Want], weights: protocol.PolicySnapshot | None = None
+    ) -> Scores:
         """Nothing can be asked of a backend besides samples. Raises PluginError when something is."""
         if want:
             raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
         return Scores()
+
+    def read(self, directory: Path) -> protocol.PolicySnapshot:
+        """Raises PluginError: a backend samples with the weights that it holds."""
+        raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
     def update(self, batch: protocol.TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
         """One optimizer step of the backend. The version counts steps that have begun: after one that failed nobody

@@ -146,8 +146,9 @@ class Policy(Protocol):
         """What rows say of it: loss_is_placeholder, backend_reports_sync_loss, backend_preserves_token_advantages."""
         ...
 
-    def score(self, samples: Sequence[Sample], want: frozenset[Want]) -> Scores:
-        """What the policy says of these samples, by a fresh forward pass."""
+    def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
+        """What the policy says of these samples, by a fresh forward pass; with ``weights`` what it said when these were
+        its own, values excepted."""
         ...
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
@@ -165,6 +166,10 @@ class Policy(Protocol):
 
     def begin_with(self, directory: Path) -> None:
         """Take over the weights alone that other tools or another run left in ``directory``."""
+        ...
+
+    def read(self, directory: Path) -> PolicySnapshot:
+        """Weights that a snapshot has exported into ``directory``, for an engine to sample with."""
         ...
 
     def begin_step(self, step: int) -> list[str]:

@@ -73,6 +73,8 @@ ENDED = {
 }
 """Why an episode is over (``types.Ended``): in words, and how often that should be."""
 
+BESIDE = "ahead"
+"""The name of spans in which rollouts were sampled beside other parts of earlier steps."""
 TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",
@@ -256,8 +258,9 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("clip_ratio/high_mean", "share of trained tokens clipped from above (positive advantage)", "share"),
     _metric("clip_ratio/high_max", "the same in the completion where it is largest", "share"),
     _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
-    _metric("off_policy_steps_mean", "mean age of the rollouts in policy versions", "steps", "0 when synchronous"),
-    _metric("off_policy_steps_max", "largest age of the rollouts in policy versions", "steps", "0 when synchronous"),
+    _metric("off_policy_steps_mean", "mean age of the rollouts: how many steps the weights that drew the oldest token "
+            "of each are behind those that train on it", "steps", "0 when synchronous"),
+    _metric("off_policy_steps_max", "the age of the oldest", "steps", "0 when synchronous"),
 ],
 "Token credit": [
     _metric("uncertainty_kind", "which uncertainty weighs the tokens", wandb="train/uncertainty_kind"),
@@ -378,6 +381,14 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("perf/tokens_per_s", "prompt and completion tokens / step_time_s", "tokens/s",
             telescope="tokens_per_second", retrain="tokens_per_second"),
     _metric("perf/episodes_per_s", "completions / step_time_s", "completions/s", trl="eps"),
+    _metric("queue_depth", "batches of later steps that were sampled, or being sampled, when this one was taken",
+            "batches", "max_off_policy_steps with a server, 0 with the engine in this process", requires="ahead"),
+    _metric("time/overlap", "seconds of the step, once its rollouts were there, in which those of later steps were "
+            "sampled; not one of the parts that add up to step_time_s", "s", requires="ahead"),
+    _metric("perf/sampler_tokens_per_s", "completion tokens of the step / the seconds in which they were sampled",
+            "tokens/s", requires="ahead"),
+    _metric("perf/trainer_tokens_per_s", "prompt and completion tokens of the step / time/update", "tokens/s",
+            requires="ahead"),
     _metric("perf/peak_memory_gib", "most memory in use so far: of the GPU's allocator, on the CPU of the process",
             "GiB"),
 ],
@@ -471,6 +482,7 @@ def _markdown_row(metric: Metric) -> str:
     notes = {alias: f" ({note})" for alias, (note, _) in SCALED_ALIASES.items()}
     aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
     needs = {
+        "ahead": "with `max_off_policy_steps`",
         "critic": "with a critic",
         "updates": "with several updates",
         "tools": "with tools",

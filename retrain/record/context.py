@@ -53,7 +53,8 @@ class RunContext:
         tools = {"tools"} if self.config.environment.tools else set()
         updates = {"updates"} if self.config.training.several_updates else set()
         critic = {"critic"} if self.config.algorithm.critic else set()
-        named = evaluated | episodes | tools | updates | critic
+        ahead = {"ahead"} if self.config.training.max_off_policy_steps else set()
+        named = evaluated | episodes | tools | updates | critic | ahead
         return credit_of(self.config.algorithm.transform_mode).features | named
 
 

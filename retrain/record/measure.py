@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from retrain.files import jsonable
-from retrain.record.catalogue import METRICS, TIMED_PARTS, alias_values, row_metrics
+from retrain.record.catalogue import BESIDE, METRICS, TIMED_PARTS, alias_values, row_metrics
 from retrain.record.context import RunContext
 from retrain.record.evaluation import empty_evaluation
 from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
@@ -69,7 +69,7 @@ def step_row(
         **_credit(record, context),
         **_lengths(samples),
         **_discarded(record.groups, samples),
-        **_times(record, samples),
+        **_times(record, samples, "ahead" in context.features),
     }
     scalars = (bool, int, float, str, np.generic, type(None))
     given = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
@@ -184,9 +184,10 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
 
 
 def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
-    """Entropy of all sampled tokens from what the sampler reported, and the score with its KL penalty; ages are 0
-    unless the update says otherwise."""
+    """Entropy of all sampled tokens from what the sampler reported, how old they are, and the score with its KL
+    penalty."""
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+    ages = [rollout.age for rollout in rollouts]
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     given = {**record.state, **record.update}
@@ -197,8 +198,8 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     return {
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
         "entropy_sampled": None if logprob is None else -logprob,
-        "off_policy_steps_mean": 0.0,
-        "off_policy_steps_max": 0,
+        "off_policy_steps_mean": sum(ages) / len(ages) if ages else None,
+        "off_policy_steps_max": max(ages, default=None),
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
@@ -264,13 +265,17 @@ def _discarded(groups: list[Group], samples: Samples) -> Row:
     }
 
 
-def _times(record: StepRecord, samples: Samples) -> Row:
-    """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step."""
+def _times(record: StepRecord, samples: Samples, ahead: bool) -> Row:
+    """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step. What was
+    sampled beside other parts is none of them; with ``ahead`` the speed of both sides is told."""
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}
     for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort"):
         row[f"time/{name}"] = 0.0
+    beside = [end - start for name, start, end in record.spans if name == BESIDE]
     for name, start, end in record.spans:
+        if name == BESIDE:
+            continue
         inside = max(0.0, min(end, record.step_end) - max(start, record.step_start))
         row[f"time/{name}"] = row.get(f"time/{name}", 0.0) + inside
     spent = sum(value for key, value in row.items() if key.startswith("time/"))
@@ -282,6 +287,11 @@ def _times(record: StepRecord, samples: Samples) -> Row:
         row["perf/completion_tokens_per_s"] = tokens / total
         row["perf/tokens_per_s"] = (tokens + float(samples.prompt_length_N.sum())) / total
         row["perf/episodes_per_s"] = len(samples) / total
+    if ahead:
+        sampled, trained = float(samples.length_N.sum()), float((samples.length_N + samples.prompt_length_N).sum())
+        seconds = sum(beside) or row["time/rollout"]
+        row["perf/sampler_tokens_per_s"] = sampled / seconds if seconds > 0 else None
+        row["perf/trainer_tokens_per_s"] = trained / row["time/update"] if row["time/update"] > 0 else None
     return row
 
 

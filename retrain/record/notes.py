@@ -218,7 +218,9 @@ def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> 
 
 
 def _clip_zero(recent: Recent, shares: list[float], ratios: list[float]) -> Finding:
-    if recent.config.training.several_updates or max(shares) > 0 or max(abs(ratio - 1) for ratio in ratios) > 1e-3:
+    training = recent.config.training
+    several = training.several_updates or training.max_off_policy_steps
+    if several or max(shares) > 0 or max(abs(ratio - 1) for ratio in ratios) > 1e-3:
         return None
     return (
         "no token is clipped: with one update per batch the importance ratio is 1, so that is normal",
@@ -228,7 +230,7 @@ def _clip_zero(recent: Recent, shares: list[float], ratios: list[float]) -> Find
 
 def _engines_disagree(recent: Recent, values: list[float]) -> Finding:
     (value,), limit = values, 1e-6 if recent.dtype in ("float32", "float64") else 1e-3
-    if value <= limit:
+    if value <= limit or recent.config.training.max_off_policy_steps:
         return None
     return (
         f"sampler and trainer disagree about the same tokens: kl_sample_train_v2 = {value:.2g}, above {limit:g}",
@@ -238,7 +240,7 @@ def _engines_disagree(recent: Recent, values: list[float]) -> Finding:
 
 
 def _ratio_off(recent: Recent, ratios: list[float]) -> Finding:
-    if min(abs(ratio - 1) for ratio in ratios) < 0.05:
+    if recent.config.training.max_off_policy_steps or min(abs(ratio - 1) for ratio in ratios) < 0.05:
         return None
     return (
         f"the mean importance ratio is {ratios[-1]:.3f}, not 1: the policy that trains is not the one that sampled",

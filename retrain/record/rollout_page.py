@@ -29,7 +29,7 @@ from retrain.record.rollouts import (
     part_names,
 )
 from retrain.record.samples import collect, mean
-from retrain.types import Group, Message, RewardResult, Rollout, Turn
+from retrain.types import TOO_OLD, Group, Message, RewardResult, Rollout, Turn
 
 SAMPLE_CHARACTERS = 20_000
 """Longest text of one sample on a page."""
@@ -157,12 +157,19 @@ def _toolbar(groups: Sequence[Group]) -> str:
     )
 
 
+DISCARDED = {
+    "zero_advantage": "all advantages are 0",
+    "no_reward": "nothing could be graded",
+    TOO_OLD: "too many steps behind the policy",
+}
+"""Why a group did not train."""
+
+
 def _group_card(batch: Batch, index: int, group: Group, limit: int) -> str:
     problem = group.prompt.problem
     chips = "".join(f'<span class="chip">{escape(tag)}</span>' for tag in problem.tags)
-    if group.discarded in ("zero_advantage", "no_reward"):
-        reason = "all advantages are 0" if group.discarded == "zero_advantage" else "nothing could be graded"
-        chips += f'<span class="chip warn">did not train: {reason}</span>'
+    if group.discarded in DISCARDED:
+        chips += f'<span class="chip warn">did not train: {DISCARDED[group.discarded]}</span>'
     messages = [_message(m["role"], m["content"], PROMPT_CHARACTERS) for m in conversation_of(group.prompt)]
     if problem.answer:
         messages.append(_message("answer", problem.answer, LEAST_CHARACTERS))

@@ -37,7 +37,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Batch:
-    """What one iteration sampled. ``iteration`` counts the updates that the sampling weights had.
+    """What one iteration sampled. ``iteration`` counts the updates before it.
 
     ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
     texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
@@ -86,7 +86,7 @@ def summary_rows(batch: Batch) -> list[Row]:
             "group_idx": index,
             "traj_idx": sample,
             "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
-            "sampling_client_step": batch.iteration,
+            "sampling_client_step": batch.iteration - rollout.age,
             "total_reward": rollout.reward.total_reward,
             "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
             "trajectory_metrics": metrics_of(rollout.reward),

@@ -16,6 +16,7 @@ from typing import Any
 
 from retrain.files import read_jsonl, write_text
 from retrain.record import numbers
+from retrain.record.catalogue import BESIDE
 from retrain.record.html import asset, data_block, escape, facts, page, table
 from retrain.record.numbers import percent
 
@@ -54,20 +55,22 @@ def steps_of(rows: Sequence[dict[str, Any]]) -> list[Step]:
     """Steps from the rows of ``timing_spans.jsonl``.
 
     Spans of a row that begin before the step before has ended (its checkpoint and record, written down later) count
-    where they lie on the clock. A gap of a resumed run, in which no process worked, belongs to no step.
+    where they lie on the clock, and rollouts that were sampled beside earlier steps are shown, but are no part of the
+    step's time. A gap of a resumed run, in which no process worked, belongs to no step.
     """
     steps: list[Step] = []
     for row in rows:
         named = ((str(s["name"]), float(s["wall_start"]), float(s["wall_end"])) for s in row["spans"])
         spans = sorted((span for span in named if span[2] >= span[1]), key=lambda span: span[1])
-        if not spans:
+        own = [span for span in spans if span[0] != BESIDE]
+        if not own:
             continue
-        start, end = spans[0][1], max(span[2] for span in spans)
+        start, end = own[0][1], max(span[2] for span in own)
         before = steps[-1] if steps else None
         if before is not None and 0 <= start - before.end < 1.0 + (before.end - before.start):
             start = before.end
         seconds: dict[str, float] = {}
-        for name, begin, stop in spans:
+        for name, begin, stop in own:
             seconds[name] = seconds.get(name, 0.0) + stop - begin
         seconds["other"] = max(0.0, end - start - sum(seconds.values()))
         steps.append(Step(int(row["step"]), start, end, tuple(spans), seconds))
@@ -114,10 +117,15 @@ def _phases(
         at = steps[seconds[name].index(longest)].number
         rows.append([f'<i class="key {css}"></i>{escape(name)}', times[0], share, *times[1:], str(at)])
     heads = ("phase", "time", "share", "per step", "longest", "in step")
+    ahead = "rollout is waiting for what is sampled ahead; " * any(_has_beside(step) for step in steps)
     return (
         f'<div class="share">{"".join(bar)}</div>\n{table(heads, rows, {0}, "phases")}<p class="muted small">'
-        "cohort is waiting for runs that train together with this one; other is what no phase names.</p>"
+        f"{ahead}cohort is waiting for runs that train together with this one; other is what no phase names.</p>"
     )
+
+
+def _has_beside(step: Step) -> bool:
+    return any(name == BESIDE for name, *_ in step.spans)
 
 
 def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
@@ -177,8 +185,10 @@ def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
     counts = accumulate(len(step.spans) for step in reversed(steps))
     shown = steps[-max(1, sum(count <= SPANS_SHOWN for count in counts)) :]
     left_out = len(steps) - len(shown)
-    lanes = [name for name in phases if name != "other"]
-    origin = min(step.start for step in shown)
+    beside = [BESIDE] if any(_has_beside(step) for step in shown) else []
+    lanes = [*beside, *(name for name in phases if name != "other")]
+    phases = {BESIDE: "p1", **phases}
+    origin = min(min(step.start, step.spans[0][1]) for step in shown)
 
     def ms(moment: float) -> float:
         return round(1000 * (moment - origin), 1)

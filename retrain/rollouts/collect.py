@@ -35,7 +35,7 @@ NO_LIMITS = Limits()
 @dataclass(frozen=True)
 class RolloutRequest:
     """``samples`` rollouts of one problem by the policy that ``policy`` names. ``stream`` names the random stream of
-    the group."""
+    the group. ``newest`` names the weights that later turns are drawn by; None for the same ones."""
 
     environment: Environment
     renderer: Renderer
@@ -45,6 +45,7 @@ class RolloutRequest:
     sampling: Sampling
     stream: tuple[int | str, ...]
     limits: Limits = NO_LIMITS
+    newest: Callable[[], PolicyRef] | None = None
 
 
 @dataclass
@@ -173,7 +174,8 @@ class _Open:
         asked = range(request.samples) if sample is None else [sample]
         goes_on = self.request.limits.turns is None or turn + 1 < self.request.limits.turns
         names = tuple((*request.stream, each) for each in asked) if goes_on or turn else ()
-        return SampleRequest(request.policy, tuple(prompt_ids), count, stream=stream, sequences=names, **vars(sampling))
+        policy = request.newest() if turn and request.newest is not None else request.policy
+        return SampleRequest(policy, tuple(prompt_ids), count, stream=stream, sequences=names, **vars(sampling))
 
     @property
     def living(self) -> list[int]:

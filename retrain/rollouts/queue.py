@@ -1,11 +1,18 @@
-"""Rollouts for the next update of every run.
+"""Rollouts for the next update of every run, and where they may run ahead of the policy those of later updates.
 
-Nothing is sampled ahead: every update trains on samples of the weights that it changes.
+An engine that samples with the processors that also train is asked when rollouts are due: every update waits for its
+own. One that has processors of its own (``Engine.beside``) is asked in a thread, so that it samples for later steps
+while a policy is updated. How far ahead is decided by who offers, and what is offered is sampled and taken in order: no
+long rollout is passed over for a short one, none is sampled in vain, and a step has the same problems either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -15,31 +22,151 @@ from retrain.rollouts.collect import Collected, RolloutRequest, collect
 from retrain.types import Group
 
 Owner = TypeVar("Owner")
+Span = tuple[str, float, float]
+
+
+@dataclass(frozen=True)
+class Taken(Generic[Owner]):
+    """The groups of every owner, in the order of its requests; ``spans`` of time, ("rollout" | "score", start, end) in
+    seconds since the epoch, or ("ahead", …) of what was sampled in a thread and ("rollout", …) of waiting for it; the
+    seconds that the engine took to load weights, None where it does not say; how many offers were not yet due."""
+
+    groups: dict[Owner, list[Group | Exception]]
+    spans: list[Span]
+    sync_seconds: float | None
+    depth: int = 0
+
+
+@dataclass
+class _Offer(Generic[Owner]):
+    """One owner's requests of one step, and once it is sampled what came of them."""
+
+    owner: Owner
+    step: int
+    requests: Sequence[RolloutRequest]
+    groups: list[Group | Exception] | None = None
+    collected: Collected | None = None
 
 
 class RolloutQueue(Generic[Owner]):
-    """Samples for all runs of a cohort in one decode batch. ``pressure`` decides how many rollouts decode at once."""
+    """Samples for all runs of a cohort in one decode batch. ``pressure`` decides how many rollouts decode at once;
+    ``ahead``: a thread samples what is offered, whether it is due or not."""
 
-    def __init__(self, engine: Engine, pressure: Pressure | None = None):
-        self.engine, self.pressure = engine, pressure
+    def __init__(self, engine: Engine, pressure: Pressure | None = None, ahead: bool = False):
+        self.engine, self.pressure, self.ahead = engine, pressure, ahead
+        self._offers: dict[tuple[Owner, int], _Offer[Owner]] = {}
+        self._changed = threading.Condition()
+        self._collecting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._busy: list[tuple[float, float]] = []
+        self._since: float | None = None
 
-    def take(
-        self, wanted: Mapping[Owner, Sequence[RolloutRequest]]
-    ) -> tuple[dict[Owner, list[Group | Exception]], Collected]:
-        """The groups of every owner, in the order of its requests, and all that ``collect`` returned."""
-        requests = [request for own in wanted.values() for request in own]
-        collected = collect(self.engine, requests, self.pressure.max_rows if self.pressure else None)
+    def offer(self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]]) -> None:
+        """What an owner will take, by step."""
+        with self._changed:
+            for step, own in requests.items():
+                self._offers[owner, step] = _Offer(owner, step, own)
+            self._changed.notify_all()
+
+    def withdraw(self, owner: Owner) -> None:
+        """The owner will take nothing more."""
+        with self._changed:
+            self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
+
+    def take(self, due: Mapping[Owner, int]) -> Taken[Owner]:
+        """The groups of every owner's step, which it has offered. Raises what the engine raised."""
+        begin = time.time()
+        if self.ahead:
+            self._wait([(owner, step) for owner, step in due.items()])
+        else:
+            self._collect([self._offers[owner, step] for owner, step in due.items()])
+        with self._changed:
+            offers = [self._offers.pop((owner, step)) for owner, step in due.items()]
+            depth = len({step for _, step in self._offers})
+        sampled = list({id(offer.collected): offer.collected for offer in offers if offer.collected}.values())
+        spans = [span for collected in sampled for span in collected.spans]
+        syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
+        if self.ahead:
+            spans = [*(("ahead", start, end) for _, start, end in spans), ("rollout", begin, time.time())]
+        groups = {offer.owner: offer.groups or [] for offer in offers}
+        return Taken(groups, spans, sum(syncs) if syncs else None, depth)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is sampled ahead inside: environments and graders serve one batch at a time."""
+        with self._collecting:
+            yield
+
+    def overlap(self, begin: float, end: float) -> float:
+        """Seconds of this time in which rollouts were sampled in the thread."""
+        with self._changed:
+            spans = [*self._busy, *([] if self._since is None else [(self._since, end)])]
+            self._busy = [span for span in self._busy if span[1] > begin]
+        return sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
+
+    def close(self) -> None:
+        """Sample no more; what is being sampled is nobody's."""
+        with self._changed:
+            self._closed = True
+            self._offers.clear()
+            self._changed.notify_all()
+
+    def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
+        requests = [request for offer in offers for request in offer.requests]
+        with self._collecting:
+            collected = collect(self.engine, requests, self.pressure.max_rows if self.pressure else None)
         if self.pressure is not None:
-            self._observe(self.pressure, collected)
+            _observe(self.pressure, collected)
         groups = iter(collected.groups)
-        return {owner: list(islice(groups, len(own))) for owner, own in wanted.items()}, collected
+        for offer in offers:
+            offer.groups, offer.collected = list(islice(groups, len(offer.requests))), collected
 
-    def _observe(self, pressure: Pressure, collected: Collected) -> None:
-        """How fast it went: tokens sampled, seconds of decoding, and how many tokens came before one on average."""
-        groups = [group for group in collected.groups if isinstance(group, Group)]
-        rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
-        if not rollouts:
-            return
-        sampled, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)
-        seconds = sum(end - start for name, start, end in collected.spans if name == "rollout")
-        pressure.observe(sampled, seconds, read / len(rollouts) + sampled / (2 * len(rollouts)))
+    def _wait(self, due: Sequence[tuple[Owner, int]]) -> None:
+        """Until all of these are sampled. Raises what ended the thread."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rollouts ahead", daemon=True)
+                self._thread.start()
+            while any(self._offers[each].groups is None for each in due):
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+
+    def _work(self) -> None:
+        """Sample what is offered, as long as somebody may take it."""
+        while True:
+            with self._changed:
+                while not self._closed and not self._waiting():
+                    self._changed.wait()
+                if self._closed:
+                    return
+                offers, self._since = self._waiting(), time.time()
+            try:
+                self._collect(offers)
+            except BaseException as error:
+                self._failure = error
+            with self._changed:
+                self._busy.append((self._since, time.time()))
+                self._since = None
+                self._changed.notify_all()
+                if self._failure is not None:
+                    return
+
+    def _waiting(self) -> list[_Offer[Owner]]:
+        """The offers of the earliest step that is not sampled."""
+        missing = [offer for offer in self._offers.values() if offer.groups is None]
+        first = min((offer.step for offer in missing), default=0)
+        return [offer for offer in missing if offer.step == first]
+
+
+def _observe(pressure: Pressure, collected: Collected) -> None:
+    """How fast it went: tokens sampled, seconds of decoding, and how many tokens came before one on average."""
+    groups = [group for group in collected.groups if isinstance(group, Group)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
+    if not rollouts:
+        return
+    sampled, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)
+    seconds = sum(end - start for name, start, end in collected.spans if name == "rollout")
+    pressure.observe(sampled, seconds, read / len(rollouts) + sampled / (2 * len(rollouts)))

@@ -21,6 +21,9 @@ from retrain.policy.base import BaseModel
 from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.serving.refusal import Refusal
 
+MAX_ADAPTERS = 256
+"""Adapters in memory at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class Served:
@@ -126,6 +129,9 @@ class Names:
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
+
+        if len(self._adapters) >= MAX_ADAPTERS and name not in self._adapters:
+            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
 
     def new_ref(self, name: str) -> PolicyRef:
         """A reference that nothing has had before."""

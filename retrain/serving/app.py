@@ -50,6 +50,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
         ],
         exception_handlers={Refusal: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
+    app.router.redirect_slashes = False
     app.add_middleware(Gate, api_key=api_key)
     return app
 

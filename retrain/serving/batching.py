@@ -210,7 +210,7 @@ class Batcher:
             done = [ref for ref in self._retired if ref not in used]
             self._retired = [ref for ref in self._retired if ref in used]
         for ref in done:
-            self.engine.withdraw(ref)
+            self.engine.retire(ref)
 
     def _draw(self) -> None:
         """One piece of every generation."""

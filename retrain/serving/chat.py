@@ -53,7 +53,8 @@ def rendered(
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(own & set(more)):
         raise Refusal(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
-    renderer = Renderer(tokenizer, Data().model_copy(update={"chat_template_kwargs": dict(more)}))
+    data = Data().model_copy(update={"chat_template_kwargs": dict(more)})
+    renderer = Renderer(tokenizer, data, tools_prompt="")
     try:
         return renderer.prompt(Problem("of the request", "", ""), plain, tools).token_ids
     except (RetrainError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -13,14 +13,21 @@ from starlette.types import ASGIApp
 
 from retrain.errors import UsageError
 
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients keep one, so that none sends into one that is just closed."""
+
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket of this address, which nobody can connect to yet; port 0 is any that is free. Raises UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(
@@ -40,7 +47,8 @@ class Server(uvicorn.Server):
     wait for that."""
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None]):
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+        more = {"lifespan": "off", "ws": "none", "timeout_keep_alive": KEEP_ALIVE_S}
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **more))
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -273,6 +273,38 @@ def test_metrics_by_hand():
     )
 
 
+@pytest.mark.parametrize(
+    ("divergence", "limit", "kept"), [("tv", 0.15, [1, 0, 1, 0, 1]), ("kl", 0.05, [0, 0, 1, 0, 1])]
+)
+def test_dppo_by_the_papers_cases(divergence, limit, kept):
+    """−sg(keep·min(ρ, c))·A·log π (arXiv 2602.04879; algorithms2 §1), and its gradient."""
+    sampler = torch.tensor([[0.90, 0.50, 0.01, 0.90, 0.30]], dtype=torch.float64)
+    now = torch.tensor([[0.99, 0.70, 0.05, 0.70, 0.20]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]], dtype=torch.float64)
+    new, mask = now.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
+    own = {"divergence": divergence, "divergence_limit": limit, "divergence_cap": 4.0}
+    loss, sums = policy_loss("dppo", new, sampler.log(), advantages, mask, **own)
+    loss.sum().backward()
+    weights = [keep * min(float(p / m), 4.0) for keep, p, m in zip(kept, now[0], sampler[0], strict=True)]
+    assert new.grad is not None
+    assert new.grad[0].tolist() == pytest.approx([-w * a for w, a in zip(weights, [1, 1, 1, -1, -1], strict=True)])
+    metrics = loss_metrics(sums)
+    assert metrics["clip_ratio/high_mean"] == kept[:3].count(0) / 5  # a good token that has gone far enough
+    assert metrics["clip_ratio/low_mean"] == kept[3:].count(0) / 5
+
+
+def test_dppo_without_a_limit_is_cispo():
+    """The same weight, capped, and no token left out."""
+    new, old = torch.tensor([[-0.1, -2.0, -5.0]]), torch.tensor([[-1.0, -1.0, -9.0]])
+    advantages, mask = torch.tensor([[1.0, -1.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    one, _ = policy_loss("dppo", new, old, advantages, mask, divergence_limit=9.0, divergence_cap=3.0)
+    other, _ = policy_loss("cispo", new, old, advantages, mask, ratio_cap=3.0)
+    assert torch.equal(one, other)
+    for wrong in ({"divergence": "js"}, {"divergence_limit": 0.0}, {"divergence_cap": 0.0}):
+        with pytest.raises(ValueError, match="divergence must be one of tv, kl"):
+            policy_loss("dppo", new, old, advantages, mask, **wrong)
+
+
 def test_mismatch_weights():
     truncated = mismatch_weights(NEW3, OLD3, MASK3, cap=1.2)
     assert truncated.tolist()[0] == pytest.approx([1.2, 1.0, 0.5])

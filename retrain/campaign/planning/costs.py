@@ -115,7 +115,9 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     operations += ", and ".join(_update_passes(config))
     if config.algorithm.critic and config.critic.warmup_steps:
         operations += f" (in the first {config.critic.warmup_steps} steps {training_operations(config, warming=True)})"
-    kept = "adapter, gradient, two Adam moments and the published adapter in fp32"
+    versions = config.published_versions
+    published = "the published adapter" if versions == 1 else f"{versions} versions of the published adapter"
+    kept = f"adapter, gradient, two Adam moments and {published} in fp32"
     if config.algorithm.critic:
         kept += ", and so the critic, which is not published"
     reached = f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached"
@@ -411,7 +413,7 @@ def estimate_run(
         block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
     memory = Memory(
         base=weights * width,
-        adapter=adapter_bytes(adapter, width) + critic_bytes(critic),
+        adapter=adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic),
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
         sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),

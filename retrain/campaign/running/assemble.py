@@ -287,6 +287,7 @@ def _build_run(
         limits=Limits.of(config, model.context),
         recorder=recorder,
         cursor=DataCursor(data.train, stream, config.data.shuffle),
+        watch=model.watch(config) if model.watch is not None else None,
         any_base=begin.any_base,
     )
     if spec.export is not None:
@@ -300,7 +301,13 @@ def _build_run(
         )
         recorder.log(note)
         shared.observer.message(f"{spec.run_id}: {note}")
-    for line in _restored(run, model, begin):
+    lines = _restored(run, model, begin)
+    if run.restored_step is not None and config.inference.served:
+        lines.append(
+            "rollouts that were in flight are drawn again; what servers sample may differ in its last bits, so the run "
+            "need not equal one that was not interrupted bit for bit"
+        )
+    for line in lines:
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
     facts = run_facts(

@@ -30,7 +30,7 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
     total = 0
     for spec in specs:
         rank = spec.config.model.lora_rank
-        total += adapter_bytes(rank * features, base.dtype.itemsize)
+        total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
         total += critic_bytes((spec.config.lane_ranks - rank) * features)
     return total
 

@@ -21,6 +21,7 @@ from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.watch import Watch
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts
@@ -51,6 +52,8 @@ class CohortModel:
     """What a decode step costs, where that is known."""
     context: int | None = None
     """Tokens of its context, where that is known."""
+    watch: Callable[[Config], Watch] | None = None
+    """What compares a sampler elsewhere with a run's trainer."""
     notes: Sequence[str] = ()
     """What a person should know of it."""
 
@@ -77,6 +80,10 @@ def local_model(
         if not engine.fast:
             notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     dtype = str(base.dtype).removeprefix("torch.")
+
+    def watch(config: Config) -> Watch:
+        return Watch(base, lanes, config.training.temperature, config.inference.mismatch_limit_in(dtype))
+
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     built |= gpu_facts(base.device)
     return CohortModel(
@@ -89,6 +96,7 @@ def local_model(
         built,
         decode_work(base) if isinstance(engine, LocalEngine) else None,
         base.context_length,
+        watch if isinstance(engine, ServerEngine) else None,
         notes,
     )
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import count
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,11 +78,13 @@ def trial(
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
+        run.publish_to(cohort.engine)
         asked: list[RolloutRequest] = []
-        while len(asked) < problems:
-            asked += run.rollout_requests()
+        for step in count():
+            asked += run.requests_of(step)
+            if len(asked) >= problems:
+                break
         asked = asked[:problems]
-        cohort.engine.publish(run.policy_ref, run.policy.snapshot())
         asked = [replace(each, samples=samples) for each in asked]
         prompts, sampled, graded, sampling_s = (_episodes if run.config.environment.hosted else _answers)(cohort, asked)
         return {

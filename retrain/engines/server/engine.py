@@ -87,13 +87,14 @@ class ServerEngine:
     ):
         self.model, self.store, self.vocabulary, self.launched = model, store, vocabulary, launched
         self.tell, self.sleeps, self.patience_s = tell, sleeps, patience_s
+        self.beside = not sleeps  # servers that free their GPU for us take turns with us
         gave_up = (lambda: launched.gave_up) if launched is not None else (lambda: "")
         self.pool = Pool(servers, patience_s, lambda text, level: self.tell(text, level), gave_up)
         self._published: dict[PolicyRef, Published] = {}
-        self._latest: dict[str, list[Published]] = {}
         self._dropping: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._own = threading.local()
+        self._calls: set[Future[Any]] = set()
         self._sleeping, self._sampling = False, 0
         self._turn = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -109,10 +110,12 @@ class ServerEngine:
         self._run(self._open())
 
     def close(self) -> None:
-        """Take all adapters away, and end the server that was launched."""
+        """Take all adapters away, and end the server that was launched. What is being sampled is given up."""
         if self._closed:
             return
         self._closed = True
+        for call in list(self._calls):
+            call.cancel()
         try:
             wait(self._dropping, CLOSING_S)
             self._run(self._close())
@@ -127,11 +130,14 @@ class ServerEngine:
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do the work in the loop's thread and wait for it; whatever ends the waiting ends the work."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._calls.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._calls.discard(future)
 
     async def _open(self) -> None:
         patience = self.patience_s if self.launched is not None else START_PATIENCE_S
@@ -183,8 +189,7 @@ class ServerEngine:
             raise TypeError(f"servers sample with LoRA adapters, not with {type(weights).__name__}")
         with self._lock:
             before = self._published.get(ref)
-            self._published[ref] = made = self.store.published(ref, weights)
-            self._latest[ref.run_id] = [*self._latest.get(ref.run_id, []), made][-2:]
+            self._published[ref] = self.store.published(ref, weights)
         if before is not None:
             self._retire(before)
 
@@ -199,13 +204,6 @@ class ServerEngine:
         """Drop all published weights."""
         for ref in list(self._published):
             self.retire(ref)
-        self._latest.clear()
-
-    def versions(self, run_id: str) -> list[tuple[PolicyRef, LocalSnapshot]]:
-        """The two versions of a run that were published last, the older first, retired or not: with them a sampler that
-        is behind is told from one that is imprecise (``own.likely_cause``)."""
-        with self._lock:
-            return [(each.ref, each.snapshot) for each in self._latest.get(run_id, [])]
 
     def _retire(self, published: Published) -> None:
         published.retired = True

@@ -1,0 +1,39 @@
+"""OpenAI's client against adapters that were just trained: how many held-out sums each of them answers.
+
+    retrain train campaigns/quickstart.toml --out logs/quickstart
+    retrain serve logs/quickstart --port 8000 &
+    python examples/serve_openai.py http://127.0.0.1:8000/v1
+
+Every model of the server is asked, the base first. ``pip install openai``.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+
+from retrain.data.arithmetic import problems
+
+client = OpenAI(base_url=sys.argv[1], api_key="none")
+asked = problems("heldout", 60, seed=1)
+
+
+def correct(model: str, prompt: str, answer: str) -> bool:
+    reply = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=80, seed=1
+    )
+    return (reply.choices[0].message.content or "").rstrip().endswith(rf"\boxed{{{answer}}}")
+
+
+for model in [each.id for each in client.models.list()]:
+    with ThreadPoolExecutor(16) as pool:
+        right = sum(pool.map(lambda each, model=model: correct(model, each.prompt, each.answer), asked))
+    print(f"{model:<24} {right} of {len(asked)}")
+
+stream = client.chat.completions.create(
+    model=model, messages=[{"role": "user", "content": asked[0].prompt}], max_tokens=80, seed=1, stream=True
+)
+print(asked[0].prompt, end=" ")
+for event in stream:
+    print(event.choices[0].delta.content or "", end="", flush=True)
+print()

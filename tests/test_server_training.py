@@ -1,0 +1,156 @@
+"""Runs that sample from servers: rows as with our own engine, rollouts ahead of the updates, and a sampler that goes
+wrong while it trains."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin import StandIn
+from toycampaign import StopAfter, campaign
+
+from retrain.campaign.running.controller import launch, resume
+from retrain.config import load
+from retrain.files import read_jsonl
+from retrain.record.observer import NullObserver
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
+QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0")
+AHEAD = ("training.max_off_policy_steps=1", "algorithm.correction='tis'")
+
+
+class Stuck(StandIn):
+    """Takes new adapters, and goes on with the first of each run, once ``stuck``."""
+
+    stuck = False
+    folder: Path
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not scope["path"].endswith("/load_lora_adapter") or not self.folder:
+            await super().__call__(scope, receive, send)
+            return
+        message = await receive()
+        body = json.loads(message["body"])
+        first = self.folder / body["lora_name"].partition("@")[0]
+        if not first.exists():
+            shutil.copytree(body["lora_path"], first)
+        if self.stuck:
+            body["lora_path"] = str(first)
+        sent = {**message, "body": json.dumps(body).encode()}
+        length = str(len(sent["body"])).encode()
+        headers = [(key, length if key == b"content-length" else value) for key, value in scope["headers"]]
+
+        async def again() -> Any:
+            return sent
+
+        await super().__call__({**scope, "headers": headers}, again, send)
+
+
+@pytest.fixture
+def server(model, tmp_path):
+    made = Stuck(model)
+    made.folder = tmp_path / "first"
+    yield made
+    made.close()
+
+
+def settings(server: StandIn, *more: str) -> list[str]:
+    return [*QUIET, "inference.engine='vllm'", f"inference.url='{server.url}'", *more]
+
+
+def rows_of(out: Path) -> dict[str, list[dict]]:
+    return {place.name: read_jsonl(place / "metrics.jsonl") for place in sorted((out / "runs").iterdir())}
+
+
+def logs_of(out: Path) -> list[str]:
+    return [(place / "run.log").read_text() for place in sorted((out / "runs").iterdir())]
+
+
+def test_a_campaign_through_one_server(tmp_path, model, server):
+    """Two conditions and two seeds, four adapters at once; everything is unloaded and removed at the end."""
+    out = tmp_path / "out"
+    sets = [each for each in settings(server) if "evaluation" not in each]
+    outcome = launch(load(campaign(tmp_path, model, steps=3), sets), out, NullObserver())
+    assert outcome.exit_status == 0, outcome.summary
+    rows = rows_of(out)
+    assert len(rows) == 4
+    for own in rows.values():
+        assert [row["step"] for row in own] == [0, 1, 2]
+        assert all(row["kl_sample_train_v2"] < 1e-9 for row in own)
+        assert all(row["val/ratio"] == pytest.approx(1.0, abs=1e-4) for row in own)
+        assert all(row["entropy"] is None for row in own)
+        assert all("queue_depth" not in row for row in own)
+    assert (out / "report.html").is_file()
+    assert server.adapters == []
+    assert not [path for path in out.rglob("*@*")]
+    used = {body["model"].partition("@")[0] for body in server.asked if "@" in body["model"]}
+    assert set(rows) <= used
+
+
+def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, model, server):
+    path, sets = campaign(tmp_path, model, steps=5), settings(server, *AHEAD)
+    assert launch(load(path, sets), tmp_path / "whole", NullObserver()).exit_status == 0
+    whole = rows_of(tmp_path / "whole")
+    for own in whole.values():
+        assert [row["off_policy_steps_max"] for row in own] == [0, 1, 1, 1, 1]
+        assert [row["queue_depth"] for row in own] == [1, 1, 1, 1, 0]
+        assert sum(row["time/overlap"] for row in own) > 0
+    launch(load(path, sets), tmp_path / "parts", StopAfter(8))
+    assert {len(own) for own in rows_of(tmp_path / "parts").values()} == {2}
+    assert resume(tmp_path / "parts", NullObserver()).exit_status == 0
+    for run, own in rows_of(tmp_path / "parts").items():  # this server's draws do repeat
+        assert [row["mean_reward"] for row in own] == [row["mean_reward"] for row in whole[run]]
+        assert [row["loss"] for row in own] == pytest.approx([row["loss"] for row in whole[run]], abs=1e-6)
+    assert all(
+        "need not equal one that was not interrupted bit for bit" in text for text in logs_of(tmp_path / "parts")
+    )
+    assert not any("disagree" in text for text in logs_of(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("ahead", [(), AHEAD])
+def test_a_server_that_keeps_an_old_adapter_is_found_out(tmp_path, model, server, ahead):
+    class Stick(NullObserver):
+        def step(self, spec, row):
+            server.stuck = row["step"] >= 1
+
+    out = tmp_path / "out"
+    path = campaign(tmp_path, model, steps=8)
+    outcome = launch(load(path, settings(server, *ahead, "training.lr=0.05")), out, Stick())
+    assert outcome.exit_status == 1
+    for own, text in zip(rows_of(out).values(), logs_of(out), strict=True):
+        assert 2 < len(own) < 8
+        assert text.count("sampler and trainer disagree about the same tokens") >= 2
+        assert "it looks like a stale adapter: version" in text or "it looks like no adapter at all" in text
+        assert "2 steps in a row" in text
+
+
+def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
+    """One bad step is only told; what is saved of a run that fails is what it was before the second."""
+
+    def imprecise(status, payload):
+        noise = random.Random(json.dumps(payload))
+        logprobs = payload["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = [each - abs(noise.gauss(0, 0.1)) for each in logprobs["token_logprobs"]]
+        return status, payload
+
+    class Worsen(NullObserver):
+        def step(self, spec, row):
+            server.always = imprecise if row["step"] in (0, 2, 3) else None
+
+    out = tmp_path / "out"
+    sets = settings(server, "campaign.seeds=[1]", "training.save_every=1", "training.keep_last=0")
+    assert launch(load(campaign(tmp_path, model, steps=8), sets), out, Worsen()).exit_status == 1
+    for place, text in zip(sorted((out / "runs").iterdir()), logs_of(out), strict=True):
+        assert len(read_jsonl(place / "metrics.jsonl")) == 4
+        assert "step 1: sampler and trainer disagree" in text
+        assert "step 2: sampler" not in text
+        assert "it looks like precision: the current version is nearest" in text
+        assert "RunFailed: step 4: sampler and trainer disagree" in text
+        assert (place / "checkpoints" / "step_000004").is_dir()
+    server.always = None
+    resume(out, NullObserver())
+    assert {len(own) for own in rows_of(out).values()} == {4}  # failed runs stay failed unless they are asked for
