@@ -815,6 +815,63 @@ MUTANTS = [
         "self.scale = self.lr / training.lr", "self.scale = 1.0",
         (SCHEDULE,),
     ),
+    # -- serving ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "serving: a later piece draws the first numbers again", "retrain/engines/protocol.py",
+        "uniforms(self.drawn + self.max_tokens, *stream)[self.drawn :]", "uniforms(self.max_tokens, *stream)",
+        ("test_engine_pieces.py::test_a_stream_goes_on_where_it_was",),
+    ),
+    Mutant(
+        "serving: the choices of a request share a stream", "retrain/serving/service.py",
+        'stream = ("serve", seed, k)', 'stream = ("serve", seed)',
+        ("test_serving.py::test_a_seed_alone_decides_whatever_else_is_drawn",),
+    ),
+    Mutant(
+        "serving: prompts alike are drawn with one adapter", "retrain/serving/batching.py",
+        "key = (each.served.ref, each.prompt_ids,", "key = (each.prompt_ids,",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",),
+    ),
+    Mutant(
+        "serving: weights under one name are one", "retrain/serving/adapters.py",
+        'PolicyRef(f"{name}\\x1f{number}", number)', "PolicyRef(name, 0)",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",
+         "test_serving.py::test_adapters_in_place_and_uploaded"),
+    ),
+    Mutant(
+        "serving: weights are dropped while they are used", "retrain/serving/batching.py",
+        "done = [ref for ref in self._retired if ref not in used]", "done = list(self._retired)",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",),
+    ),
+    Mutant(
+        "serving: the token that stops is cut off", "retrain/serving/batching.py",
+        "del generation.token_ids[before + named + 1 :]", "del generation.token_ids[before + named :]",
+        ("test_serving.py::test_stops_of_the_request",),
+    ),
+    Mutant(
+        "serving: a stream says the beginning of a stop", "retrain/serving/text.py",
+        "max((len(stop) - 1 for stop in stops), default=0)", "0",
+        ("test_serving.py::test_text_that_may_be_a_stop_is_held_back",),
+    ),
+    Mutant(
+        "serving: half of a character is said", "retrain/serving/text.py",
+        "len(text.rstrip(BROKEN))", "len(text)",
+        ("test_serving.py::test_half_of_a_character_waits_for_the_other",),
+    ),
+    Mutant(
+        "serving: who has left is drawn on", "retrain/serving/service.py",
+        "each.cancel()", "pass",
+        ("test_serving.py::test_who_has_left_is_drawn_for_no_longer",),
+    ),
+    Mutant(
+        "serving: any name leads here", "retrain/serving/app.py",
+        'if not is_local(request.url.hostname or "") or', "if",
+        ("test_serving.py::test_only_this_machine_or_who_has_the_key",),
+    ),
+    Mutant(
+        "serving: the likeliest at temperature 1", "retrain/serving/scoring.py",
+        "x_RV = x_RV / how.temperature", "x_RV = x_RV / 1",
+        ("test_serving.py::test_the_likeliest_tokens_are_those_of_a_forward_pass",),
+    ),
 ]  # fmt: skip
 
 

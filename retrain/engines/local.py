@@ -110,8 +110,8 @@ class LocalEngine:
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
         self._published[ref.run_id] = (ref.version, weights.weights)
-        self._blocks = None
         self.kept.clear()
+        self._blocks = None
 
     def forget_sequences(self) -> None:
         """See ``Engine.forget_sequences``."""
