@@ -143,6 +143,41 @@ MUTANTS = [
         ("test_draw.py::test_the_token_is_the_one_of_the_inverse_in_float64",),
     ),
     Mutant(
+        "off-policy: weights one step too new draw", "retrain/rollouts/versions.py",
+        "if each.step <= step - self.bound]", "if each.step <= step - self.bound + 1]",
+        ("test_off_policy.py::test_recent_weights",),
+    ),
+    Mutant(
+        "off-policy: the age of weights that an update left alone", "retrain/rollouts/versions.py",
+        "last = max((each.step", "last = min((each.step",
+        ("test_off_policy.py::test_recent_weights",),
+    ),
+    Mutant(
+        "off-policy: a checkpoint without the earlier weights", "retrain/run.py",
+        "return [each for each in self.recent if first <= each.step < self.step]", "return []",
+        ("test_off_policy.py::test_a_killed_run_goes_on_exactly",),
+    ),
+    Mutant(
+        "off-policy: what is too old trains", "retrain/run.py",
+        "if any(rollout.age > self.recent.bound for rollout in group.rollouts):", "if False:",
+        ("test_off_policy.py::test_a_group_that_is_too_old_does_not_train_and_is_counted",),
+    ),
+    Mutant(
+        "queue: a later step first", "retrain/rollouts/queue.py",
+        "first = min((offer.step", "first = max((offer.step",
+        ("test_off_policy.py::test_steps_are_sampled_and_taken_in_their_order",),
+    ),
+    Mutant(
+        "dppo: from the trainer, not the sampler", "retrain/maths/losses.py",
+        "far_BT & (adv_BT > 0.0) & (now_BT > sampler_BT)", "far_BT & (adv_BT > 0.0)",
+        ("maths/test_losses.py::test_dppo_masks_in_the_direction_of_the_advantage_alone",),
+    ),
+    Mutant(
+        "watch: a mismatch that is only told", "retrain/run.py",
+        "if self.mismatched_steps >= MISMATCHED_STEPS:", "if False:",
+        ("test_server_training.py::test_a_server_that_computes_otherwise_is_found_out",),
+    ),
+    Mutant(
         "engine: retired weights stay", "retrain/engines/local.py",
         "self._published.pop(ref, None)", "self._published.get(ref)",
         ("test_engine.py::test_weights_that_were_not_published_are_named",),
@@ -814,6 +849,63 @@ MUTANTS = [
         "critic: its learning rate is the policy's", "retrain/policy/critic.py",
         "self.scale = self.lr / training.lr", "self.scale = 1.0",
         (SCHEDULE,),
+    ),
+    # -- serving ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "serving: a later piece draws the first numbers again", "retrain/engines/protocol.py",
+        "uniforms(self.drawn + self.max_tokens, *stream)[self.drawn :]", "uniforms(self.max_tokens, *stream)",
+        ("test_engine_pieces.py::test_a_stream_goes_on_where_it_was",),
+    ),
+    Mutant(
+        "serving: the choices of a request share a stream", "retrain/serving/service.py",
+        'stream = ("serve", seed, k)', 'stream = ("serve", seed)',
+        ("test_serving.py::test_a_seed_alone_decides_whatever_else_is_drawn",),
+    ),
+    Mutant(
+        "serving: prompts alike are drawn with one adapter", "retrain/serving/batching.py",
+        "key = (each.served.ref, each.prompt_ids,", "key = (each.prompt_ids,",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",),
+    ),
+    Mutant(
+        "serving: weights under one name are one", "retrain/serving/adapters.py",
+        'PolicyRef(f"{name}\\x1f{number}", number)', "PolicyRef(name, 0)",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",
+         "test_serving.py::test_adapters_in_place_and_uploaded"),
+    ),
+    Mutant(
+        "serving: weights are dropped while they are used", "retrain/serving/batching.py",
+        "done = [ref for ref in self._retired if ref not in used]", "done = list(self._retired)",
+        ("test_serving.py::test_adapters_are_loaded_and_unloaded_while_requests_run",),
+    ),
+    Mutant(
+        "serving: the token that stops is cut off", "retrain/serving/batching.py",
+        "del generation.token_ids[before + named + 1 :]", "del generation.token_ids[before + named :]",
+        ("test_serving.py::test_stops_of_the_request",),
+    ),
+    Mutant(
+        "serving: a stream says the beginning of a stop", "retrain/serving/text.py",
+        "max((len(stop) - 1 for stop in stops), default=0)", "0",
+        ("test_serving.py::test_text_that_may_be_a_stop_is_held_back",),
+    ),
+    Mutant(
+        "serving: half of a character is said", "retrain/serving/text.py",
+        "len(text.rstrip(BROKEN))", "len(text)",
+        ("test_serving.py::test_half_of_a_character_waits_for_the_other",),
+    ),
+    Mutant(
+        "serving: who has left is drawn on", "retrain/serving/service.py",
+        "each.cancel()", "pass",
+        ("test_serving.py::test_who_has_left_is_drawn_for_no_longer",),
+    ),
+    Mutant(
+        "serving: any name leads here", "retrain/serving/app.py",
+        'if not is_local(request.url.hostname or "") or', "if",
+        ("test_serving.py::test_only_this_machine_or_who_has_the_key",),
+    ),
+    Mutant(
+        "serving: the likeliest at temperature 1", "retrain/serving/scoring.py",
+        "x_RV = x_RV / how.temperature", "x_RV = x_RV / 1",
+        ("test_serving.py::test_the_likeliest_tokens_are_those_of_a_forward_pass",),
     ),
 ]  # fmt: skip
 

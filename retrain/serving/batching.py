@@ -28,8 +28,9 @@ from retrain.serving.sampling import Sampling
 from retrain.types import Action
 
 T = TypeVar("T")
-PIECE_TOKENS = 16
-"""Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call."""
+PIECE_TOKENS = {"cpu": 16, "cuda": 64}
+"""Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call, on a GPU enough to
+pay for capturing the step anew."""
 MAX_ROWS = 256
 """Generations under way at once; the others wait."""
 LANES_WASTE = 2.0
@@ -79,11 +80,12 @@ class Batcher:
     """The thread that owns the engine. ``max_waiting`` generations may wait; ``piece_tokens`` as ``PIECE_TOKENS``."""
 
     def __init__(
-        self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS, piece_tokens: int = PIECE_TOKENS
+        self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS, piece_tokens: int | None = None
     ):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
         # What is not kept from piece to piece would be computed again for each.
-        self.piece_tokens = piece_tokens if engine.fast else 1 << 30
+        usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
+        self.piece_tokens = (piece_tokens or usual) if engine.fast else 1 << 30
         engine.keeps_blocks = True
         self.failure: str = ""
         """Why the engine's thread has ended, if it has."""

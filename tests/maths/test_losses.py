@@ -293,6 +293,15 @@ def test_dppo_by_the_papers_cases(divergence, limit, kept):
     assert metrics["clip_ratio/low_mean"] == kept[3:].count(0) / 5
 
 
+def test_dppo_masks_in_the_direction_of_the_advantage_alone():
+    """However far a token has gone, what leads it back trains."""
+    new, old = torch.tensor([[0.1, 0.9]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    loss, sums = policy_loss("dppo", new, old, advantages, mask)
+    assert loss_metrics(sums)["clip_ratio/region_mean"] == 0
+    assert loss[0].tolist() == pytest.approx([-0.1 / 0.9 * math.log(0.1), 9 * math.log(0.9)], rel=1e-5)
+
+
 def test_dppo_without_a_limit_is_cispo():
     """The same weight, capped, and no token left out."""
     new, old = torch.tensor([[-0.1, -2.0, -5.0]]), torch.tensor([[-1.0, -1.0, -9.0]])
