@@ -15,9 +15,11 @@ import asyncio
 import json
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,14 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> 
 
 async def load(url: str, pid: int, clients: int, requests: int) -> dict[str, Any]:
     """The measurement."""
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    secure = ssl.create_default_context()
+
+    def new_client() -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=url, timeout=600, verify=secure)
+
+    async with new_client() as client, AsyncExitStack() as stack:
+        # A pool of connections each: looking for a free one among two hundred takes httpx longer than an answer.
+        each = [await stack.enter_async_context(new_client()) for _ in range(clients)]
         models = [card["id"] for card in (await client.get("/models")).json()["data"]]
         asked = questions(models, 60)
         begin = time.monotonic()
@@ -91,7 +99,7 @@ async def load(url: str, pid: int, clients: int, requests: int) -> dict[str, Any
                 k = (number * 17 + place * 7) % len(asked)
                 started = time.monotonic()
                 try:
-                    token_ids, logprobs, came_again = await ask(client, asked[k], (number + place) % 2 == 1)
+                    token_ids, logprobs, came_again = await ask(each[number], asked[k], (number + place) % 2 == 1)
                 except (httpx.HTTPError, AssertionError, RuntimeError) as error:
                     lost.append(f"{type(error).__name__}: {error}")
                     continue

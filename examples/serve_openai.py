@@ -30,10 +30,11 @@ for model in [each.id for each in client.models.list()]:
         right = sum(pool.map(lambda each, model=model: correct(model, each.prompt, each.answer), asked))
     print(f"{model:<24} {right} of {len(asked)}")
 
+question = str(asked[0].prompt)
 stream = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": asked[0].prompt}], max_tokens=80, seed=1, stream=True
+    model=model, messages=[{"role": "user", "content": question}], max_tokens=80, seed=1, stream=True
 )
-print(asked[0].prompt, end=" ")
+print(question, end=" ")
 for event in stream:
     print(event.choices[0].delta.content or "", end="", flush=True)
 print()

@@ -529,8 +529,9 @@ def test_loading_says_what_is_wrong(world, tmp_path):
     assert "already been loaded" in again.json()["error"]["message"]
     assert load(lora_name="base").status_code == 400
     assert load(lora_name="").status_code == 400
-    assert load(lora_path="/nowhere").status_code == 400
-    assert load(lora_path="a\x00b").status_code == 400
+    assert load(lora_path="/nowhere").status_code == 404
+    assert load(lora_path="a\x00b").status_code == 404
+    assert load(lora_path=str(tmp_path)).status_code == 400
     assert load(files={}).status_code == 400
     for damage in ("cut", "json", "names", "shape", "nan"):
         broken = tmp_path / damage

@@ -91,6 +91,8 @@ class Service:
         self.names.check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise Refusal(400, "give either lora_path or files", "lora_path")
+        if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
+            raise Refusal(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
         try:
             weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
@@ -134,7 +136,7 @@ class Service:
     async def tokenised(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The tokens of a text. Raises Refusal for what no tokenizer takes."""
         plain_text(text, "prompt")
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return tuple(int(token) for token in ids)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
