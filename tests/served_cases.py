@@ -25,7 +25,7 @@ from retrain.types import Action
 def engine_of(base: BaseModel, urls: Sequence[str], folder: Path, dialect: str = "vllm", **keys: Any) -> ServerEngine:
     """An engine that samples at these addresses."""
     settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
-        key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight") if key in keys
+        key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
     }
     servers = [Server(url, DIALECTS[dialect], **settings) for url in urls]
     words = Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length)

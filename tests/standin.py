@@ -24,7 +24,7 @@ Fault = Callable[[int, Any], tuple[int, Any] | None]
 
 class StandIn:
     """Serves ``model`` until ``close``. ``faults`` are used up by completions, one each; ``always`` is for all.
-    ``asked`` are the bodies of all completions."""
+    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping."""
 
     def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
         self.service = Service(load_base(str(model), devices="cpu"), name="base")
@@ -32,7 +32,7 @@ class StandIn:
         self.faults: deque[Fault] = deque()
         self.always: Fault | None = None
         self.asked: list[dict[str, Any]] = []
-        self.away = False
+        self.naps: list[str] | None = None
         self.port = port
         self.start()
 
@@ -70,6 +70,12 @@ class StandIn:
         self.service.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in ("/sleep", "/wake_up") and self.naps is not None:
+            query = scope["query_string"].decode()
+            self.naps.append(f"{scope['path']}?{query}" if query else scope["path"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
         if scope["path"] not in ("/v1/completions", "/generate"):
             path = scope["path"]
             path = f"/v1{path}" if path.endswith("lora_adapter") and not path.startswith("/v1") else path

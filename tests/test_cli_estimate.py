@@ -24,6 +24,7 @@ from retrain.campaign.planning.costs import (
     work_of,
 )
 from retrain.cli import app
+from retrain.commands.look import run_memory_words
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
 from retrain.models import find_file
@@ -294,6 +295,19 @@ def test_copies_of_a_larger_model(dtype, memory, blocks, head):
     assert found.peak(3) == fixed + max(found.training, found.block_copy + 3 * found.sampling)
     on_gpu = estimate_run(parse_dict({}), architecture, reference_gpu()).memory
     assert (on_gpu.block_copy, on_gpu.head_copy, on_gpu.process) == (0, 0, 0)
+
+
+def test_servers_decode_in_memory_of_their_own():
+    architecture = architecture_of("Qwen/Qwen3-0.6B")
+    assert architecture is not None
+    config = parse_dict({"inference": {"engine": "vllm", "url": "http://a"}})
+    served = estimate_run(config, architecture, cpu(64 << 30))
+    here = estimate_run(parse_dict({}), architecture, cpu(64 << 30)).memory
+    assert (served.memory.sampling, served.memory.block_copy) == (0, 0)
+    assert (served.memory.base, served.memory.training) == (here.base, here.training)
+    assert served.memory.peak(2) < here.peak(2)
+    assert "decode" not in run_memory_words(served)
+    assert "servers, which are not asked" in assumptions(config)[-1]
 
 
 def test_the_copies_are_those_that_decoding_makes(tmp_path):

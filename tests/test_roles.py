@@ -21,6 +21,7 @@ def expanded(*names: str) -> set[str]:
 
 WHERE = (
     "inference.url", "inference.launch", "inference.launch_gpus", "inference.api_key_env", "inference.adapter_dir",
+    "inference.upload",
 )  # fmt: skip
 """Where servers are: it changes nothing that is computed."""
 CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")

@@ -158,6 +158,15 @@ def until(true) -> None:
         time.sleep(0.01)
 
 
+def test_adapters_are_sent_to_servers_that_do_not_see_them(base, lanes, server, tmp_path, monkeypatch):
+    engine = engine_of(base, [server.url], tmp_path / "adapters", upload=True)
+    monkeypatch.setattr(server.service, "_read", lambda path, files, read=server.service._read: read(None, files))
+    own = weights(lanes, 3)
+    asked = requests(publish(engine, own))
+    assert apart(base, lanes, own, asked, engine.sample(asked)) < 1e-5
+    engine.close()
+
+
 def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, server):
     ref = publish(engine, weights(lanes, 1))
     held = threading.Event()
@@ -271,7 +280,7 @@ def test_a_server_that_has_forgotten_an_adapter_is_given_it_again(engine, lanes,
 def test_a_refusal_is_not_repeated(engine, lanes, server):
     ref = publish(engine, weights(lanes, 1))
     server.always = lambda status, payload: (400, {"error": {"message": "LoRA is not enabled"}})
-    with pytest.raises(ServerFailed, match=r"refuses: HTTP 400 LoRA is not enabled; start the server with --enable-l"):
+    with pytest.raises(ServerFailed, match=r"refuses: HTTP 400 LoRA is not enabled; start vLLM with --enable-lora"):
         engine.sample(requests(ref, 1, 1))
     assert len(server.asked) == 1
     with pytest.raises(ModelError, match=r"2055 tokens, .* holds 2048: lower max_tokens"):
@@ -298,6 +307,27 @@ def test_a_key_is_sent_and_repeated_nowhere(base, lanes, model, tmp_path, monkey
 
 
 # -- several addresses ----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_away_at_the_start_joins_later(base, lanes, server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 0.6)
+    late = StandIn(model)
+    late.stop()
+    told = []
+    urls = [server.url, late.url]
+    engine = engine_of(base, urls, tmp_path / "adapters", tell=lambda text, level: told.append(text))
+    assert [each.startswith(f"{late.url} is left out") for each in told] == [True]
+    ref = publish(engine, weights(lanes, 1))
+    assert engine.sample(requests(ref, 2, 2))
+    late.start()
+    until(lambda: engine.pool.servers[1].alive)
+    engine.forget_sequences()
+    assert engine.sample(requests(ref, 4, 2))
+    assert len(late.asked) == 4
+    assert engine.pool.servers[1].base == "base"
+    engine.close()
+    late.close()
 
 
 def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes, server, model, tmp_path, monkeypatch):
@@ -389,6 +419,30 @@ def test_token_ids_by_their_names():
         DIALECTS["openai"].read({"choices": [choice]})
     with pytest.raises(Faulty, match="no completion with log-probabilities"):
         DIALECTS["sglang"].read({"text": "hello"})
+
+
+def test_a_server_sleeps_while_nobody_samples(base, lanes, server, tmp_path):
+    server.naps = []
+    engine = engine_of(base, [server.url], tmp_path / "adapters", sleeps=True)
+    ref = publish(engine, weights(lanes, 1))
+    engine.sample(requests(ref))
+    engine.sample(requests(ref, 1, 1))
+    assert server.naps == []  # between the turns of an episode it stays awake
+    engine.forget_sequences()
+    engine.forget_sequences()
+    assert server.naps == ["/sleep?level=1"]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: engine.sample(requests(ref)), range(2)))
+    assert server.naps == ["/sleep?level=1", "/wake_up"]
+    engine.forget_sequences()
+    engine.close()  # awake, as it was found
+    assert server.naps == ["/sleep?level=1", "/wake_up"] * 2
+    server.naps = None
+    other = engine_of(base, [server.url], tmp_path / "adapters", sleeps=True)
+    other.sample(requests(publish(other, weights(lanes, 1))))
+    with pytest.raises(ServerFailed, match=r"cannot sleep: .* start vLLM with --enable-sleep-mode"):
+        other.forget_sequences()
+    other.close()
 
 
 def test_seconds_of_loading_are_told(engine, lanes):

@@ -255,9 +255,12 @@ def run_memory_words(one: Estimate) -> str:
     adapter = "adapter, critic and optimizers" if one.critic_parameters else "adapter and optimizer"
     head = f", a copy of the output layer {size(memory.head_copy)}" if memory.head_copy else ""
     blocks = f", with {size(memory.block_copy)} of weights copied for it" if memory.block_copy else ""
+    staying = f"{process}model {size(memory.base)}, {adapter} {size(memory.adapter)}{head}"
+    training = f"{size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time"
+    if not memory.sampling:  # servers have memory of their own
+        return f"{memory_words(memory)} for one run: {staying}, and {training}"
     return (
-        f"{memory_words(memory)} for one run: {process}model {size(memory.base)}, {adapter} {size(memory.adapter)}"
-        f"{head}, and by turns {size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time and"
+        f"{memory_words(memory)} for one run: {staying}, and by turns {training} and"
         f" {size(memory.sampling)} to decode all its sequences at once (fewer decode together when memory is short)"
         f"{blocks}"
     )

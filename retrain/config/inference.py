@@ -76,6 +76,9 @@ class Inference(Section):
     adapter_dir: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Directory for the adapters of the moment, which this process and the servers see under the same path. Unset:
     `adapters/` in the directory of the run or campaign, for servers on this machine or on the same file system."""
+    upload: Annotated[bool, Role.NAMES, UsedWhen("inference.engine", ("vllm", "openai"))] = False
+    """Send adapters in the request that loads them, to servers that see no directory of ours: `retrain serve` takes
+    that, vLLM does not."""
     timeout_s: Annotated[Positive, Role.SPEED, _OF_SERVERS] = 600.0
     """Seconds after which a request without an answer is given up and made again."""
     patience_s: Annotated[NotNegative, Role.SPEED, _OF_SERVERS] = 600.0

@@ -166,7 +166,7 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
     assert len(mismatches(tmp_path / "out")) == 60
     assert max(mismatches(tmp_path / "out")) < 1e-4
     for run in (tmp_path / "out/runs").iterdir():
-        before, after = (row["correct_rate"] for row in read_jsonl(run / "evals.jsonl"))
+        before, after = (row["eval/heldout/correct_rate"] for row in read_jsonl(run / "evals.jsonl"))
         assert after - before > 0.3
 
 

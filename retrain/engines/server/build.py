@@ -42,7 +42,7 @@ def server_engine(
     dialect = DIALECTS[asked.engine]
     engine = ServerEngine(
         model,
-        [Server(url, dialect, key, asked.timeout_s, asked.max_in_flight) for url in dict.fromkeys(urls)],
+        [Server(url, dialect, key, asked.timeout_s, asked.max_in_flight, asked.upload) for url in dict.fromkeys(urls)],
         store,
         Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length),
         tell,

@@ -8,7 +8,10 @@ will not do this, now or later).
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.engines.server.adapters import Published
@@ -36,13 +39,15 @@ class Refused(Exception):
 
 class Server:
     """One address. ``waiting`` counts the rows that are given to it and not yet answered; ``alive`` is False from when
-    it was found away until it answers again."""
+    it was found away until it answers again. ``upload``: adapters are sent, not named by their place."""
 
-    def __init__(self, url: str, dialect: Dialect, key: str, timeout_s: float, max_in_flight: int):
-        self.url, self.dialect, self.timeout_s = url, dialect, timeout_s
+    def __init__(
+        self, url: str, dialect: Dialect, key: str, timeout_s: float, max_in_flight: int, upload: bool = False
+    ):
+        self.url, self.dialect, self.timeout_s, self.upload = url, dialect, timeout_s, upload
         self._key, self._max_in_flight = key, max_in_flight
         self.alive, self.reason, self.waiting = True, "", 0
-        self.base = ""
+        self.model = self.base = ""
         self.context: int | None = None
         self._adapters: dict[str, asyncio.Task[float]] = {}
         self._leave: set[str] = set()
@@ -133,18 +138,21 @@ class Server:
 
     async def found(self) -> None:
         """It is back; adapters that nobody wants any more are taken away, should it still have them."""
+        if not self.base:  # it was away at the start
+            with contextlib.suppress(Away, Unknown, Refused):
+                await self.look()
         self.alive = True
         for name in list(self._leave):
             await self.unload(name)
 
-    async def look(self, model: str) -> None:
+    async def look(self) -> None:
         """Learn how the server calls the base (``model``, as the configuration does) and how long its context is.
         Raises Away, Unknown, Refused."""
         listed = await self.get("/v1/models", HEALTH_TIMEOUT_S)
         models = [each for each in listed.get("data", []) if not each.get("parent")]
         if not models:
             raise Refused("it lists no model")
-        named = next((each for each in models if model in (each.get("id"), each.get("root"))), models[0])
+        named = next((each for each in models if self.model in (each.get("id"), each.get("root"))), models[0])
         self.base, self.context = named["id"], named.get("max_model_len")
 
     # -- adapters -----------------------------------------------------------------------------------------------
@@ -170,7 +178,11 @@ class Server:
     async def _load(self, published: Published) -> float:
         begin = time.perf_counter()
         path = await asyncio.to_thread(published.written)
-        body = {"lora_name": published.name, "lora_path": str(path)}
+        body: dict[str, Any] = {"lora_name": published.name}
+        if self.upload:
+            body["files"] = await asyncio.to_thread(_encoded, path)
+        else:
+            body["lora_path"] = str(path)
         try:
             await self.post(f"{self.dialect.adapter_prefix}/load_lora_adapter", body)
         except Refused as refused:
@@ -204,3 +216,8 @@ class Server:
         except (Unknown, Refused):
             pass
         self._leave.discard(name)
+
+
+def _encoded(directory: Path) -> dict[str, str]:
+    """The files of a PEFT directory in base64, by name."""
+    return {path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(directory.iterdir())}

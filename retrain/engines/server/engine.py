@@ -143,7 +143,10 @@ class ServerEngine:
         patience = self.patience_s if self.launched is not None else START_PATIENCE_S
         waited, left_over = 0.0, list(self.store.left_over())
         for server in self.pool.servers:
+            server.model = self.model
             await server.open()
+            for name in left_over:
+                server.leave(name)
         while True:
             there = await asyncio.gather(*(server.check() for server in self.pool.servers))
             if all(there) or (any(there) and waited > START_PATIENCE_S):
@@ -161,11 +164,10 @@ class ServerEngine:
                 await self.pool.doubt(server, server.reason)
                 continue
             try:
-                await server.look(self.model)
+                await server.look()
             except (Away, Unknown, Refused) as error:
                 raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
             for name in left_over:
-                server.leave(name)
                 await server.unload(name)
         for name in left_over:
             self.store.remove(name)

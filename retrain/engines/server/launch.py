@@ -6,6 +6,7 @@ file. Who it is stands beside the file, so that a server whose owner was killed 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shlex
@@ -65,6 +66,7 @@ class Launched:
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
         self._watcher.start()
+        atexit.register(self.close)  # whatever else goes wrong, it does not outlive us
 
     def tail(self) -> str:
         """The last lines that it said."""
@@ -78,6 +80,7 @@ class Launched:
         if self._closing.is_set():
             return
         self._closing.set()
+        atexit.unregister(self.close)
         self._watcher.join()
         _end(self._process.pid, self._process.poll)
         self._identity.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""``retrain doctor --url``: a server that is running, compared with the model here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from standin import StandIn
+from toymodels import qwen3_directory
+from typer.testing import CliRunner
+
+from retrain.cli import app
+from retrain.engines.server import engine as engine_module
+from retrain.engines.server.canary import TEXT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return qwen3_directory(tmp_path_factory.mktemp("doctor") / "model", [TEXT])
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    made = StandIn(model)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 0.5)
+    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+
+
+def doctor(*arguments: object):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def test_a_sound_server_passes_and_is_measured(model, server):
+    result = doctor("--url", server.url, "--url", f"{server.url}/v1/", model)
+    assert result.exit_code == 0, result.output
+    head, answers, canary, throughput = result.output.splitlines()
+    assert head == f"vllm at {server.url}, {server.url}/v1/, compared with {model} here"
+    assert answers.startswith(f"PASS  answers     {server.url} serves 'base', 2048 tokens  [")
+    assert canary.startswith("PASS  canary      canary: base within ")
+    assert throughput.startswith("PASS  throughput  tokens a second: ")
+    assert " at 64 requests of 4 adapters; an adapter is there after " in throughput
+    assert server.adapters == []
+
+
+def test_the_model_that_the_server_names_is_taken(model, server):
+    result = doctor("--url", server.url, "--engine", "openai")
+    assert result.exit_code == 0, result.output
+    assert f"compared with {model} here" in result.output
+
+
+def test_a_file_says_what_is_compared(model, server, tmp_path):
+    other = qwen3_directory(tmp_path / "other", [TEXT], seed=1)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\nmodel = "{other}"\nlora_rank = 4\n[training]\ntemperature = 0.8\n')
+    result = doctor("--url", server.url, "--file", file)
+    assert result.exit_code == 1
+    assert "FAIL  canary" in result.output
+    assert "another base model" in result.output
+    assert "throughput" not in result.output
+
+
+def test_what_cannot_be_checked(model, server):
+    away = doctor("--url", "http://127.0.0.1:9", model)
+    assert away.exit_code == 1
+    assert "FAIL  answers     no server answers after 0.5 s:" in away.output
+    for arguments, words in (
+        (("--url", "http://127.0.0.1:9"), "name the model after the options"),
+        (("--url", server.url, "--device", "cpu"), "type one after the other"),
+        (("--engine", "vllm"), "--engine belongs to the check of a server"),
+        ((model,), "MODEL belongs to the check of a server"),
+        (("--url", server.url, "--engine", "mlx", model), "there is no such engine here"),
+    ):
+        result = doctor(*arguments)
+        assert (result.exit_code, words in result.output) == (2, True), result.output
