@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "loop: weights that a stage has lowered are not published", "retrain/trainer.py",
-        "        if run.policy_ref != ref:\n            self._publish(run)\n", "",
+        "        if run.policy_ref != ref:\n            run.publish_to(self.engine)\n", "",
         ("test_squeeze_modes.py::test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly",),
     ),
     # -- rollouts ---------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ MUTANTS = [
         (KEPT_BASE,),
     ),
     Mutant(
-        "base evaluations: however it was graded", "retrain/trainer.py",
+        "base evaluations: however it was graded", "retrain/evaluations.py",
         "run.config.reward.grading, run.config.campaign.seed))", "run.config.campaign.seed))",
         ("test_evaluation.py::test_runs_that_are_graded_otherwise_have_a_base_of_their_own",),
     ),
@@ -754,8 +754,8 @@ MUTANTS = [
     # -- critics ----------------------------------------------------------------------------------------------------
     Mutant(
         "critic: its adapter is active while the policy is scored", "retrain/policy/local.py",
-        "with self.lanes.single(self.adapter):",
-        "with self.lanes.single((self.critic and self.critic.adapter) or self.adapter):",
+        "with self.lanes.single(adapter):",
+        "with self.lanes.single((self.critic and self.critic.adapter) or adapter):",
         (SCORED,),
     ),
     Mutant(

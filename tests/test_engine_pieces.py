@@ -83,7 +83,7 @@ def test_kept_products_are_those_of_the_weights_that_are_asked_for(base, lanes, 
     for engine in (plain, keeping):
         publish(engine, adapters[::-1])
     both(1, 0)
-    keeping.withdraw(ref(0))
+    keeping.retire(ref(0))
     both(1)
     with pytest.raises(Exception, match="no weights were published"):
         keeping.sample([request(0)])

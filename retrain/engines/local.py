@@ -110,18 +110,13 @@ class LocalEngine:
         """See ``Engine.publish``."""
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
-<<<<<<< HEAD
         self._published[ref] = weights.weights
-        self._blocks = None
         self.kept.clear()
+        self._blocks = None
 
     def retire(self, ref: PolicyRef) -> None:
         """See ``Engine.retire``; what was kept of sequences goes with them."""
         self._published.pop(ref, None)
-        self._blocks = None
-=======
-        self._published[ref.run_id] = (ref.version, weights.weights)
->>>>>>> ws-serve
         self.kept.clear()
         self._blocks = None
 
