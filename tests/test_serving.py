@@ -660,11 +660,13 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
         asking = asyncio.ensure_future(client.post("/v1/completions", json=body))
         while world.service.batcher.load[0] < 4:
             await asyncio.sleep(0.001)
+        drawn = list(world.service.batcher._active)
         asking.cancel()
         begin = time.monotonic()
         while world.service.batcher.load != (0, 0):
             await asyncio.sleep(0.001)
             assert time.monotonic() - begin < 30
+        assert [len(each.token_ids) < 1500 for each in drawn] == [True] * 4
 
     world.run(leave)
     assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
