@@ -82,6 +82,9 @@ def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_pa
     final, start = read_adapter(run / "final"), read_adapter(run / "checkpoints/step_000004")
     assert {scale for scale in final.scales.values()} == {8.0}  # alpha 32 / rank 4, as it was trained
     assert {a.shape[0] for a, _ in start.tensors.values()} == {1}
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert all(row["kl_sample_train_v2"] < 1e-9 for row in rows)  # of a stage, too, the weights that train have drawn
+    assert [row["off_policy_steps_max"] for row in rows] == [0] * 5
     log = (run / "run.log").read_text()
     assert "step 1: the adapter goes on with rank 3 of 4" in log
     assert "step 3: the adapter goes on with rank 1 of 3" in log
