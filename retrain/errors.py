@@ -119,7 +119,8 @@ class DeviceLost(RunFailed):
 
 class ServerFailed(RunFailed):
     """The servers that sample do not answer, or answer wrongly time and again. Nothing was learnt from it: the step is
-    given up before its update, and all that was finished before it is saved."""
+    given up before its update, and all that was finished before it is saved; in an evaluation, which follows an update,
+    the last checkpoint is what is left."""
 
     shared = True
     advice = "See what the server's log says"

@@ -213,13 +213,20 @@ class Run:
     def publish_to(self, engine: Engine) -> None:
         """Have the engine sample with the weights as they are now, and let go of those that are too old."""
         now = Weights(self.step, self.policy_ref, self.policy.snapshot())
-        dropped = self.recent.note(now)
-        for each in self.recent:
+        for each in (*self.recent, now):
             if each.ref not in self.published:
                 engine.publish(each.ref, each.snapshot)
-        for ref in dropped:
+                self.published.add(each.ref)
+        self._retire(engine, self.recent.note(now))
+
+    def withdraw_from(self, engine: Engine) -> None:
+        """The engine needs none of its weights any more."""
+        self._retire(engine, list(self.published))
+
+    def _retire(self, engine: Engine, refs: Sequence[PolicyRef]) -> None:
+        for ref in refs:
             engine.retire(ref)
-        self.published = {each.ref for each in self.recent}
+            self.published.discard(ref)
 
     def rollout_requests(self, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
         """What to sample for the next step and, with ``ahead``, for all later ones that may be sampled by now, by step;

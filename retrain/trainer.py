@@ -170,6 +170,7 @@ class Cohort:
 
     def _save_due(self, runs: Sequence[Run], before: dict[Run, RollbackPoint] | None = None) -> None:
         for run in self.saver.save_if_due(runs, before):
+            run.withdraw_from(self.engine)
             self.observer.run_finished(run.spec, "done")
 
     # -- evaluation ---------------------------------------------------------------------------------------------
@@ -207,6 +208,7 @@ class Cohort:
         if isinstance(error, RunFailed) and error.shared:
             raise error
         self.queue.withdraw(run)
+        run.withdraw_from(self.engine)
         before = run.error  # a run that failed earlier in the step is saved too
         run.fail(error)
         if run.error is not None and before is None and not quietly:

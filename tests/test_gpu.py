@@ -446,7 +446,7 @@ def test_after_a_cohort_memory_is_back_at_the_base(tmp_path, model, monkeypatch)
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         base = self._bases._base
-        frame = self._bases._prepared[1].decoder.frame  # its angles stay, as the model's own weights do
+        frame = self._bases._engine.decoder.frame  # its angles stay, as the model's own weights do
         held = [*base.model.parameters(), *base.model.buffers(), frame.cos, frame.sin]
         own = {tensor.untyped_storage().data_ptr() for tensor in held}
         alive.append((sum(storages.values()), sum(storages.get(place, 0) for place in own)))

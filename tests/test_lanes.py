@@ -79,8 +79,9 @@ def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypat
     rows = [{"question": text, "answer": "0"} for text in texts]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def measured(base, lanes, specs, prompt_tokens):
+    def measured(base, lanes, specs, prompt_tokens, decodes):
         lengths = [len(render(Problem("", t, ""), base.tokenizer, specs[0].config.data).token_ids) for t in texts]
+        assert decodes
         assert sorted(lengths)[-2] < sorted(lengths)[-1] == prompt_tokens
         raise UsageError("measured")
 

@@ -130,7 +130,7 @@ def test_sampling_beside_the_update_draws_the_same(tmp_path, model, drawn, monke
     assert resume(tmp_path / "killed", NullObserver()).exit_status == 0
     assert rows_of(tmp_path / "killed") == near
     last = read_jsonl(tmp_path / "far/runs/grpo+none_s1/metrics.jsonl")
-    assert [row["queue_depth"] for row in last] == [2, 2, 2, 1, 0]
+    assert all(row["queue_depth"] <= bound for row, bound in zip(last, (2, 2, 2, 1, 0), strict=True))
     assert all(row["time/overlap"] >= 0 for row in last)
     assert sum(row["time/overlap"] for row in last) > 0
     assert all(row["perf/sampler_tokens_per_s"] > 0 and row["perf/trainer_tokens_per_s"] > 0 for row in last)
@@ -213,16 +213,19 @@ def test_recent_weights():
     assert [recent.drawing(step).version for step in range(2, 5)] == [0, 1, 1]
     assert [recent.age(version, 2) for version in (0, 1)] == [2, 0]
     assert noted(recent, 3, 2) == [0]
-    assert noted(recent, 3, 3) == [2]  # a lower rank: other weights before the same step
-    assert noted(recent, 4, 4) == []
+    assert noted(recent, 3, 3) == []  # a lower rank: other weights before the same step, and the first may be in use
+    assert recent.drawing(5).version == 3
+    assert recent.age(2, 3) == 0
+    assert noted(recent, 4, 4) == [2]
     assert noted(recent, 5, 5) == [1]
     assert list(recent.snapshots()) == [1, 3, 4, 5]
     assert recent.age(1, 5) == 3  # older than any that is kept
     assert [each.step for each in recent] == [3, 4, 5]
     synchronous = RecentWeights(0)
     assert [noted(synchronous, step, step) for step in range(3)] == [[], [0], [1]]
-    assert list(synchronous.snapshots()) == [2]
-    assert synchronous.drawing(2).version == 2
+    assert noted(synchronous, 2, 3) == [2]
+    assert list(synchronous.snapshots()) == [3]
+    assert synchronous.drawing(2).version == 3
 
 
 class Slow:
@@ -257,7 +260,6 @@ def test_steps_are_sampled_and_taken_in_their_order(collecting):
         queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
     taken = queue.take({"a": 1, "b": 1})
     assert taken.groups == {"a": [1, 1], "b": [1, 1]}
-    assert taken.depth == 2
     assert taken.sync_seconds == 0.5
     assert [name for name, _, _ in taken.spans] == ["ahead", "rollout"]
     queue.withdraw("b")
@@ -265,6 +267,22 @@ def test_steps_are_sampled_and_taken_in_their_order(collecting):
     assert queue.take({"a": 3}).depth == 0
     assert order[0] == [1, 1, 1, 1]
     assert [step for own in order for step in dict.fromkeys(own)] == [1, 2, 3]
+    queue.close()
+
+
+def test_the_depth_is_how_many_later_steps_wait_for_the_trainer(collecting):
+    order, gates = collecting
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    queue.offer("a", {1: [1], 2: [2], 3: [3]})
+    gates[1].set()
+    assert queue.take({"a": 1}).depth == 0  # the next one is being sampled
+    gates[2].set()
+    gates[3].set()
+    deadline = time.time() + 10
+    while len(order) < 3 or queue.overlap(0, time.time()) != queue.overlap(0, time.time() + 1):
+        assert time.time() < deadline
+        time.sleep(0.01)
+    assert queue.take({"a": 2}).depth == 1  # the one after it is there
     queue.close()
 
 
@@ -283,7 +301,7 @@ def test_nothing_is_sampled_ahead_while_it_is_paused_and_nothing_after_its_end(c
     gates[0].set()
     queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
     queue.offer("a", {0: [0], 1: [1]})
-    assert queue.take({"a": 0}).depth == 1
+    queue.take({"a": 0})
     begin = time.time()
     gates[1].set()
     with queue.paused():

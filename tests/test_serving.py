@@ -535,7 +535,7 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(world, tmp_path):
 
     world.run(traffic)
     world.post("/v1/completions", asked())  # the engine has looked at what is retired
-    assert {run.split("\x1f")[0] for run in world.service.engine._published} == set(NAMES)
+    assert {ref.run_id.split("\x1f")[0] for ref in world.service.engine._published} == set(NAMES)
 
 
 def test_loading_says_what_is_wrong(world, tmp_path):

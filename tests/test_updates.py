@@ -178,6 +178,18 @@ def test_decoupled_ppo(now, expected):
         assert corrected.item() == pytest.approx(plain.item())
 
 
+def test_how_far_dppo_has_moved_is_told_from_where_it_was():
+    """Its ratio is from the sampler, which may be far; ``target_kl`` is about the updates of this batch."""
+    batch = micro_batch([1.0], [math.log(0.2)], [math.log(0.3)])
+    for now in (0.3, 0.33):
+        scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
+        _, sums = PolicyTerm(loss="dppo").per_token(batch, scores)
+        metrics = loss_metrics(sums)
+        assert metrics["policy/approxkl_avg"] == pytest.approx(0.5 * math.log(now / 0.3) ** 2)
+        assert metrics["val/ratio"] == pytest.approx(now / 0.2)
+        assert metrics["kl_sample_train_v2"] == pytest.approx(0.5 * math.log(0.3 / 0.2) ** 2)
+
+
 def test_old_log_probabilities_are_the_trainers_own_of_every_action(base, lanes):
     policy = local_policy(base, lanes)
     with torch.no_grad():

@@ -117,7 +117,7 @@ class Algorithm(Section):
     """How far a token's probability is from the sampler's: `tv` is |π − π_sampler|, `kl` the divergence of "this token
     or another"."""
     dppo_threshold: Annotated[OptionalPositive, _loss_key("algorithm.dppo_threshold")] = None
-    """From this divergence on a token no longer trains in the direction that leads further away; unset or 0 is 0.15 for
+    """Beyond this divergence a token no longer trains in the direction that leads further away; unset or 0 is 0.15 for
     `tv` and 0.05 for `kl`."""
     dppo_cap: Annotated[Positive, _loss_key("algorithm.dppo_cap")] = 20.0
     """Absolute cap on the importance ratio."""

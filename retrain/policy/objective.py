@@ -130,6 +130,10 @@ class PolicyTerm:
             weights_BT=weights_BT,
         )
         if given_BT is not None:
+            if self.loss == "dppo":  # how far it has moved is told from where it was, as with other losses
+                sums["moved"] = ratio_sums(log_ratio(logprobs_BT, given_BT, mask_BT), mask_BT, ~mask_BT, ~mask_BT)[
+                    "moved"
+                ]
             sums |= mismatch_sums(logprobs_BT.detach(), given_BT, sampler_BT, mask_BT)
         elif corrected:
             low, high = band or (0.0, cap or math.inf)

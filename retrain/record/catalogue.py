@@ -381,8 +381,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("perf/tokens_per_s", "prompt and completion tokens / step_time_s", "tokens/s",
             telescope="tokens_per_second", retrain="tokens_per_second"),
     _metric("perf/episodes_per_s", "completions / step_time_s", "completions/s", trl="eps"),
-    _metric("queue_depth", "batches of later steps that were sampled, or being sampled, when this one was taken",
-            "batches", "max_off_policy_steps with a server, 0 with the engine in this process", requires="ahead"),
+    _metric("queue_depth", "batches of later steps that were sampled and graded when this one was taken", "batches",
+            "0: the trainer waits for rollouts, max_off_policy_steps − 1 and more: they wait for it", requires="ahead"),
     _metric("time/overlap", "seconds of the step, once its rollouts were there, in which those of later steps were "
             "sampled; not one of the parts that add up to step_time_s", "s", requires="ahead"),
     _metric("perf/sampler_tokens_per_s", "completion tokens of the step / the seconds in which they were sampled",

@@ -29,7 +29,7 @@ Span = tuple[str, float, float]
 class Taken(Generic[Owner]):
     """The groups of every owner, in the order of its requests; ``spans`` of time, ("rollout" | "score", start, end) in
     seconds since the epoch, or ("ahead", …) of what was sampled in a thread and ("rollout", …) of waiting for it; the
-    seconds that the engine took to load weights, None where it does not say; how many offers were not yet due."""
+    seconds that the engine took to load weights, None where it does not say; and how many later steps are sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -84,12 +84,13 @@ class RolloutQueue(Generic[Owner]):
             self._collect([self._offers[owner, step] for owner, step in due.items()])
         with self._changed:
             offers = [self._offers.pop((owner, step)) for owner, step in due.items()]
-            depth = len({step for _, step in self._offers})
+            depth = len({step for (_, step), offer in self._offers.items() if offer.groups is not None})
         sampled = list({id(offer.collected): offer.collected for offer in offers if offer.collected}.values())
         spans = [span for collected in sampled for span in collected.spans]
         syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
         if self.ahead:
-            spans = [*(("ahead", start, end) for _, start, end in spans), ("rollout", begin, time.time())]
+            sampled_ahead = [("ahead", start, end) for name, start, end in spans if name == "rollout"]
+            spans = [*sampled_ahead, ("rollout", begin, time.time())]
         groups = {offer.owner: offer.groups or [] for offer in offers}
         return Taken(groups, spans, sum(syncs) if syncs else None, depth)
 
@@ -100,7 +101,7 @@ class RolloutQueue(Generic[Owner]):
             yield
 
     def overlap(self, begin: float, end: float) -> float:
-        """Seconds of this time in which rollouts were sampled in the thread."""
+        """Seconds of this time in which rollouts were sampled and graded in the thread."""
         with self._changed:
             spans = [*self._busy, *([] if self._since is None else [(self._since, end)])]
             self._busy = [span for span in self._busy if span[1] > begin]
@@ -116,7 +117,13 @@ class RolloutQueue(Generic[Owner]):
     def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
         requests = [request for offer in offers for request in offer.requests]
         with self._collecting:
-            collected = collect(self.engine, requests, self.pressure.max_rows if self.pressure else None)
+            self._since = time.time()
+            try:
+                collected = collect(self.engine, requests, self.pressure.max_rows if self.pressure else None)
+            finally:
+                with self._changed:
+                    self._busy.append((self._since, time.time()))
+                    self._since = None
         if self.pressure is not None:
             _observe(self.pressure, collected)
         groups = iter(collected.groups)
@@ -142,14 +149,12 @@ class RolloutQueue(Generic[Owner]):
                     self._changed.wait()
                 if self._closed:
                     return
-                offers, self._since = self._waiting(), time.time()
+                offers = self._waiting()
             try:
                 self._collect(offers)
             except BaseException as error:
                 self._failure = error
             with self._changed:
-                self._busy.append((self._since, time.time()))
-                self._since = None
                 self._changed.notify_all()
                 if self._failure is not None:
                     return

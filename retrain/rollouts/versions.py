@@ -34,16 +34,21 @@ class RecentWeights:
         self.bound, self.remembers = bound, remembers
         self._dropped: Weights | None = None
         self._known: list[Weights] = []
+        self._replaced: list[Weights] = []
 
     def __iter__(self) -> Iterator[Weights]:
         return iter(self._known)
 
     def note(self, weights: Weights) -> list[PolicyRef]:
-        """The weights before this step, in place of what was noted for it; the names that nobody needs any more."""
+        """The weights before this step, in place of what was noted for it; the names that nobody needs any more. What
+        is replaced stays for a step: a request may name it already."""
+        before = [*self._replaced, *self._known]
         kept = [each for each in self._known if weights.step - self.bound <= each.step < weights.step]
-        names = {each.ref for each in (*kept, weights)}
-        dropped = [each for each in self._known if each.ref not in names]
-        self._known = [*kept, weights]
+        replaced = [each for each in before if each.step == weights.step and each.ref != weights.ref]
+        names = {each.ref for each in (*kept, *replaced, weights)}
+        dropped = [each for each in before if each.ref not in names]
+        self._replaced, self._known = replaced if self.bound else [], [*kept, weights]
+        dropped += [] if self.bound else replaced
         if self.remembers and dropped:
             self._dropped = dropped[-1]
         return list(dict.fromkeys(each.ref for each in dropped))
@@ -65,5 +70,6 @@ class RecentWeights:
 
     def age(self, version: int, step: int) -> int:
         """How many steps before ``step`` weights of this version were last the newest: 0 while they still are."""
-        last = max((each.step for each in self._known if each.ref.version == version), default=None)
+        known = [*self._replaced, *self._known]
+        last = max((each.step for each in known if each.ref.version == version), default=None)
         return step - last if last is not None else self.bound + 1
