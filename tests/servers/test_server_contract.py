@@ -170,6 +170,35 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
         assert after - before > 0.3
 
 
+class Adapters(NullObserver):
+    """Notes how many adapters the server has after each step."""
+
+    def __init__(self, url: str):
+        self.url, self.most = url, 0
+
+    def step(self, spec, row):
+        self.most = max(self.most, len(names_at(self.url)))
+
+
+@real
+@pytest.mark.parametrize("behind", [0, 1])
+def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
+    """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
+    sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
+    path, watching = file_of(tmp_path, f'url = "{server}"', 4, 16), Adapters(server)
+    assert launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", watching).exit_status == 0
+    assert watching.most >= 4
+    assert names_at(server) == []
+    rows = [read_jsonl(run / "metrics.jsonl") for run in sorted((tmp_path / "out/runs").iterdir())]
+    assert [len(own) for own in rows] == [4] * 4
+    for own in rows:
+        assert [row["off_policy_steps_max"] for row in own] == [min(step, behind) for step in range(4)]
+        assert own[0]["kl_sample_train_v2"] < 1e-4
+        assert not behind or sum(row["time/overlap"] for row in own) > 0
+    assert (tmp_path / "out/report.html").is_file()
+    assert len(read_json(tmp_path / "out/comparison.json")["conditions"]) == 2
+
+
 class KillInTheMiddle(NullObserver):
     """Kills the launched server a moment after the first step, while the second is being sampled."""
 
