@@ -394,7 +394,7 @@ def test_bodies_say_everything_that_shapes_a_distribution():
     request = SampleRequest(PolicyRef("r", 3), (5, 6), 8, 10, 0.7, ("s",), top_p=0.9)
     ask = Ask(request, "r@3.x", "base", 2**63 + 5, (1, 2))
     body = DIALECTS["vllm"].body(ask)
-    assert {**body, "logprobs": 1, "return_token_ids": True} == body
+    assert {**body, "logprobs": 0, "return_token_ids": True} == body
     sent = {key: body[key] for key in ("model", "prompt", "n", "seed", "temperature", "top_p", "top_k", "min_p")}
     assert sent == {
         "model": "r@3.x", "prompt": [5, 6], "n": 1, "seed": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 0,
@@ -403,6 +403,7 @@ def test_bodies_say_everything_that_shapes_a_distribution():
     assert (body["stop_token_ids"], body["skip_special_tokens"]) == ([1, 2], False)
     plain = DIALECTS["openai"].body(ask)
     assert not {"top_k", "min_p", "stop_token_ids", "skip_special_tokens"} & set(plain)
+    assert plain["logprobs"] == 0
     other = DIALECTS["sglang"].body(ask)
     assert other["lora_path"] == "r@3.x"
     assert other["sampling_params"]["sampling_seed"] < 2**31
