@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,8 @@ from retrain.engines.server import engine as engine_module
 from retrain.engines.server import pool as pool_module
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
-from retrain.files import read_json
+from retrain.files import read_json, write_json
+from retrain.ownership import process_start, this_process
 from retrain.policy.base import load_base
 from retrain.policy.lora import Lanes
 
@@ -137,11 +140,12 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
         assert apart(engine_base(lanes), lanes, own[version], asked[part], groups[part]) < 1e-5
     first, second = sorted(server.adapters)
     assert first.startswith("run@0.")
-    config = read_json(tmp_path / "adapters" / second / "adapter_config.json")
+    (own_directory,) = (tmp_path / "adapters").iterdir()
+    config = read_json(own_directory / second / "adapter_config.json")
     assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
     engine.retire(refs[0])
     engine.retire(PolicyRef("run", 7))  # never published
-    until(lambda: server.adapters == [second] and not (tmp_path / "adapters" / first).exists())
+    until(lambda: server.adapters == [second] and not (own_directory / first).exists())
     with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
         engine.sample(requests(refs[0]))
 
@@ -186,15 +190,69 @@ def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, serv
     until(lambda: not server.adapters)
 
 
+def as_if_killed(engine) -> None:
+    """Its process has ended, as far as its file says."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    start = process_start(ended.pid)
+    ended.wait()
+    owner = engine.store.directory / "owner.json"
+    write_json(owner, read_json(owner) | {"pid": ended.pid, "process_start": start})
+
+
 def test_what_a_killed_process_left_behind_is_taken_away(base, lanes, server, tmp_path):
     killed = engine_of(base, [server.url], tmp_path / "adapters")
-    killed.sample(requests(publish(killed, weights(lanes, 1))))
-    assert server.adapters
+    killed.sample(requests(publish(killed, weights(lanes, 1), run="a/b")))
+    assert len(server.adapters) == 1
+    as_if_killed(killed)
     again = engine_of(base, [server.url], tmp_path / "adapters")
     assert server.adapters == []
     assert list((tmp_path / "adapters").iterdir()) == []
     again.close()
+    assert not (tmp_path / "adapters").exists()  # the killed one had made it
     killed.close()
+
+
+def test_what_others_have_in_the_directory_of_adapters_is_left_alone(base, lanes, server, tmp_path):
+    place = tmp_path / "adapters"
+    for name in ("grpo@7.somebody", "retrain-backup@1", "retrain-elsewhere/a@1.1.elsewhere", "retrain-torn"):
+        (place / name).mkdir(parents=True)
+    elsewhere = {**this_process(), "host": "another", "pid": 2**22 + 1}
+    write_json(place / "retrain-elsewhere/owner.json", elsewhere)
+    (place / "retrain-torn/owner.json").write_text("{")
+    first = engine_of(base, [server.url], place)
+    asked = requests(publish(first, own := weights(lanes, 1)))
+    sound = first.sample(asked)
+    names, there = server.adapters, sorted(place.rglob("*"))
+    second = engine_of(base, [server.url], place)  # retrain sample, or doctor, beside a campaign
+    second.sample(requests(publish(second, weights(lanes, 2))))
+    second.close()
+    assert (server.adapters, sorted(place.rglob("*"))) == (names, there)
+    assert ids(first.sample(asked)) == ids(sound)
+    assert apart(base, lanes, own, asked, first.sample(asked)) < 1e-5
+    killed = first.store.directory
+    (killed / "notes.txt").write_text("somebody's")
+    as_if_killed(first)
+    third = engine_of(base, [server.url], place)
+    assert server.adapters == []
+    assert sorted(path.name for path in killed.iterdir()) == ["notes.txt", "owner.json"]
+    third.close()
+    first.close()
+    assert len(list(place.iterdir())) == 5
+
+
+def test_a_name_never_belongs_to_two_sets_of_weights(base, lanes, server, tmp_path):
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    names = set()
+    for seed in range(3):  # ranks of several runs are verified under one reference, canaries of several kinds as well
+        own = weights(lanes, seed)
+        ref = publish(engine, own, run="rank 4")
+        server.asked.clear()
+        asked = requests(ref)
+        assert apart(base, lanes, own, asked, engine.sample(asked)) < 1e-5
+        names |= {body["model"] for body in server.asked}
+        engine.forget()
+    assert len(names) == 3
+    engine.close()
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
