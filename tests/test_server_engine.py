@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from toymodels import qwen3_directory
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server import pool as pool_module
+from retrain.engines.server.client import Away, Refused, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
@@ -421,6 +423,136 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
     engine.close()
     other.service.close()
+
+
+def test_adapters_of_a_server_that_was_briefly_away_are_taken_away(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    gone, kept = (publish(engine, weights(lanes, seed), run=f"run{seed}") for seed in (1, 2))
+    asked = requests(kept)
+    sound = ids(engine.sample([*asked, *requests(gone)]))[: len(asked)]
+    (address,) = engine.pool.servers
+    checks = []
+
+    async def away_at_first():
+        checks.append(sorted(server.adapters))
+        return len(checks) > 2 and not engine._published.get(gone)
+
+    monkeypatch.setattr(address, "check", away_at_first)
+    on_loop(engine, engine.pool.doubt(address, "for a test"))
+    engine.retire(gone)
+    until(lambda: address.alive)
+    assert [name.partition("@")[0] for name in server.adapters] == ["run2"]  # it stays: it is wanted
+    assert len(checks[0]) == 2
+    assert ids(engine.sample(asked)) == sound
+    on_loop(engine, lost_and_found(address))
+    engine.retire(kept)
+    until(lambda: server.adapters == [])
+    engine.close()
+
+
+def on_loop(engine, work):
+    """Have the engine's loop do this."""
+    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(30)
+
+
+async def lost_and_found(address):
+    address.lost()
+    await address.found()
+    address.alive = True
+
+
+def test_closing_does_not_wait_for_a_server_that_never_answers(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "CLOSING_S", 0.3)
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+    engine.sample(requests(ref))
+    for seed in range(4):
+        engine.sample(requests(publish(engine, weights(lanes, seed), 1 + seed), 1, 1))
+    (address,) = engine.pool.servers
+
+    async def never(*given):
+        await asyncio.sleep(60)
+
+    held = threading.Event()
+    server.faults.append(lambda status, payload: held.wait(10) and (status, payload))
+    server.asked.clear()
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(engine.sample, requests(ref, 1, 1))
+        until(lambda: server.asked)
+        engine.retire(ref)
+        monkeypatch.setattr(address, "post", never)
+        begin = time.monotonic()
+        engine.close()
+        assert time.monotonic() - begin < 5
+        held.set()
+        with pytest.raises(CancelledError):
+            sampling.result(30)
+    engine.retire(PolicyRef("run", 1))  # nothing is given to a loop that has ended
+    engine.forget()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.sample(requests(publish(engine, weights(lanes, 1))))
+    assert not (tmp_path / "adapters").exists()
+
+
+def test_a_completion_that_ends_servers_is_not_asked_for_without_end(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.01, 0.01))
+    monkeypatch.setattr(engine_module, "LOSSES", 3)
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+    (address,) = engine.pool.servers
+    check, post, deaths = address.check, address.post, []
+
+    async def dies(path, body, timeout_s=None):
+        if path == "/v1/completions":
+            deaths.append(path)
+            raise Away("ReadError")
+        return await post(path, body, timeout_s)
+
+    async def back_after_a_while():
+        return address.alive is False and await check()
+
+    monkeypatch.setattr(address, "post", dies)
+    monkeypatch.setattr(address, "check", back_after_a_while)
+    with pytest.raises(ServerFailed, match=r"was under way 3 times at a server that then went away, last http.*Read"):
+        engine.sample(requests(ref, 1, 1))
+    assert len(deaths) == 3
+    engine.close()
+
+
+@pytest.mark.parametrize("listed", [["a"], "<html>", None, {"data": "x"}, {"data": ["x"]}, {"data": [{"id": 3}]}])
+def test_what_is_no_server_of_that_kind(base, server, tmp_path, monkeypatch, listed):
+    get = Server.get
+
+    async def other(self, path, timeout_s=None):
+        return listed if path == "/v1/models" else await get(self, path, timeout_s)
+
+    monkeypatch.setattr(Server, "get", other)
+    words = (
+        "lists no model" if listed == {"data": [{"id": 3}]} else "no server of the kind that .* or this is not its url"
+    )
+    with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{words}"):
+        engine_of(base, [server.url], tmp_path / "adapters")
+
+
+def test_nothing_ends_the_looking_for_a_server(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.01, 0.01))
+    told = []
+    engine = engine_of(base, [server.url], tmp_path / "adapters", tell=lambda text, level: told.append(text))
+    (address,) = engine.pool.servers
+    look, surprises = address.look, [AttributeError("'list' object has no attribute 'get'"), Refused("no"), Away("x")]
+
+    async def surprising():
+        if surprises:
+            raise surprises.pop(0)
+        await look()
+
+    monkeypatch.setattr(address, "look", surprising)
+    engine._loop.call_soon_threadsafe(engine.pool.leave_out, address, "for a test")
+    until(lambda: f"{server.url} is back" in told)
+    assert f"{server.url} answers, and stays left out: no" in told
+    assert engine.sample(requests(publish(engine, weights(lanes, 1))))
+    engine.close()
 
 
 # -- what is sent ---------------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ def tried_servers(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
     kinds = []
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-        kinds.append(
-            (spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance)
-        )
+        kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
     for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
         yield found.words

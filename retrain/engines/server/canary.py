@@ -75,7 +75,9 @@ class Again:
     def judge(self, url: str, answers: Sequence[Action]) -> None:
         """See ``Trial.judge``."""
         said_T = np.array([action.logprobs_T[0] for action in answers])
-        right_T = np.array([row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)])
+        right_T = np.array(
+            [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]
+        )
         if (far := rms(said_T - right_T)) > self.tolerance:
             raise ModelError(
                 f"{url} does not compute what is trained here: its log-probabilities of {self.what}'s tokens are "

@@ -406,7 +406,6 @@ class ServerEngine:
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
 
-
     # -- trials -------------------------------------------------------------------------------------------------
 
     def try_with(self, trials: Sequence[Trial]) -> None:
