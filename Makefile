@@ -47,12 +47,7 @@ $(VENV)/.dev: $(VENV)/.core
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.test-serving: $(VENV)/.dev
-	$(BIN)/python -m tests.fuzz_serving --requests 10000
-	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
-	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
-
-docs: $(VENV)/.core
+$(VENV)/.docs: $(VENV)/.core
 	@echo 'Installing the documentation tools into $(VENV)'
 	@$(PIP) --editable '.[docs]'
 	@touch $@
@@ -118,6 +113,11 @@ endif
 
 test-servers: $(VENV)/.dev build/servers/.ready
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
+
+test-serving: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz_serving --requests 10000
+	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
+	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

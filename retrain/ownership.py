@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -243,6 +244,57 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
     if ours:
         return UsageError(f"{path} is damaged ({error!r}): {advice}")
     return NotOurs(f"{path} is not retrain's: give the directory of a run or campaign, or move that file away")
+
+
+def machine() -> dict[str, str]:
+    """This machine, as far as process numbers mean anything: its name, and which start of its kernel."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return {"host": socket.gethostname(), "boot": boot}
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, in a form that only its own later looks can equal; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)  # no /proc: alive or not is all there is to know
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return ""
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def this_process() -> dict[str, Any]:
+    """This process, so that another of this machine can tell later whether it still runs."""
+    pid = os.getpid()
+    return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}
+
+
+def has_ended(process: Any) -> bool:
+    """Whether the process of such a record ran on this machine and is no more; False where that cannot be known."""
+    if not isinstance(process, dict) or type(process.get("pid")) is not int:
+        return False
+    here = {**machine(), "numbers": _numbers()}
+    if {key: process.get(key) for key in here} != here:
+        return False
+    return process_start(process["pid"]) != process.get("process_start")
+
+
+def _numbers() -> str:
+    """Whose process numbers these are: a container has its own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _write_mark(directory: Path, owner: Owner, files: Sequence[str] | None) -> None:

@@ -121,7 +121,7 @@ def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
         "prompt": asked["input_ids"],
         "max_tokens": how["max_new_tokens"],
         "seed": how["sampling_seed"],
-        "logprobs": 1,
+        "logprobs": 0,
         "return_token_ids": True,
         **same,
     }

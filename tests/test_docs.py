@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +121,17 @@ def test_makefile_help_names_every_target():
     targets = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()) - {"help"}
     told = set(re.findall(r"^# make ([\w-]+)|make ([\w-]+)  ", text, re.MULTILINE))
     assert targets <= {name for pair in told for name in pair}
+
+
+PHONY = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize("target", PHONY)
+def test_makefile_knows_how_to_make_every_target(target):
+    given = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    words = ["make", "--dry-run", "--always-make", target]
+    done = subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no rule takes the place of another
+    assert [line for line in done.stdout.splitlines() if line and not line.startswith("make:")]

@@ -13,7 +13,8 @@ from standin import StandIn
 from toycampaign import StopAfter, campaign, toy_world
 
 from retrain.campaign.running.controller import launch, resume
-from retrain.config import load
+from retrain.campaign.running.models import Bases
+from retrain.config import load, parse_dict
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.launch import Launched
 from retrain.errors import ModelError, RetrainError, UsageError
@@ -173,6 +174,30 @@ def test_a_command_that_dies_is_given_up_with_what_it_said(tmp_path):
     assert launched.port == 1234
     assert len(told) == 3
     launched.close()
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up(tmp_path):
+    program = tmp_path / "server"
+    program.write_text("#!/bin/sh\nsleep 600\n")
+    program.chmod(0o755)
+    launched = Launched(str(program), "m", tmp_path, None, False, lambda text, level: None)
+    program.unlink()
+    os.killpg(read_json(tmp_path / "server.json")["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not launched.gave_up and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "died (signal 9) and cannot be started again: [inference] launch: " in launched.gave_up
+    launched.close()
+
+
+def test_a_server_stays_for_adapters_of_another_rank(tmp_path, model, server):
+    with Bases() as bases:
+        engines = []
+        for rank in (4, 8):
+            sections = {"model": {"model": str(model), "lora_rank": rank}, "backend": {"devices": "cpu"}}
+            config = parse_dict({**sections, "inference": {"engine": "vllm", "url": server.url}})
+            engines.append(bases.take_served(config, tmp_path / "out")[2])
+    assert engines[0] is engines[1]
 
 
 def test_a_server_whose_owner_was_killed_is_ended_at_the_next_start(tmp_path):

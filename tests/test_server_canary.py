@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from served_cases import engine_of, publish, requests, weights
 from standin import StandIn
 from toymodels import qwen3_directory
 
-from retrain.engines.server import adapters, canary, own
+from retrain.engines.server import adapters, canary, own, pool
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.dialects import VLLM, Answer, Ask
 from retrain.errors import ModelError
@@ -138,6 +139,46 @@ def test_another_base_is_found(base, lanes, tmp_path):
         canary.canary(engine, base, lanes, 4, 8.0, 1.0, 2e-3)
     engine.close()
     other.close()
+
+
+def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "PROBE_S", (0.05, 0.1))
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 0.6)
+    sound = StandIn(server.service.base.name)
+    other = StandIn(qwen3_directory(tmp_path / "other", TEXTS, seed=1))
+    urls, told, kinds = [server.url, sound.url, other.url], [], [(4, 8.0, 1.0, 2e-3), (16, 8.0, 0.7, 2e-3)]
+    engine = engine_of(base, urls, tmp_path / "adapters")
+    words = []
+    with pytest.raises(ModelError, match=rf"{other.url} does not compute what is trained here"):
+        words += [found.words for found in canary.canaries(engine, base, lanes, kinds)]
+    engine.close()
+    for each in (sound, other):
+        each.stop()  # away when the others are tried
+    engine = engine_of(base, urls, tmp_path / "adapters", tell=lambda text, level: told.append(text))
+    words = [found.words for found in canary.canaries(engine, base, lanes, kinds)]
+    assert [each.partition(":")[0] for each in words] == ["canary at http"] * 2
+    assert all(each.startswith(f"canary at {server.url}: base within") for each in words)
+    for each in (sound, other):
+        each.asked.clear()
+        each.start()
+    ref = publish(engine, weights(lanes, 1))
+    deadline = time.monotonic() + 30
+    while len([text for text in told if text.endswith("is back") or "stays left out" in text]) < 2:
+        assert time.monotonic() < deadline
+        engine.sample(requests(ref, 3, 1))
+        time.sleep(0.02)
+    assert f"{sound.url} is back" in told
+    (refused,) = [text for text in told if "stays left out" in text]
+    assert refused.startswith(f"{other.url} answers, and stays left out: {other.url} does not compute what is trained")
+    assert len([body for body in sound.asked if body["max_tokens"] == 1]) == 4 * canary.AGAIN
+    engine.forget_sequences()
+    engine.sample(requests(ref, 6, 2))
+    assert [body for body in sound.asked if body["max_tokens"] == 8]
+    assert not [body for body in other.asked if body["max_tokens"] == 8]
+    assert [name.partition("@")[0] for name in sound.adapters] == ["run"]
+    engine.close()
+    for each in (sound, other):
+        each.close()
 
 
 class Unseeded(VLLM):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,11 @@ from toymodels import qwen3_directory
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server import pool as pool_module
+from retrain.engines.server.client import Away, Refused, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
-from retrain.files import read_json
+from retrain.files import read_json, write_json
+from retrain.ownership import process_start, this_process
 from retrain.policy.base import load_base
 from retrain.policy.lora import Lanes
 
@@ -137,11 +142,12 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
         assert apart(engine_base(lanes), lanes, own[version], asked[part], groups[part]) < 1e-5
     first, second = sorted(server.adapters)
     assert first.startswith("run@0.")
-    config = read_json(tmp_path / "adapters" / second / "adapter_config.json")
+    (own_directory,) = (tmp_path / "adapters").iterdir()
+    config = read_json(own_directory / second / "adapter_config.json")
     assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
     engine.retire(refs[0])
     engine.retire(PolicyRef("run", 7))  # never published
-    until(lambda: server.adapters == [second] and not (tmp_path / "adapters" / first).exists())
+    until(lambda: server.adapters == [second] and not (own_directory / first).exists())
     with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
         engine.sample(requests(refs[0]))
 
@@ -186,15 +192,69 @@ def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, serv
     until(lambda: not server.adapters)
 
 
+def as_if_killed(engine) -> None:
+    """Its process has ended, as far as its file says."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    start = process_start(ended.pid)
+    ended.wait()
+    owner = engine.store.directory / "owner.json"
+    write_json(owner, read_json(owner) | {"pid": ended.pid, "process_start": start})
+
+
 def test_what_a_killed_process_left_behind_is_taken_away(base, lanes, server, tmp_path):
     killed = engine_of(base, [server.url], tmp_path / "adapters")
-    killed.sample(requests(publish(killed, weights(lanes, 1))))
-    assert server.adapters
+    killed.sample(requests(publish(killed, weights(lanes, 1), run="a/b")))
+    assert len(server.adapters) == 1
+    as_if_killed(killed)
     again = engine_of(base, [server.url], tmp_path / "adapters")
     assert server.adapters == []
     assert list((tmp_path / "adapters").iterdir()) == []
     again.close()
+    assert not (tmp_path / "adapters").exists()  # the killed one had made it
     killed.close()
+
+
+def test_what_others_have_in_the_directory_of_adapters_is_left_alone(base, lanes, server, tmp_path):
+    place = tmp_path / "adapters"
+    for name in ("grpo@7.somebody", "retrain-backup@1", "retrain-elsewhere/a@1.1.elsewhere", "retrain-torn"):
+        (place / name).mkdir(parents=True)
+    elsewhere = {**this_process(), "host": "another", "pid": 2**22 + 1}
+    write_json(place / "retrain-elsewhere/owner.json", elsewhere)
+    (place / "retrain-torn/owner.json").write_text("{")
+    first = engine_of(base, [server.url], place)
+    asked = requests(publish(first, own := weights(lanes, 1)))
+    sound = first.sample(asked)
+    names, there = server.adapters, sorted(place.rglob("*"))
+    second = engine_of(base, [server.url], place)  # retrain sample, or doctor, beside a campaign
+    second.sample(requests(publish(second, weights(lanes, 2))))
+    second.close()
+    assert (server.adapters, sorted(place.rglob("*"))) == (names, there)
+    assert ids(first.sample(asked)) == ids(sound)
+    assert apart(base, lanes, own, asked, first.sample(asked)) < 1e-5
+    killed = first.store.directory
+    (killed / "notes.txt").write_text("somebody's")
+    as_if_killed(first)
+    third = engine_of(base, [server.url], place)
+    assert server.adapters == []
+    assert sorted(path.name for path in killed.iterdir()) == ["notes.txt", "owner.json"]
+    third.close()
+    first.close()
+    assert len(list(place.iterdir())) == 5
+
+
+def test_a_name_never_belongs_to_two_sets_of_weights(base, lanes, server, tmp_path):
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    names = set()
+    for seed in range(3):  # ranks of several runs are verified under one reference, canaries of several kinds as well
+        own = weights(lanes, seed)
+        ref = publish(engine, own, run="rank 4")
+        server.asked.clear()
+        asked = requests(ref)
+        assert apart(base, lanes, own, asked, engine.sample(asked)) < 1e-5
+        names |= {body["model"] for body in server.asked}
+        engine.forget()
+    assert len(names) == 3
+    engine.close()
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
@@ -365,6 +425,136 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes
     other.service.close()
 
 
+def test_adapters_of_a_server_that_was_briefly_away_are_taken_away(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    gone, kept = (publish(engine, weights(lanes, seed), run=f"run{seed}") for seed in (1, 2))
+    asked = requests(kept)
+    sound = ids(engine.sample([*asked, *requests(gone)]))[: len(asked)]
+    (address,) = engine.pool.servers
+    checks = []
+
+    async def away_at_first():
+        checks.append(sorted(server.adapters))
+        return len(checks) > 2 and not engine._published.get(gone)
+
+    monkeypatch.setattr(address, "check", away_at_first)
+    on_loop(engine, engine.pool.doubt(address, "for a test"))
+    engine.retire(gone)
+    until(lambda: address.alive)
+    assert [name.partition("@")[0] for name in server.adapters] == ["run2"]  # it stays: it is wanted
+    assert len(checks[0]) == 2
+    assert ids(engine.sample(asked)) == sound
+    on_loop(engine, lost_and_found(address))
+    engine.retire(kept)
+    until(lambda: server.adapters == [])
+    engine.close()
+
+
+def on_loop(engine, work):
+    """Have the engine's loop do this."""
+    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(30)
+
+
+async def lost_and_found(address):
+    address.lost()
+    await address.found()
+    address.alive = True
+
+
+def test_closing_does_not_wait_for_a_server_that_never_answers(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "CLOSING_S", 0.3)
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+    engine.sample(requests(ref))
+    for seed in range(4):
+        engine.sample(requests(publish(engine, weights(lanes, seed), 1 + seed), 1, 1))
+    (address,) = engine.pool.servers
+
+    async def never(*given):
+        await asyncio.sleep(60)
+
+    held = threading.Event()
+    server.faults.append(lambda status, payload: held.wait(10) and (status, payload))
+    server.asked.clear()
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(engine.sample, requests(ref, 1, 1))
+        until(lambda: server.asked)
+        engine.retire(ref)
+        monkeypatch.setattr(address, "post", never)
+        begin = time.monotonic()
+        engine.close()
+        assert time.monotonic() - begin < 5
+        held.set()
+        with pytest.raises(CancelledError):
+            sampling.result(30)
+    engine.retire(PolicyRef("run", 1))  # nothing is given to a loop that has ended
+    engine.forget()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.sample(requests(publish(engine, weights(lanes, 1))))
+    assert not (tmp_path / "adapters").exists()
+
+
+def test_a_completion_that_ends_servers_is_not_asked_for_without_end(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.01, 0.01))
+    monkeypatch.setattr(engine_module, "LOSSES", 3)
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+    (address,) = engine.pool.servers
+    check, post, deaths = address.check, address.post, []
+
+    async def dies(path, body, timeout_s=None):
+        if path == "/v1/completions":
+            deaths.append(path)
+            raise Away("ReadError")
+        return await post(path, body, timeout_s)
+
+    async def back_after_a_while():
+        return address.alive is False and await check()
+
+    monkeypatch.setattr(address, "post", dies)
+    monkeypatch.setattr(address, "check", back_after_a_while)
+    with pytest.raises(ServerFailed, match=r"was under way 3 times at a server that then went away, last http.*Read"):
+        engine.sample(requests(ref, 1, 1))
+    assert len(deaths) == 3
+    engine.close()
+
+
+@pytest.mark.parametrize("listed", [["a"], "<html>", None, {"data": "x"}, {"data": ["x"]}, {"data": [{"id": 3}]}])
+def test_what_is_no_server_of_that_kind(base, server, tmp_path, monkeypatch, listed):
+    get = Server.get
+
+    async def other(self, path, timeout_s=None):
+        return listed if path == "/v1/models" else await get(self, path, timeout_s)
+
+    monkeypatch.setattr(Server, "get", other)
+    words = (
+        "lists no model" if listed == {"data": [{"id": 3}]} else "no server of the kind that .* or this is not its url"
+    )
+    with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{words}"):
+        engine_of(base, [server.url], tmp_path / "adapters")
+
+
+def test_nothing_ends_the_looking_for_a_server(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.01, 0.01))
+    told = []
+    engine = engine_of(base, [server.url], tmp_path / "adapters", tell=lambda text, level: told.append(text))
+    (address,) = engine.pool.servers
+    look, surprises = address.look, [AttributeError("'list' object has no attribute 'get'"), Refused("no"), Away("x")]
+
+    async def surprising():
+        if surprises:
+            raise surprises.pop(0)
+        await look()
+
+    monkeypatch.setattr(address, "look", surprising)
+    engine._loop.call_soon_threadsafe(engine.pool.leave_out, address, "for a test")
+    until(lambda: f"{server.url} is back" in told)
+    assert f"{server.url} answers, and stays left out: no" in told
+    assert engine.sample(requests(publish(engine, weights(lanes, 1))))
+    engine.close()
+
+
 # -- what is sent ---------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +584,7 @@ def test_bodies_say_everything_that_shapes_a_distribution():
     request = SampleRequest(PolicyRef("r", 3), (5, 6), 8, 10, 0.7, ("s",), top_p=0.9)
     ask = Ask(request, "r@3.x", "base", 2**63 + 5, (1, 2))
     body = DIALECTS["vllm"].body(ask)
-    assert {**body, "logprobs": 1, "return_token_ids": True} == body
+    assert {**body, "logprobs": 0, "return_token_ids": True} == body
     sent = {key: body[key] for key in ("model", "prompt", "n", "seed", "temperature", "top_p", "top_k", "min_p")}
     assert sent == {
         "model": "r@3.x", "prompt": [5, 6], "n": 1, "seed": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 0,
@@ -403,6 +593,7 @@ def test_bodies_say_everything_that_shapes_a_distribution():
     assert (body["stop_token_ids"], body["skip_special_tokens"]) == ([1, 2], False)
     plain = DIALECTS["openai"].body(ask)
     assert not {"top_k", "min_p", "stop_token_ids", "skip_special_tokens"} & set(plain)
+    assert plain["logprobs"] == 0
     other = DIALECTS["sglang"].body(ask)
     assert other["lora_path"] == "r@3.x"
     assert other["sampling_params"]["sampling_seed"] < 2**31

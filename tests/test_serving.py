@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import shutil
+import threading
 import time
 
 import pytest
@@ -688,3 +690,43 @@ def test_a_batch_that_fails_ends_its_requests_and_no_others(world, monkeypatch, 
     [event] = events(world.post("/v1/completions", asked(stream=True)).text)
     assert event["error"]["code"] == 500
     assert world.post("/v1/completions", asked()).status_code == 200
+
+
+def test_a_client_that_leaves_while_its_text_waits_to_be_scored_ends_nothing(world):
+    held, begun = threading.Event(), threading.Event()
+    body = {"model": "one", "prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 1}
+
+    async def leave(client):
+        for busy in (True, False):  # while the engine does something else, and in the midst of it
+            held.clear()
+            begun.clear()
+            occupied = world.service.batcher.call(lambda: begun.set() or held.wait(30))
+            await asyncio.to_thread(begun.wait, 30)
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            async with asyncio.timeout(30):
+                while not world.service.batcher._tasks:
+                    await asyncio.sleep(0.001)
+            if not busy:
+                held.set()
+                await asyncio.wrap_future(occupied)
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+            held.set()
+            await asyncio.wait_for(asyncio.wrap_future(world.service.batcher.call(lambda: None)), 10)
+        return await client.post("/v1/completions", json=body)
+
+    assert world.run(leave).status_code == 200
+    assert world.service.batcher.failure == ""
+
+
+def test_a_failing_task_and_an_unreadable_completion_end_nothing(world, capfd):
+    piece = world.service.batcher._piece
+    world.service.batcher._piece = lambda *given: 1 / 0
+    try:
+        assert world.post("/v1/completions", asked()).status_code == 500
+    finally:
+        world.service.batcher._piece = piece
+    assert world.service.batcher.call(lambda: 7).result(30) == 7
+    assert world.complete(**asked())["choices"]
+    assert "ZeroDivisionError" in capfd.readouterr().err

@@ -16,7 +16,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.engines.server.canary import TEXT, canary
+from retrain.engines.server.canary import TEXT, canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
@@ -47,7 +47,8 @@ def asked_config(url: Sequence[str], engine: str | None, model: str | None, file
 
     Raises UsageError when there is none here by that name.
     """
-    addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S}
+    # A campaign may be using them: they are not put to sleep.
+    addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
         data = Plan.of(load(file)).specs[0].config.to_dict()
         kind = engine or (data["inference"]["engine"] if data["inference"]["engine"] != "local" else "vllm")
@@ -90,9 +91,8 @@ def examine_servers(config: Config, begins: Callable[[str], None] = lambda name:
         try:
             tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
             rank, temperature = config.model.lora_rank, config.training.temperature
-            result = Result(
-                Status.PASS, canary(engine, base, lanes, rank, config.lora.alpha, temperature, tolerance).words
-            )
+            found = canaries(engine, base, lanes, [(rank, config.lora.alpha, temperature, tolerance)])
+            result = Result(Status.PASS, "; ".join(each.words for each in found))
         except RetrainError as error:
             result, failed = Result(Status.FAIL, str(error)), True
         yield Line("canary", result, time.perf_counter() - begin)

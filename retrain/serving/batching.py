@@ -166,7 +166,8 @@ class Batcher:
             for generation in left:
                 generation.tell(Piece((), (), failed=Refusal(500, "the engine has failed")))
             for _, future in tasks:
-                future.set_exception(Refusal(500, "the engine has failed"))
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(Refusal(500, "the engine has failed"))
 
     def _admit(self) -> bool:
         """Wait until there is something to do; do the tasks and admit generations. False: the end."""
@@ -180,6 +181,8 @@ class Batcher:
             while self._waiting and len(self._active) < self.max_rows:
                 self._active.append(self._waiting.popleft())
         for task, future in tasks:
+            if not future.set_running_or_notify_cancel():  # whoever asked has left; from here on it cannot
+                continue
             try:
                 future.set_result(task())
             except Exception as error:
@@ -217,8 +220,8 @@ class Batcher:
     def _draw(self) -> None:
         """One piece of every generation."""
         for batch in self._batches():
-            asked = list(self._requests(batch))
             try:
+                asked = list(self._requests(batch))
                 answers = self.engine.sample([request for request, _ in asked])
             except Exception:
                 traceback.print_exc()
@@ -229,7 +232,11 @@ class Batcher:
             ended = []
             for (_, generations), actions in zip(asked, answers, strict=True):
                 for generation, action in zip(generations, actions, strict=True):
-                    piece = self._piece(generation, action)
+                    try:
+                        piece = self._piece(generation, action)
+                    except Exception:  # of this one; the others go on
+                        traceback.print_exc()
+                        piece = Piece((), (), "error", failed=Refusal(500, "reading this completion has failed"))
                     if piece.finish_reason is not None:
                         ended.append(generation)
                     generation.tell(piece)

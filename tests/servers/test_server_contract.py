@@ -142,6 +142,19 @@ def test_the_canary_passes(base, lanes, engine):
     assert found.adapter < 1e-4 < 0.3 < found.effect
 
 
+def test_the_likeliest_others_are_not_asked_for_and_change_nothing(server):
+    asked = {"model": "base", "prompt": [5, 9, 17], "max_tokens": 8, "seed": 3, "temperature": 0.7}
+    answers = [
+        httpx.post(f"{server}/v1/completions", json=asked | {"logprobs": others, "return_token_ids": True}, timeout=300)
+        for others in (0, 1)
+    ]
+    without, with_others = (answer.json()["choices"][0] for answer in answers)
+    assert len(without["logprobs"]["token_logprobs"]) == len(without["token_ids"])
+    assert without["token_ids"] == with_others["token_ids"]
+    values = [choice["logprobs"]["token_logprobs"] for choice in (without, with_others)]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
 def test_what_is_sampled_does_not_depend_on_the_batch(lanes, engine):
     ref = publish(engine, weights(lanes, 1, 16, 32.0, 0.03))
     asked = requests(ref, 4, 4, max_tokens=24)

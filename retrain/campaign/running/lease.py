@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import threading
 import time
 import uuid
@@ -20,40 +19,13 @@ from typing import Any
 
 from retrain.errors import LeaseLost, StorageError, UsageError
 from retrain.files import prepare_directory, read_json, write_json
-from retrain.ownership import claim
+from retrain.ownership import claim, machine, process_start
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """How long a lease from another machine must stand still before its owner counts as dead: four beats."""
-
-
-def machine() -> dict[str, str]:
-    """This machine, as far as process numbers mean anything: its name, and which start of its kernel."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return {"host": socket.gethostname(), "boot": boot}
-
-
-def process_start(pid: int) -> str | None:
-    """When a process of this machine began, in a form that only its own later looks can equal; None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-        try:
-            os.kill(pid, 0)  # no /proc: alive or not is all there is to know
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            return ""
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
 
 
 class DirectoryLock:

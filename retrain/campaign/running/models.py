@@ -182,7 +182,8 @@ class Bases:
         """The same with an engine that samples with the servers of the configuration; one that is launched begins, and
         writes its log, in ``directory``, and stays for the next cohort. Raises UsageError when none answers."""
         base, lanes = self.trained(config, lambda line: tell(line, "info"))
-        key = repr((config.inference, config.model, base.fingerprint))
+        model = config.model  # its rank and whatever else is trained is no matter of the servers
+        key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
             self._server = key, server_engine(config, base, directory, tell)

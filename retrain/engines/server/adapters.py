@@ -1,30 +1,35 @@
 """Adapters where servers find them: one PEFT directory for each version of a run's weights, gone when nobody needs it.
 
 Ranks are padded with zeros to one that servers take; alpha grows with them, so that alpha/rank and with it ΔW stay the
-same. A name belongs to one version of one process's runs and never to other weights: what a server caches under it, and
-what is in flight, cannot become stale.
+same. A name is given once and never to other weights: what a server caches under it, and what is in flight, cannot
+become stale.
+
+Several processes may share the directory: each has one of its own in it, with a file that says who it is. What one left
+behind is swept only where its process ran on this machine and is no more; everything else there is somebody's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from retrain.engines.protocol import PolicyRef
 from retrain.errors import RunFailed, UsageError
-from retrain.files import aside_of, prepare_directory, publish_directory, writing
+from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
+from retrain.ownership import has_ended, this_process
 from retrain.policy.adapter_io import write_peft
 from retrain.policy.adapter_stream import padded
 from retrain.policy.local import LocalSnapshot
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM takes; SGLang takes any."""
-MARK = "@"
+OWNED, OWNER = "retrain-", "owner.json"
+"""A process's directory begins so, and says in this file whose it is."""
 
 
 def server_rank(rank: int) -> int:
@@ -52,30 +57,63 @@ class Published:
             return self._path
 
 
+class LeftOver:
+    """What a process that has ended left in its directory: ``names`` of adapters that servers may still have."""
+
+    def __init__(self, directory: Path, owner: dict[str, Any]):
+        self.directory, self.made = directory, owner.get("made") is True
+        session = directory.name.removeprefix(OWNED)
+        there = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        self.names = [path.name for path in there if path.name.endswith(f".{session}") and path.name[0] != "."]
+        self._half = [path for path in there if path.name[0] == "." and f".{session}." in path.name]
+
+    def remove(self) -> None:
+        """Remove them from the disk, the owner's file last."""
+        with contextlib.suppress(OSError):
+            for path in (*self._half, *(self.directory / name for name in self.names)):
+                shutil.rmtree(path)
+            _remove_empty(self.directory)
+
+
 class AdapterStore:
-    """The directory of adapters, on a file system that servers see under the same path."""
+    """This process's part of the directory of adapters, on a file system that servers see under the same path."""
 
     def __init__(self, directory: Path, base: str):
-        self.directory, self.base = directory.absolute(), base
-        self._session = uuid4().hex[:6]
+        self.shared, self.base = directory.absolute(), base
+        self._session, self._numbers = uuid4().hex[:8], itertools.count(1)
+        self.directory = self.shared / f"{OWNED}{self._session}"
+        self._made, self._claimed, self._claiming = not self.shared.is_dir(), False, threading.Lock()
         try:
-            prepare_directory(self.directory)
+            prepare_directory(self.shared)
         except UsageError as error:
             raise UsageError(f"[inference] adapter_dir: {error}") from error
 
     def published(self, ref: PolicyRef, snapshot: LocalSnapshot) -> Published:
-        """These weights under a name of their own."""
-        return Published(ref, snapshot, f"{ref.run_id}{MARK}{ref.version}.{self._session}", self)
+        """These weights under a name that nothing else has had or will have."""
+        run = ref.run_id.replace("/", "_")
+        return Published(ref, snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
 
-    def left_over(self) -> Iterator[str]:
-        """Names of adapters that a process wrote which has ended without taking them away."""
-        for path in self.directory.iterdir():
-            if MARK in path.name and not path.name.startswith(".") and not path.name.endswith(self._session):
-                yield path.name
+    def left_over(self) -> list[LeftOver]:
+        """What processes of this machine left that have ended without taking it away."""
+        found = []
+        for directory in sorted(self.shared.glob(f"{OWNED}*")):
+            if directory.is_symlink():
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                owner = read_json(directory / OWNER)
+                if has_ended(owner):
+                    found.append(LeftOver(directory, owner))
+        return found
+
+    def remove_left_over(self, found: LeftOver) -> None:
+        """Servers have been told."""
+        found.remove()
+        self._made = self._made or found.made
 
     def write(self, name: str, snapshot: LocalSnapshot) -> Path:
         """Write a PEFT directory, whole or not at all. Raises StorageError."""
-        final = self.directory / _file_name(name)
+        self._claim()
+        final = self.directory / name
         aside = aside_of(final)
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
@@ -87,15 +125,25 @@ class AdapterStore:
         publish_directory(aside, final)
         return final
 
+    def _claim(self) -> None:
+        """Say whose this is, before anything else is in it."""
+        with self._claiming:
+            if not self._claimed:
+                write_json(self.directory / OWNER, this_process() | {"made": self._made})
+                self._claimed = True
+
     def remove(self, name: str) -> None:
         """Nobody needs it any more."""
         with contextlib.suppress(OSError):
-            shutil.rmtree(self.directory / _file_name(name))
+            shutil.rmtree(self.directory / name)
 
     def close(self) -> None:
-        """Remove the directory where nothing else is in it."""
+        """Remove what this process made, where nothing else is in it."""
         with contextlib.suppress(OSError):
-            self.directory.rmdir()
+            if self._claimed:
+                LeftOver(self.directory, {}).remove()
+            if self._made:
+                self.shared.rmdir()
 
     def _config(self, snapshot: LocalSnapshot, rank: int, names: list[str]) -> dict[str, Any]:
         plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
@@ -108,5 +156,8 @@ class AdapterStore:
         }
 
 
-def _file_name(name: str) -> str:
-    return name.replace("/", "_")
+def _remove_empty(directory: Path) -> None:
+    """Remove a process's directory in which nothing but its owner's file is left."""
+    if {path.name for path in directory.iterdir()} <= {OWNER}:
+        (directory / OWNER).unlink(missing_ok=True)
+        directory.rmdir()

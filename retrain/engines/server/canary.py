@@ -4,20 +4,24 @@ An adapter that a server ignores, reads with another scale or applies to half of
 goes on, off-policy, and learns little or nothing. So one that changes the model a lot is loaded, tokens are sampled
 with it and with the base, and every log-probability is compared with our own. Samples are taken twice with the same
 seeds, and with other ones. What does not agree is refused, with the numbers and the likely cause.
+
+Every server is tried by itself. One that is away meanwhile, or goes away later, is tried when it comes back: while the
+model trains nothing of ours can be computed, so what it should say of one next token is computed beforehand.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.server.client import Server
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.own import Hypothesis, Said, distances, misreadings, ours, rms
+from retrain.engines.server.own import Hypothesis, Said, distances, misreadings, next_tokens, ours, rms
 from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
@@ -26,6 +30,8 @@ from retrain.types import Action
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
 TOKENS, SAMPLES, TRIES = 12, 4, 3
+AGAIN = 8
+"""Tokens that a server which comes back is asked for, of the base and of the adapter."""
 EFFECT = 1.0
 """Root mean square (nats) by which the canary's adapter changes the log-probabilities of the base's own tokens, at
 least: far above every tolerance."""
@@ -44,25 +50,90 @@ class Canary:
     effect: float
     tokens: int
     seconds: float
+    where: str = ""
 
     @property
     def words(self) -> str:
         """One line."""
         return (
-            f"canary: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} of an effect of "
+            f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} of an effect of "
             f"{self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
         )
 
 
-def canary(
-    engine: ServerEngine, base: BaseModel, lanes: Lanes, rank: int, alpha: float, temperature: float, tolerance: float
-) -> Canary:
-    """Try the servers with an adapter of this rank and alpha at this temperature.
+@dataclass(frozen=True)
+class Again:
+    """The canary for a server that comes back: one token after each of some prompts, whose log-probabilities under
+    ``weights`` are ``logprobs_TV`` (nats)."""
 
-    Raises ModelError when log-probabilities differ by more than ``tolerance`` (nats, root mean square), with the
-    numbers and the cause that fits them best, or when seeds do not repeat.
+    requests: Sequence[SampleRequest]
+    weights: LocalSnapshot
+    logprobs_TV: np.ndarray
+    what: str
+    tolerance: float
+
+    def judge(self, url: str, answers: Sequence[Action]) -> None:
+        """See ``Trial.judge``."""
+        said_T = np.array([action.logprobs_T[0] for action in answers])
+        right_T = np.array(
+            [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]
+        )
+        if (far := rms(said_T - right_T)) > self.tolerance:
+            raise ModelError(
+                f"{url} does not compute what is trained here: its log-probabilities of {self.what}'s tokens are "
+                f"{far:.2g} nats from our own (root mean square); {self.tolerance:g} is the limit ([inference] "
+                "tolerance)"
+            )
+
+
+def canaries(
+    engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[tuple[int, float, float, float]]
+) -> Iterator[Canary]:
+    """Try every server that is there by itself with adapters of these kinds: rank, alpha, temperature, tolerance (nats,
+    root mean square). Those that come later are tried before they are used.
+
+    Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the cause that
+    fits them best, or when seeds do not repeat.
     """
+    prompt = tuple(base.tokenizer(TEXT)["input_ids"])
+    tries: list[Again] = []
+    for rank, alpha, temperature, tolerance in kinds:
+        nothing, known = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
+        _grow(base, lanes, known, prompt)
+        for what, adapter in (("the base", nothing), ("the adapter", known)):
+            weights = adapter.frozen()
+            last = min(AGAIN, len(prompt))
+            table_TV = next_tokens(base, lanes, prompt, last, weights, temperature)
+            ref = PolicyRef("canary", 0)
+            asked = [
+                SampleRequest(ref, prompt[: len(prompt) - last + i + 1], 1, 1, temperature, (*STREAM, "again", what, i))
+                for i in range(last)
+            ]
+            tries.append(Again(asked, LocalSnapshot(weights, {}), table_TV, what, tolerance))
+    engine.try_with(tries)
+    tried = 0
+    for server in engine.pool.servers:
+        if server.alive:
+            tried += 1
+            for kind in kinds:
+                yield canary(engine, base, lanes, *kind, server)
+    if not tried:
+        raise ModelError("no server is there to be tried: " + "; ".join(each.reason for each in engine.pool.servers))
+
+
+def canary(
+    engine: ServerEngine,
+    base: BaseModel,
+    lanes: Lanes,
+    rank: int,
+    alpha: float,
+    temperature: float,
+    tolerance: float,
+    server: Server | None = None,
+) -> Canary:
+    """Try one server (the first, where none is named) with an adapter of one kind. Raises as ``canaries``."""
     begin = time.perf_counter()
+    at = server or engine.pool.servers[0]
     prompt = tuple(base.tokenizer(TEXT)["input_ids"])
     nothing, known = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
     _grow(base, lanes, known, prompt)
@@ -71,27 +142,29 @@ def canary(
     try:
         for ref, each in zip(refs, weights, strict=True):
             engine.publish(ref, LocalSnapshot(each, {}))
-        said = [_said(engine, ref, prompt, temperature) for ref in refs]
+        said = [_said(engine, at, ref, prompt, temperature) for ref in refs]
         for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
-            _seeds(engine, ref, prompt, temperature, name)
+            _seeds(engine, at, ref, prompt, temperature, name)
         engine.forget_sequences()
     except ServerFailed as error:
-        raise ModelError(f"the server was tried before training, and failed: {error}") from error
+        raise ModelError(f"{at.url} was tried before training, and failed: {error}") from error
     finally:
         for ref in refs:
             engine.retire(ref)
-    apart = _compared(base, lanes, said, weights[1], temperature, tolerance)
+    apart = _compared(base, lanes, at.url, said, weights[1], temperature, tolerance)
     plain = Hypothesis("", None, temperature)
     effect = rms(
         ours(base, lanes, said[1], Hypothesis("", weights[1], temperature)) - ours(base, lanes, said[1], plain)
     )
     tokens = sum(len(each.token_ids) for own in said for each in own)
-    return Canary(apart[0], apart[1], effect, tokens, time.perf_counter() - begin)
+    where = f" at {at.url}" if len(engine.pool.servers) > 1 else ""
+    return Canary(apart[0], apart[1], effect, tokens, time.perf_counter() - begin, where)
 
 
 def _compared(
     base: BaseModel,
     lanes: Lanes,
+    url: str,
     said: Sequence[Sequence[Said]],
     weights: LoraWeights,
     temperature: float,
@@ -110,7 +183,7 @@ def _compared(
         cause = _of_base(base, lanes, said[0], temperature, of_base)
     else:
         cause = _nearest(base, lanes, said[1], list(misreadings(weights, temperature)), of_adapter)
-    raise ModelError(f"the server does not compute what is trained here: {numbers}. {cause}")
+    raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
 
 
 def _of_base(base: BaseModel, lanes: Lanes, said: Sequence[Said], temperature: float, apart: float) -> str:
@@ -143,36 +216,38 @@ def _advice(name: str) -> str:
     return ""
 
 
-def _said(engine: ServerEngine, ref: PolicyRef, prompt: tuple[int, ...], temperature: float) -> list[Said]:
+def _said(engine: ServerEngine, at: Server, ref: PolicyRef, prompt: tuple[int, ...], temperature: float) -> list[Said]:
     request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, ref.run_id))
-    (actions,) = engine.sample([request])
+    (actions,) = engine.sample([request], at=at)
     return [Said(prompt, action.token_ids, action.logprobs_T) for action in actions]
 
 
-def _seeds(engine: ServerEngine, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str) -> None:
+def _seeds(
+    engine: ServerEngine, at: Server, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
+) -> None:
     """The same seed gives the same tokens, another one others. Raises ModelError."""
     if temperature == 0:
         return
     for attempt in range(TRIES):
         request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, "seeds", attempt))
-        (once,), (again,) = engine.sample([request]), engine.sample([request])
+        (once,), (again,) = engine.sample([request], at=at), engine.sample([request], at=at)
         if [action.token_ids for action in once] == [action.token_ids for action in again]:
-            _differ(once, name)
+            _differ(once, at.url, name)
             return
     raise ModelError(
-        f"the server's seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other tokens in "
+        f"{at.url}: the server's seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other tokens in "
         f"{TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
     )
 
 
-def _differ(actions: Sequence[Action], name: str) -> None:
+def _differ(actions: Sequence[Action], url: str, name: str) -> None:
     """Samples with seeds of their own are not all the same, unless that is likely."""
     if len({tuple(action.token_ids) for action in actions}) > 1:
         return
     chance = float(np.exp((len(actions) - 1) * actions[0].logprobs_T.sum()))
     if chance < IMPOSSIBLE:
         raise ModelError(
-            f"the server does not use its seeds: {name} gave the same tokens with {len(actions)} different ones, which "
+            f"{url}: the server does not use its seeds: {name} gave the same tokens with {len(actions)} different ones, which "
             f"happens by chance once in {1 / chance:.0e} times"
         )
 

@@ -29,6 +29,10 @@ class Away(Exception):
     """The server did not answer, or says that it cannot at the moment."""
 
 
+class Unreached(Away):
+    """No connection: the request never reached the server."""
+
+
 class Unknown(Exception):
     """The server has no model or adapter of this name."""
 
@@ -46,11 +50,12 @@ class Server:
     ):
         self.url, self.dialect, self.timeout_s, self.upload = url, dialect, timeout_s, upload
         self._key, self._max_in_flight = key, max_in_flight
-        self.alive, self.reason, self.waiting = True, "", 0
+        self.alive, self.reason, self.refused, self.waiting = True, "", "", 0
         self.model = self.base = ""
         self.context: int | None = None
         self._adapters: dict[str, asyncio.Task[float]] = {}
-        self._leave: set[str] = set()
+        self._perhaps: set[str] = set()  # it had them before it was away, and they are wanted
+        self._leave: set[str] = set()  # it may have them, and nobody wants them
         self._http: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
@@ -89,9 +94,13 @@ class Server:
         try:
             async with asyncio.timeout(limit):
                 response = await self._http.request(method, path, json=body, timeout=limit)
+        except (httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise Unreached(f"no connection within {limit:g} s") from error
         except (TimeoutError, httpx.TimeoutException) as error:
             raise Away(f"no answer to {path} within {limit:g} s") from error
-        except httpx.TransportError as error:
+        except httpx.ConnectError as error:
+            raise Unreached(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        except httpx.RequestError as error:
             raise Away(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         except httpx.InvalidURL as error:
             raise Refused(f"not an address: {error}") from error
@@ -100,7 +109,7 @@ class Server:
             raise Away(f"HTTP {status} {text}")
         if status == 404:
             raise Unknown(text)
-        if status >= 400:
+        if status >= 300:
             raise Refused(f"HTTP {status} {text}")
         try:
             return response.json()
@@ -132,28 +141,33 @@ class Server:
         return True
 
     def lost(self) -> None:
-        """It is away. What comes back may be another process, which has no adapters."""
+        """It is away. What comes back may be another process, without adapters, or the same, which has them all."""
         self.alive = False
+        self._perhaps |= self._adapters.keys()
         self._adapters.clear()
 
     async def found(self) -> None:
-        """It is back; adapters that nobody wants any more are taken away, should it still have them."""
-        if not self.base:  # it was away at the start
-            with contextlib.suppress(Away, Unknown, Refused):
-                await self.look()
-        self.alive = True
-        for name in list(self._leave):
-            await self.unload(name)
+        """It is back: adapters that nobody wants any more are taken away before it is used, should it still have them;
+        those that are wanted stay. Raises Away, Unknown, Refused."""
+        await self.look()
+        await self.take_away()
 
     async def look(self) -> None:
         """Learn how the server calls the base (``model``, as the configuration does) and how long its context is.
         Raises Away, Unknown, Refused."""
         listed = await self.get("/v1/models", HEALTH_TIMEOUT_S)
-        models = [each for each in listed.get("data", []) if not each.get("parent")]
+        data = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(data, list) or not all(isinstance(each, dict) for each in data):
+            raise Refused(
+                f"{repr(listed)[:80]} is no list of models: it is no server of the kind that [inference] engine names, "
+                "or this is not its url"
+            )
+        models = [each for each in data if not each.get("parent") and isinstance(each.get("id"), str)]
         if not models:
             raise Refused("it lists no model")
-        named = next((each for each in models if self.model in (each.get("id"), each.get("root"))), models[0])
-        self.base, self.context = named["id"], named.get("max_model_len")
+        named = next((each for each in models if self.model in (each["id"], each.get("root"))), models[0])
+        longest = named.get("max_model_len")
+        self.base, self.context = named["id"], longest if type(longest) is int else None
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
@@ -166,14 +180,17 @@ class Server:
             await asyncio.shield(loading)
             return 0.0
         loading = self._adapters[name] = asyncio.create_task(self._load(published))
-        loading.add_done_callback(lambda task: self._forget_failed(name, task))
+        loading.add_done_callback(lambda task: self._ended(name, task))
         return await asyncio.shield(loading)
 
-    def _forget_failed(self, name: str, task: asyncio.Task[float]) -> None:
-        """An adapter that could not be loaded is not there; whoever waits for it has heard why."""
+    def _ended(self, name: str, task: asyncio.Task[float]) -> None:
+        """An adapter that could not be loaded counts as not there; whoever waits for it has heard why. Whether it is
+        there is not known, as with one that was loaded while the server was given up."""
         failed = task.cancelled() or task.exception() is not None
         if failed and self._adapters.get(name) is task:
             del self._adapters[name]
+        if self._adapters.get(name) is None and name not in self._leave:
+            self._perhaps.add(name)
 
     async def _load(self, published: Published) -> float:
         begin = time.perf_counter()
@@ -199,22 +216,38 @@ class Server:
     def forgot(self, name: str) -> None:
         """The server does not know this adapter any more."""
         self._adapters.pop(name, None)
+        self._perhaps.discard(name)
 
     async def unload(self, name: str) -> None:
         """Have the adapter taken away; a server that is away or does not know it is content. One that is away is told
         when it is back."""
-        if self._adapters.pop(name, None) is None and name not in self._leave:
+        loading = self._adapters.get(name)
+        if loading is None and name not in self._perhaps and name not in self._leave:
             return
         self._leave.add(name)
-        if not self.alive:
-            return
-        try:
+        if loading is not None and not loading.done():
+            await asyncio.wait([loading])
+        self._adapters.pop(name, None)
+        self._perhaps.discard(name)
+        if self.alive:
+            with contextlib.suppress(Away):
+                await self._take(name)
+
+    async def unload_all(self) -> None:
+        """Have everything taken away that it was given here. Raises Away."""
+        await asyncio.gather(*(self.unload(name) for name in {*self._adapters, *self._perhaps}))
+        if self.alive:
+            await self.take_away()
+
+    async def take_away(self) -> None:
+        """Unload all that nobody wants. Raises Away."""
+        while self._leave:
+            await self._take(next(iter(self._leave)))
+
+    async def _take(self, name: str) -> None:
+        with contextlib.suppress(Unknown, Refused):
             route = f"{self.dialect.adapter_prefix}/unload_lora_adapter"
             await self.post(route, {"lora_name": name}, UNLOAD_TIMEOUT_S)
-        except Away:
-            return
-        except (Unknown, Refused):
-            pass
         self._leave.discard(name)
 
 

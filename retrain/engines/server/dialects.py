@@ -79,7 +79,7 @@ class OpenAI:
             "seed": ask.seed % 2**self.seed_bits,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "logprobs": 1,
+            "logprobs": 0,  # those of what is sampled, without the likeliest others, which cost more
             "return_token_ids": True,
         }
         cuts = {"top_k": request.top_k, "min_p": request.min_p}

@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
 from retrain.engines.server.adapters import AdapterStore, Published
 from retrain.engines.server.checks import action_of
-from retrain.engines.server.client import Away, Refused, Server, Unknown
+from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
 from retrain.engines.server.dialects import Ask, Faulty
 from retrain.engines.server.launch import Launched
 from retrain.engines.server.pool import Pool
@@ -36,8 +38,12 @@ ATTEMPTS = 5
 count."""
 PAUSE_S = 0.25
 """Before the second attempt; doubled before each further one."""
-CLOSING_S = 30.0
-"""Seconds for taking away what is retired, at the end."""
+LOSSES = 10
+"""Times that a completion may be under way at a server which then goes away: more often it is what ends them."""
+CLOSING_S = 5.0
+"""Seconds for taking away all adapters, at the end; what takes longer is left to the server."""
+WAKING_S = 20.0
+"""Seconds for waking servers at the end."""
 START_PATIENCE_S = 20.0
 """Seconds that a server which is not ours may take to answer for the first time."""
 Result = TypeVar("Result")
@@ -54,6 +60,17 @@ class Vocabulary:
     context: int
 
 
+class Trial(Protocol):
+    """What a server is asked whose right answers are known: each request once. ``judge`` raises ModelError."""
+
+    requests: Sequence[SampleRequest]
+    weights: LocalSnapshot
+
+    def judge(self, url: str, answers: Sequence[Action]) -> None:
+        """Compare the answers with the right ones."""
+        ...
+
+
 @dataclass
 class _Call:
     """One call of ``sample``: its requests, and the seconds that it has spent on loading adapters."""
@@ -61,6 +78,7 @@ class _Call:
     requests: Sequence[SampleRequest]
     used: Mapping[PolicyRef, Published]
     gate: asyncio.Semaphore | None
+    at: Server | None
     loading_s: float = 0.0
 
 
@@ -111,14 +129,14 @@ class ServerEngine:
 
     def close(self) -> None:
         """Take all adapters away, and end the server that was launched. What is being sampled is given up."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:  # from here on nothing is given to the loop but its end
+            if self._closed:
+                return
+            self._closed = True
         for call in list(self._calls):
             call.cancel()
         try:
-            wait(self._dropping, CLOSING_S)
-            self._run(self._close())
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -129,8 +147,12 @@ class ServerEngine:
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do the work in the loop's thread and wait for it; whatever ends the waiting ends the work."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._calls.add(future)
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise RuntimeError("the engine is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(future)
         try:
             return future.result()
         except BaseException:
@@ -141,11 +163,11 @@ class ServerEngine:
 
     async def _open(self) -> None:
         patience = self.patience_s if self.launched is not None else START_PATIENCE_S
-        waited, left_over = 0.0, list(self.store.left_over())
+        waited, left_over = 0.0, await asyncio.to_thread(self.store.left_over)
         for server in self.pool.servers:
             server.model = self.model
             await server.open()
-            for name in left_over:
+            for name in (name for found in left_over for name in found.names):
                 server.leave(name)
         while True:
             there = await asyncio.gather(*(server.check() for server in self.pool.servers))
@@ -160,23 +182,35 @@ class ServerEngine:
             waited += 0.5
         for server, answers in zip(self.pool.servers, there, strict=True):
             if not answers:
-                server.alive = True  # so that the doubt is noticed
-                await self.pool.doubt(server, server.reason)
+                self.pool.leave_out(server, server.reason)
                 continue
             try:
                 await server.look()
             except (Away, Unknown, Refused) as error:
                 raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
-            for name in left_over:
-                await server.unload(name)
-        for name in left_over:
-            self.store.remove(name)
+        with suppress(TimeoutError):  # whoever is late is told when it is closed
+            async with asyncio.timeout(CLOSING_S):
+                there = [server.take_away() for server in self.pool.servers if server.alive]
+                await asyncio.gather(*there, return_exceptions=True)
+        for found in left_over:
+            await asyncio.to_thread(self.store.remove_left_over, found)
 
     async def _close(self) -> None:
-        await self._wake()
-        for published in list(self._published.values()):
-            await self._drop(published)
-        await self.pool.close()
+        try:
+            with suppress(TimeoutError, ServerFailed):
+                async with asyncio.timeout(WAKING_S):
+                    await self._wake()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSING_S):
+                    dropping = [asyncio.wrap_future(each) for each in self._dropping]
+                    leaving = [server.unload_all() for server in self.pool.servers]
+                    await asyncio.gather(*dropping, *leaving, return_exceptions=True)
+        finally:
+            await self.pool.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for each in others:
+                each.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -209,8 +243,10 @@ class ServerEngine:
 
     def _retire(self, published: Published) -> None:
         published.retired = True
-        dropping = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
         with self._lock:
+            if self._closed:  # which takes away everything
+                return
+            dropping = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
             self._dropping = {each for each in self._dropping if not each.done()} | {dropping}
 
     async def _drop_if_unused(self, published: Published) -> None:
@@ -218,8 +254,7 @@ class ServerEngine:
             await self._drop(published)
 
     async def _drop(self, published: Published) -> None:
-        for server in self.pool.servers:
-            await server.unload(published.name)
+        await asyncio.gather(*(server.unload(published.name) for server in self.pool.servers))
         await asyncio.to_thread(self.store.remove, published.name)
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -255,10 +290,15 @@ class ServerEngine:
     # -- sampling -----------------------------------------------------------------------------------------------
 
     def sample(
-        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        max_rows: int | None = None,
+        finished: Finished | None = None,
+        at: Server | None = None,
     ) -> list[list[Action]]:
-        """See ``Engine.sample``. Raises ModelError when a prompt and its completion exceed the model's context,
-        RunFailed for weights that were not published, ServerFailed when servers stay away or stay wrong."""
+        """See ``Engine.sample``; all of it is sampled by the server ``at`` where one is given. Raises ModelError when a
+        prompt and its completion exceed the model's context, RunFailed for weights that were not published, ServerFailed when servers stay away or stay wrong."""
         longest = max((len(each.prompt_ids) + each.max_tokens for each in requests), default=0)
         contexts = [server.context for server in self.pool.servers if server.context]
         holds = min([self.vocabulary.context, *contexts])
@@ -269,7 +309,7 @@ class ServerEngine:
             used = {ref: self._weights(ref) for ref in dict.fromkeys(each.policy for each in requests)}
             for published in used.values():
                 published.users += 1
-        call = _Call(requests, used, asyncio.Semaphore(max_rows) if max_rows else None)
+        call = _Call(requests, used, asyncio.Semaphore(max_rows) if max_rows else None, at)
         try:
             return self._run(self._sample(call, finished))
         finally:
@@ -327,13 +367,13 @@ class ServerEngine:
     async def _completion(self, call: _Call, request: SampleRequest, sample: int) -> Action:
         """One completion, asked for until it is right. Raises ServerFailed after the last attempt, or when it is
         refused."""
-        published, faults = call.used[request.policy], []
+        published, faults, losses = call.used[request.policy], [], 0
         stream = request.streams[sample] if request.streams else (*request.stream, sample)
         seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
         while len(faults) < ATTEMPTS:
             if faults:
                 await asyncio.sleep(PAUSE_S * 2 ** (len(faults) - 1))
-            server = await self.pool.choose(_rollouts(request))
+            server = await self.pool.choose(_rollouts(request), call.at)
             server.waiting += 1
             try:
                 async with server.slots:
@@ -349,6 +389,13 @@ class ServerEngine:
                 await self.pool.doubt(server, str(away))
                 if server.alive:  # it is well, but not with this request
                     faults.append(f"{server.url}: {away}")
+                elif not isinstance(away, Unreached):
+                    losses += 1
+                    if losses == LOSSES:
+                        raise ServerFailed(
+                            f"a completion after {len(request.prompt_ids)} tokens was under way {LOSSES} times at a "
+                            f"server that then went away, last {server.url}: {away}"
+                        ) from away
             except Faulty as faulty:
                 faults.append(f"{server.url}: {faulty}")
             except Refused as refused:
@@ -358,6 +405,28 @@ class ServerEngine:
         again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
+
+    # -- trials -------------------------------------------------------------------------------------------------
+
+    def try_with(self, trials: Sequence[Trial]) -> None:
+        """From now on, a server that comes back or joins late is used only after these have found nothing."""
+        self._loop.call_soon_threadsafe(setattr, self.pool, "trials", [partial(self._tried, each) for each in trials])
+
+    async def _tried(self, trial: Trial, server: Server) -> None:
+        """Ask a server what a trial asks. Raises Away, and ModelError when the answer is another than it should be."""
+        answers = []
+        published = self.store.published(trial.requests[0].policy, trial.weights)
+        try:
+            await server.require(published)
+            for request in trial.requests:
+                seed = torch_seed(*request.stream)
+                ask = Ask(request, published.name, server.base, seed, self.vocabulary.end_ids)
+                answer = await server.ask(ask)
+                answers.append(action_of(ask, answer, self.vocabulary.size, self.vocabulary.tokenizer))
+        finally:
+            await server.unload(published.name)  # done by the pool, before the server is used
+            await asyncio.to_thread(self.store.remove, published.name)
+        trial.judge(server.url, answers)
 
 
 def _rollouts(request: SampleRequest) -> Hashable:

@@ -123,8 +123,12 @@ class Launched:
                 )
                 return
             self.restarts += 1
-            self.tell(f"the server has died ({how}) and is started again; what it said is in {self.log}", "warning")
-            self._process = self._start()
+            try:
+                self.tell(f"the server has died ({how}) and is started again; what it said is in {self.log}", "warning")
+                self._process = self._start()
+            except Exception as error:  # whoever waits for it hears of it
+                self.gave_up = f"the server died ({how}) and cannot be started again: {error}"
+                return
 
     def _end_left_over(self) -> None:
         """End the server of a process that was killed before it could."""

@@ -70,6 +70,17 @@ def ours(base: BaseModel, lanes: Lanes, said: Sequence[Said], hypothesis: Hypoth
     return np.concatenate(parts)
 
 
+def next_tokens(
+    base: BaseModel, lanes: Lanes, prompt: Sequence[int], last: int, weights: LoraWeights, temperature: float
+) -> np.ndarray:
+    """Log-probabilities [last, V] of the token after each of the ``last`` longest beginnings of a prompt, itself the
+    longest."""
+    ids = torch.tensor([list(prompt)], device=base.device)
+    with torch.no_grad(), _wearing(lanes, weights):
+        logits_TV = base.model(input_ids=ids).logits[0, -last:].double() / (temperature or 1.0)
+        return torch.log_softmax(logits_TV, -1).float().cpu().numpy()
+
+
 def rms(differences: np.ndarray) -> float:
     """Root mean square; infinite where a token is impossible under what it is compared with."""
     return float(np.sqrt(np.mean(differences**2))) if len(differences) else 0.0

@@ -1,16 +1,17 @@
 """Several servers that share the load: whole rollouts go to the one with least to do, and stay there.
 
-A server that does not answer is left out and asked from time to time whether it is back. Where none is left, requests
-wait for the first that comes back, up to a patience.
+A server that does not answer is left out and asked from time to time whether it is back; it is tried before it is used
+again, because what comes back may be another. Where none is left, requests wait for the first that comes back, up to a
+patience.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 
-from retrain.engines.server.client import Server
+from retrain.engines.server.client import Away, Server
 from retrain.errors import ServerFailed
 
 PROBE_S = (0.5, 10.0)
@@ -19,7 +20,8 @@ PROBE_S = (0.5, 10.0)
 
 class Pool:
     """The servers of an engine; all methods belong to its event loop. ``gave_up`` says why waiting is no use any more
-    (a launched server that cannot be kept alive), "" while it is."""
+    (a launched server that cannot be kept alive), "" while it is. ``trials`` raise for a server that computes otherwise
+    than those that were tried at the start."""
 
     def __init__(
         self,
@@ -29,14 +31,17 @@ class Pool:
         gave_up: Callable[[], str] = lambda: "",
     ):
         self.servers, self.patience_s, self.tell, self.gave_up = list(servers), patience_s, tell, gave_up
+        self.trials: list[Callable[[Server], Awaitable[None]]] = []
         self._homes: dict[Hashable, Server] = {}
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._back = asyncio.Condition()
 
-    async def choose(self, key: Hashable) -> Server:
-        """The server for the rollouts of this key: the one they had, else the one with least to do. Raises
-        ServerFailed when none comes back in time."""
-        await self._someone()
+    async def choose(self, key: Hashable, at: Server | None = None) -> Server:
+        """The server for the rollouts of this key: ``at`` where it is given, the one they had, else the one with least
+        to do. Raises ServerFailed when none comes back in time."""
+        await self._someone(self.servers if at is None else [at])
+        if at is not None:
+            return at
         home = self._homes.get(key)
         if home is None or not home.alive:
             home = min((each for each in self.servers if each.alive), key=lambda each: each.waiting)
@@ -51,30 +56,54 @@ class Pool:
         """A request failed: unless the server says that it is well, it is left out until it is."""
         if not server.alive or await server.check():
             return
-        if not server.alive:  # found out by another request meanwhile
-            return
+        if server.alive:  # and no other request has found it out meanwhile
+            self.leave_out(server, reason)
+
+    def leave_out(self, server: Server, reason: str) -> None:
+        """Use it no more until it answers again."""
         server.lost()
         self.tell(f"{server.url} is left out: {reason}", "warning")
         self._probes[server] = asyncio.create_task(self._probe(server))
 
     async def _probe(self, server: Server) -> None:
-        pause = PROBE_S[0]
-        while not await server.check():
+        pause, told = PROBE_S[0], ""
+        while not await self._usable(server):
+            if server.refused not in ("", told):
+                told = server.refused
+                self.tell(f"{server.url} answers, and stays left out: {told}", "warning")
             await asyncio.sleep(pause)
             pause = min(2 * pause, PROBE_S[1])
-        await server.found()
+        server.alive = True
         self.tell(f"{server.url} is back", "info")
         async with self._back:
             self._back.notify_all()
 
-    async def _someone(self) -> None:
-        """Wait until a server is there."""
+    async def _usable(self, server: Server) -> bool:
+        """Whether it answers, and computes what is trained here."""
+        server.refused = ""
+        try:
+            if not await server.check():
+                return False
+            await server.found()
+            for trial in list(self.trials):
+                await trial(server)
+            await server.take_away()  # last: nothing is between this and its use
+        except Away as away:
+            server.reason = str(away)
+            return False
+        except Exception as error:  # whatever it says: it is asked again
+            server.reason = server.refused = str(error) or type(error).__name__
+            return False
+        return True
+
+    async def _someone(self, servers: Sequence[Server]) -> None:
+        """Wait until one of these is there."""
         begin = time.monotonic()
-        while not any(server.alive for server in self.servers):
+        while not any(server.alive for server in servers):
             if why := self.gave_up():
                 raise ServerFailed(why)
             if time.monotonic() - begin > self.patience_s:
-                reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
+                reasons = "; ".join(f"{server.url}: {server.reason}" for server in servers)
                 raise ServerFailed(
                     f"no server answers, for {self.patience_s:g} s now ([inference] patience_s): {reasons}"
                 )
@@ -89,5 +118,4 @@ class Pool:
         """End the probes and the connections."""
         for probe in self._probes.values():
             probe.cancel()
-        for server in self.servers:
-            await server.close()
+        await asyncio.gather(*(server.close() for server in self.servers), return_exceptions=True)
