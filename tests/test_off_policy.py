@@ -231,6 +231,11 @@ def test_recent_weights():
 class Slow:
     """An engine whose ``collect`` is replaced: it waits for its turn, or raises."""
 
+    gates: dict
+
+    def give_up(self):
+        self.gates[3].set()
+
 
 @pytest.fixture
 def collecting(monkeypatch):
@@ -313,10 +318,11 @@ def test_nothing_is_sampled_ahead_while_it_is_paused_and_nothing_after_its_end(c
     queue.take({"a": 1})
     queue.take({"a": 2})
     assert 0 <= queue.overlap(begin, time.time()) <= time.time() - begin
-    queue.offer("a", {3: [3]})
-    queue.close()
-    gates[3].set()
-    time.sleep(0.05)
+    queue.offer("a", {3: [3], 4: [4]})
+    queue.engine.gates = gates
+    while order[-1] != [3]:
+        time.sleep(0.01)
+    queue.close()  # what is being sampled is given up, and nothing follows
+    assert order[-1] == [3]
     assert queue._thread is not None
-    queue._thread.join(5)
     assert not queue._thread.is_alive()

@@ -33,6 +33,9 @@ class RemoteEngine:
     def retire(self, ref: PolicyRef) -> None:
         del self.published[ref]
 
+    def give_up(self) -> None:
+        """One thread samples."""
+
     def forget_sequences(self) -> None:
         """Nothing is kept."""
 

@@ -124,6 +124,9 @@ class LocalEngine:
         """See ``Engine.forget_sequences``."""
         self.kept.clear()
 
+    def give_up(self) -> None:
+        """See ``Engine.give_up``: this process samples in one thread."""
+
     def forget(self) -> None:
         """Drop all published weights."""
         self._published.clear()

@@ -44,6 +44,9 @@ class PluginEngine:
     def forget_sequences(self) -> None:
         """Nothing is kept."""
 
+    def give_up(self) -> None:
+        """See ``Engine.give_up``: backends sample in one thread."""
+
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:

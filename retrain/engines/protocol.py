@@ -96,6 +96,10 @@ class Engine(Protocol):
         """No sequence of the requests so far goes on."""
         ...
 
+    def give_up(self) -> None:
+        """What other threads are sampling now is nobody's: their ``sample`` raises, or ends by itself soon."""
+        ...
+
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:

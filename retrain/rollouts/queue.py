@@ -21,6 +21,8 @@ from retrain.pressure import Pressure
 from retrain.rollouts.collect import Collected, RolloutRequest, collect
 from retrain.types import Group
 
+CLOSING_S = 5.0
+"""Seconds that the end of a queue waits for its thread, which may be grading."""
 Owner = TypeVar("Owner")
 Span = tuple[str, float, float]
 
@@ -108,11 +110,15 @@ class RolloutQueue(Generic[Owner]):
         return sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
 
     def close(self) -> None:
-        """Sample no more; what is being sampled is nobody's."""
+        """Sample no more; what is being sampled is given up."""
         with self._changed:
             self._closed = True
             self._offers.clear()
             self._changed.notify_all()
+        if self._thread is not None:
+            if self._since is not None:
+                self.engine.give_up()
+            self._thread.join(CLOSING_S)
 
     def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
         requests = [request for offer in offers for request in offer.requests]

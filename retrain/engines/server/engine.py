@@ -133,8 +133,7 @@ class ServerEngine:
             if self._closed:
                 return
             self._closed = True
-        for call in list(self._calls):
-            call.cancel()
+        self.give_up()
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
@@ -144,6 +143,11 @@ class ServerEngine:
             if self.launched is not None:
                 self.launched.close()
             self.store.close()
+
+    def give_up(self) -> None:
+        """See ``Engine.give_up``."""
+        for call in list(self._calls):
+            call.cancel()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do the work in the loop's thread and wait for it; whatever ends the waiting ends the work."""
