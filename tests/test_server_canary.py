@@ -191,7 +191,7 @@ class Unseeded(VLLM):
     each = True
 
 
-@pytest.mark.parametrize(("each", "words"), [(True, "seeds do not repeat"), (False, "does not use its seeds")])
+@pytest.mark.parametrize(("each", "words"), [(True, "seeds do not repeat"), (False, "it does not use its seeds")])
 def test_seeds_that_do_nothing_are_found(engine, base, lanes, each, words):
     dialect = Unseeded()
     dialect.each = each

@@ -528,9 +528,7 @@ def test_what_is_no_server_of_that_kind(base, server, tmp_path, monkeypatch, lis
         return listed if path == "/v1/models" else await get(self, path, timeout_s)
 
     monkeypatch.setattr(Server, "get", other)
-    words = (
-        "lists no model" if listed == {"data": [{"id": 3}]} else "no server of the kind that .* or this is not its url"
-    )
+    words = "lists no model" if listed == {"data": [{"id": 3}]} else "no server of the kind .* or this is not its url"
     with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{words}"):
         engine_of(base, [server.url], tmp_path / "adapters")
 

@@ -11,8 +11,8 @@ from retrain.engines.server.engine import ServerEngine
 
 
 def tried_servers(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
-    """What was found, a line for each server and kind of adapter. Raises ModelError for a server that does not compute what is
-    trained here."""
+    """What was found, a line for each server and kind of adapter. Raises ModelError for a server that does not
+    compute what is trained here."""
     base, lanes = bases.trained(specs[0].config)
     kinds = []
     for spec in specs:

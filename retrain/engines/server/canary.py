@@ -56,8 +56,8 @@ class Canary:
     def words(self) -> str:
         """One line."""
         return (
-            f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} of an effect of "
-            f"{self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
+            f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} "
+            f"of an effect of {self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
         )
 
 
@@ -235,8 +235,8 @@ def _seeds(
             _differ(once, at.url, name)
             return
     raise ModelError(
-        f"{at.url}: the server's seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other tokens in "
-        f"{TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
+        f"{at.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
+        f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
     )
 
 
@@ -247,8 +247,8 @@ def _differ(actions: Sequence[Action], url: str, name: str) -> None:
     chance = float(np.exp((len(actions) - 1) * actions[0].logprobs_T.sum()))
     if chance < IMPOSSIBLE:
         raise ModelError(
-            f"{url}: the server does not use its seeds: {name} gave the same tokens with {len(actions)} different ones, which "
-            f"happens by chance once in {1 / chance:.0e} times"
+            f"{url}: it does not use its seeds: {name} gave the same tokens with {len(actions)} different ones, "
+            f"which happens by chance once in {1 / chance:.0e} times"
         )
 
 

@@ -63,8 +63,15 @@ class Vocabulary:
 class Trial(Protocol):
     """What a server is asked whose right answers are known: each request once. ``judge`` raises ModelError."""
 
-    requests: Sequence[SampleRequest]
-    weights: LocalSnapshot
+    @property
+    def requests(self) -> Sequence[SampleRequest]:
+        """What it is asked."""
+        ...
+
+    @property
+    def weights(self) -> LocalSnapshot:
+        """The adapter that these name."""
+        ...
 
     def judge(self, url: str, answers: Sequence[Action]) -> None:
         """Compare the answers with the right ones."""
@@ -302,7 +309,8 @@ class ServerEngine:
         at: Server | None = None,
     ) -> list[list[Action]]:
         """See ``Engine.sample``; all of it is sampled by the server ``at`` where one is given. Raises ModelError when a
-        prompt and its completion exceed the model's context, RunFailed for weights that were not published, ServerFailed when servers stay away or stay wrong."""
+        prompt and its completion exceed the model's context, RunFailed for weights that were not published,
+        ServerFailed when servers stay away or stay wrong."""
         longest = max((len(each.prompt_ids) + each.max_tokens for each in requests), default=0)
         contexts = [server.context for server in self.pool.servers if server.context]
         holds = min([self.vocabulary.context, *contexts])
