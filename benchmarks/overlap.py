@@ -4,7 +4,8 @@
 
 Trains on generated arithmetic with ``[training] max_off_policy_steps`` 0, 1 and 2, one after the other and as often as
 asked, in a process on the first core; completions are sampled by a server, which without --url is ``retrain serve`` on
-the second one. The first two steps, in which kernels warm up and the queue fills, are left out. Prints for each the
+the second one. Groups without signal go through the trainer too, so that every update costs the same. The first two
+steps, in which kernels warm up and the queue fills, are left out. Prints for each the
 median over the repeats of seconds per step, of which waiting for rollouts and of which sampling went on meanwhile.
 """
 
@@ -31,6 +32,7 @@ lora_rank = 16
 advantage_mode = "grpo"
 transform_mode = "none"
 correction = "tis"
+discard_group_zero_advantage = false
 [inference]
 engine = "{engine}"
 url = "{url}"
