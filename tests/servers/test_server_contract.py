@@ -183,14 +183,24 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
         assert after - before > 0.3
 
 
-class Adapters(NullObserver):
-    """Notes how many adapters the server has after each step."""
+class Adapters:
+    """Looks all the time how many adapters a server has; ``most`` is the largest number."""
 
     def __init__(self, url: str):
-        self.url, self.most = url, 0
+        self.url, self.most, self._over = url, 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
 
-    def step(self, spec, row):
-        self.most = max(self.most, len(names_at(self.url)))
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised):
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            self.most = max(self.most, len(names_at(self.url)))
 
 
 @real
@@ -198,9 +208,11 @@ class Adapters(NullObserver):
 def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
     sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
-    path, watching = file_of(tmp_path, f'url = "{server}"', 4, 16), Adapters(server)
-    assert launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", watching).exit_status == 0
-    assert watching.most >= 4
+    path = file_of(tmp_path, f'url = "{server}"', 4, 16)
+    with Adapters(server) as watched:
+        outcome = launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 0, outcome.summary
+    assert watched.most >= 4
     assert names_at(server) == []
     rows = [read_jsonl(run / "metrics.jsonl") for run in sorted((tmp_path / "out/runs").iterdir())]
     assert [len(own) for own in rows] == [4] * 4
