@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from toymodels import qwen3_directory
 
 from retrain.config import parse_dict
 from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import Server
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine, Vocabulary
 from retrain.engines.server.own import Hypothesis, Said, ours
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.types import Action
+
+TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
 
 
 def engine_of(base: BaseModel, urls: Sequence[str], folder: Path, dialect: str = "vllm", **keys: Any) -> ServerEngine:
@@ -77,3 +82,21 @@ def ids(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
 def served_config(url: str | None, **keys: Any) -> dict[str, Any]:
     """A small run's sections, sampled by a server."""
     return parse_dict({"inference": {"engine": "vllm", **({"url": url} if url else {}), **keys}}).to_dict()["inference"]
+
+
+def served_world() -> tuple[Any, Any, Any]:
+    """Fixtures of a module: a toy model's directory, the model loaded as training does, and its lanes."""
+
+    @pytest.fixture(scope="module")
+    def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return qwen3_directory(tmp_path_factory.mktemp("served") / "model", TEXTS)
+
+    @pytest.fixture(scope="module")
+    def base(model: Path) -> BaseModel:
+        return load_base(str(model), devices="cpu")
+
+    @pytest.fixture(scope="module")
+    def lanes(base: BaseModel) -> Lanes:
+        return Lanes(base)
+
+    return model, base, lanes

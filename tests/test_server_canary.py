@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from served_cases import engine_of, publish, requests, weights
+from served_cases import TEXTS, engine_of, publish, requests, served_world, weights
 from standin import StandIn
 from toymodels import qwen3_directory
 
@@ -17,26 +16,9 @@ from retrain.engines.server import adapters, canary, own, pool
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.dialects import VLLM, Answer, Ask
 from retrain.errors import ModelError
-from retrain.policy.base import load_base
-from retrain.policy.lora import Lanes
 from retrain.types import Sample
 
-TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return qwen3_directory(tmp_path_factory.mktemp("canary") / "model", TEXTS)
-
-
-@pytest.fixture(scope="module")
-def base(model):
-    return load_base(str(model), devices="cpu")
-
-
-@pytest.fixture(scope="module")
-def lanes(base):
-    return Lanes(base)
+model, base, lanes = served_world()
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from served_cases import apart, engine_of, ids, publish, requests, weights
+from served_cases import apart, engine_of, ids, publish, requests, served_world, weights
 from standin import StandIn
-from toymodels import qwen3_directory
 
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module
@@ -25,25 +23,12 @@ from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import process_start, this_process
-from retrain.policy.base import load_base
 from retrain.policy.lora import Lanes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return qwen3_directory(tmp_path_factory.mktemp("served") / "model", ["12+34=? the answer is \\boxed{46}"])
-
-
-@pytest.fixture(scope="module")
-def base(model):
-    return load_base(str(model), devices="cpu")
-
-
-@pytest.fixture(scope="module")
-def lanes(base):
-    return Lanes(base)
+model, base, lanes = served_world()
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,15 @@ def doctor(
     for option, value in (("--file", file), ("--json", report)):
         if value is not None:
             raise UsageError(f"{option} belongs to the self-check; type: retrain doctor --device auto {option} {value}")
+    lines = machine_lines()
+    for name, text, good in lines:
+        print(f"{MARKS[good]:<3}  {name:<20} {text}")
+    if any(good is False for *_, good in lines):
+        raise typer.Exit(1)
+
+
+def machine_lines() -> list[tuple[str, str, bool | None]]:
+    """What this machine has: a name, what is said of it, and whether that is as it should be (None: it need not be)."""
     lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:
@@ -189,10 +198,7 @@ def doctor(
     for name in ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_MODE"):
         if name in os.environ:
             lines.append((name, os.environ[name], True))
-    for name, text, good in lines:
-        print(f"{MARKS[good]:<3}  {name:<20} {text}")
-    if any(good is False for *_, good in lines):
-        raise typer.Exit(1)
+    return lines
 
 
 def version_of(package: str) -> str | None:
