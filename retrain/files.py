@@ -136,14 +136,16 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    """Append one strict-JSON line for each row, past all of Python's buffers.
+def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
+    """Append one strict-JSON line for each row, past all of Python's buffers; the bytes [begin, end) that they take.
 
     Raises OSError when that fails (a full disk); the file is then as it was, no part of a row stays.
     """
     data = memoryview("".join(dumps(row) + "\n" for row in rows).encode())
     if not data:
-        return
+        size = path.stat().st_size if path.exists() else 0
+        return size, size
+    end = len(data)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as file:
         before = file.tell()
@@ -154,6 +156,7 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
             with contextlib.suppress(OSError):  # the failed write is the error to report
                 file.truncate(before)
             raise
+    return before, before + end
 
 
 def read_jsonl(path: Path) -> list[Any]:

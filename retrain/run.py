@@ -26,6 +26,7 @@ from retrain.checkpoints import (
 )
 from retrain.config import Config
 from retrain.config.modes import Need
+from retrain.config.schedule import Extent, extent_after
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch, by_version
@@ -300,7 +301,8 @@ class Run:
         self._check_sampler(groups)
         training, taken, made = self.config.training, list[Taken](), 0
         try:
-            for batches in passes(groups, credit, training, self.step, self.stream):
+            recorded = self.recorder.keeps_tokens(self.step)
+            for batches in passes(groups, credit, training, self.step, self.stream, recorded):
                 taken += map(self._update, batches)
                 made += 1
                 if far_enough(taken[-len(batches) :], training.target_kl):
@@ -411,12 +413,9 @@ class Run:
         self.spans, self.last_end = [], now
         return self.recorder.record_step(record)
 
-    def evaluation_due(self) -> bool:
-        """Whether to evaluate after the number of updates done now."""
-        training = self.config.training
-        if self.config.evaluation.problems == 0:
-            return False
-        return self.finished or (training.eval_every > 0 and self.step % training.eval_every == 0)
+    def evaluation_due(self) -> Extent | None:
+        """How to evaluate after the number of updates done now; None for not at all."""
+        return extent_after(self.config, self.step)
 
     def first_evaluations(self) -> list[dict[str, Any]]:
         """The first recorded evaluation of each held-out set, as its row."""

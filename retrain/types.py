@@ -24,10 +24,11 @@ Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", 
 error, took too long, ended its process, or answered without end."""
 
 DIMENSIONS = {
-    "P": "prompts",
+    "P": "prompts; parts of a held-out set",
     "N": "rollouts of one group, or of a step; texts",
     "G": "groups of a step",
-    "B": "rows of a padded batch, one rollout each",
+    "B": "rows of a padded batch, one rollout each; batches that are compared",
+    "C": "conditions",
     "T": "sampled tokens, of one action or of a rollout's actions one after the other",
     "L": "all tokens of a sequence, what was read and what was sampled",
     "M": "sampled tokens of a micro-batch, one after the other",
@@ -170,6 +171,8 @@ class Rollout:
     """Which tokens train; None is all of them."""
     old_logprobs_T: np.ndarray | None = None
     """The trainer's own log-probability of each, before the first of several updates."""
+    trainer_logprobs_T: np.ndarray | None = None
+    """The same of a single update, as its own pass found it; None where the rollout had none."""
     values_T: np.ndarray | None = None
     """What a critic expected before each token, where there is one."""
     value_targets_T: np.ndarray | None = None
@@ -254,7 +257,8 @@ class Sample:
     ``loss_mask`` marks those of them that train. ``versions`` name the weights that sampled a token (−1: none did).
     ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
     ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
-    of a critic; None where there is no such thing.
+    of a critic; None where there is no such thing. ``trainer_logprobs`` [T], of the sampled tokens, are left here by
+    the update that trains on it.
     """
 
     token_ids: np.ndarray
@@ -267,6 +271,7 @@ class Sample:
     old_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     value_targets: np.ndarray | None = None
+    trainer_logprobs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

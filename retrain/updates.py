@@ -38,18 +38,29 @@ def note_old_logprobs(policy: Policy, groups: Sequence[Group]) -> None:
 
 
 def passes(
-    groups: Sequence[Group], credit: Credit, training: Training, step: int, stream: tuple[int | str, ...]
+    groups: Sequence[Group],
+    credit: Credit,
+    training: Training,
+    step: int,
+    stream: tuple[int | str, ...],
+    keep_logprobs: bool = False,
 ) -> Iterator[list[TrainBatch]]:
     """The passes over a batch, each as its minibatches; the rollouts of a minibatch stand in the batch's order.
 
     A minibatch without anything to train on is left out. Where the whole batch has nothing, there is one pass with one
-    empty batch, whose ``probe`` compares sampler and trainer.
+    empty batch, whose ``probe`` compares sampler and trainer. With ``keep_logprobs`` the rollouts keep after a single
+    update what the trainer found of their tokens (of several, ``old_logprobs_T`` is that).
     """
     trained = [rollout for group in groups if group.discarded is None for rollout in group.rollouts]
     flat = {one: samples_of_rollout(one) for one in trained if one.token_advantages_T is not None}
     if not (training.several_updates and any(flat.values())):
         samples = [sample for own in flat.values() for sample in own]
-        yield [TrainBatch(samples, credit.denominators, step, stream, [] if samples else probe_of(groups))]
+        probe = [] if samples else probe_of(groups)
+        yield [TrainBatch(samples, credit.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
+        for rollout, own in flat.items():
+            parts = [sample.trainer_logprobs for sample in own if sample.trainer_logprobs is not None]
+            if own and len(parts) == len(own):
+                rollout.trainer_logprobs_T = np.concatenate(parts)
         return
     counted = [[rollout for rollout in group.rollouts if rollout.token_advantages_T is not None] for group in groups]
     whole = training.minibatch_by == "group"

@@ -55,12 +55,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def lanes(base):
-    """The lanes of that base, taken off again at the end."""
+    """The lanes of that base, taken off again at the end with whatever sampling and updates have put on it: the next
+    test finds the base as it was loaded."""
     from retrain.policy.lora import Lanes
 
-    lanes = Lanes(base)
-    yield lanes
-    lanes.detach()
+    yield Lanes(base)
+    base.release()
 
 
 @pytest.fixture(scope="session")

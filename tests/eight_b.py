@@ -10,14 +10,15 @@ import torch
 
 from retrain.policy.backbone import Backbone, _offer_checkpointing, checkpointed
 from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, TokenScores
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.packing import NAME, register_attention
-from retrain.policy.protocol import Denominators
-from retrain.policy.update import _Work
+from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.policy.update import Passes, _Work
 from retrain.types import Sample
 
 LAYERS, HIDDEN, VOCABULARY = 2, 4096, 151_936
@@ -77,7 +78,8 @@ def update(base: BaseModel, lanes: Lanes, dropout: float, twice: bool) -> tuple[
     adapter = lanes.new_adapter(8, 16.0)
     optimizer = new_optimizer([adapter.flat], 1e-4, (0.9, 0.95), 1e-8, 0.0)
     objective = Objective((PolicyTerm(), KLTerm(0.1), EntropyTerm(0.01)), temperature=0.9)
-    work = _Work(base, lanes, adapter, objective, Denominators(20, 4), dropout, (1,))
+    passes = Passes(lanes, Budget(1024), dropout=dropout)
+    work = _Work(passes, TrainBatch([], Denominators(20, 4), 0, (1,)), adapter, objective)
     batch = collate(samples(), base, share=dropout == 0).to(base.device)
     with (
         # transformers asks the device whether positions count up, once per forward pass
@@ -89,7 +91,7 @@ def update(base: BaseModel, lanes: Lanes, dropout: float, twice: bool) -> tuple[
         layers = checkpointed(lambda: work._again(batch.layout)) if twice else torch.enable_grad()
         with lanes.single(adapter, dropout), layers:
             logprobs, entropy = token_logprobs(base, batch, 0.9, entropy=True)
-            loss, _ = objective.loss(batch, TokenScores(logprobs, entropy, reference), work.denominators)
+            loss, _ = objective.loss(batch, TokenScores(logprobs, entropy, reference), work.batch.denominators)
             loss.backward()
     assert logprobs.shape == (4, 5)
     optimizer.step()

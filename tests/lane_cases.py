@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.maths.losses import LossBounds
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
 from retrain.policy.local import LocalPolicy, LocalSnapshot
@@ -20,7 +21,7 @@ from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm,
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.protocol import Denominators, TrainBatch
 from retrain.policy.threads import Workers
-from retrain.policy.update import train_step
+from retrain.policy.update import Passes, train_step
 from retrain.rng import generator
 from retrain.types import Action, Sample
 
@@ -156,8 +157,9 @@ def objective(
     *, normalizer: str = "tokens", temperature: float = 1.0, max_tokens: int = 256, kl_coef: float = 0.0,
     log_kl: bool = False, entropy_coef: float = 0.0, **policy: Any,
 ) -> Objective:  # fmt: skip
-    """The terms that these keys ask for; ``policy`` are those of the policy loss."""
-    terms: list[Term] = [PolicyTerm(**policy)]
+    """The terms that these keys ask for; ``policy`` are those of the policy loss and its bounds."""
+    bounds = {each.name: policy.pop(each.name) for each in fields(LossBounds) if each.name in policy}
+    terms: list[Term] = [PolicyTerm(bounds=LossBounds(**{"clip_high": 0.2} | bounds), **policy)]
     if kl_coef or log_kl:
         terms.append(KLTerm(kl_coef))
     if entropy_coef:
@@ -186,24 +188,15 @@ def update(
     grad_clip_norm: float = 0.0,
     dropout: float = 0.0,
     workers: Workers | None = None,
+    bfloat16: bool = False,
     **keys: Any,
 ) -> dict[str, Any]:
     """One optimizer step on these samples, its objective made of ``keys``; with a new optimizer and without clipping by
     default."""
     batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
-    return train_step(
-        lanes.base,
-        lanes,
-        adapter,
-        optimizer or adamw(adapter),
-        batch,
-        objective(**keys),
-        lr,
-        budget=budget or Budget(micro_batch_tokens),
-        grad_clip_norm=grad_clip_norm,
-        dropout=dropout,
-        workers=workers,
-    )
+    passes = Passes(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)
+    asked = objective(**keys)
+    return train_step(passes, adapter, optimizer or adamw(adapter), batch, asked, lr, grad_clip_norm=grad_clip_norm)
 
 
 def local_policy(base: BaseModel, lanes: Lanes, seed: int = 0, **sections: dict[str, Any]) -> LocalPolicy:

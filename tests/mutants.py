@@ -49,6 +49,8 @@ class Mutant:
 JUDGING = "retrain/campaign/judging"
 RUNNING = "retrain/campaign/running"
 LOOKS = "test_sequential.py::test_several_comparisons_share_alpha_and_their_p_values_are_corrected"
+UNDECLARED_LOOKS = "test_sequential.py::test_looks_that_were_not_declared_are_refused_once_a_run_has_begun"
+LATE = "test_sequential.py::test_a_late_value_is_looked_at_once_and_may_decide"
 RULE_ALONE = "test_pooling.py::test_a_rule_of_stopping_holds_for_its_own_campaign_alone"
 RULE_OWN = "test_pooling.py::test_a_rule_of_stopping_holds_for_its_own_baseline_and_metric_alone"
 MEASURED_ALIKE = "test_pooling.py::test_every_run_of_every_directory_is_measured_alike"
@@ -502,12 +504,25 @@ MUTANTS = [
     ),
     # -- the sequential rule ----------------------------------------------------------------------------------------
     Mutant(
-        "rule: p without the number of comparisons", f"{JUDGING}/sequential.py",
-        'min(1.0, last["p"] * len(record["conditions"]))', 'min(1.0, last["p"])', (LOOKS,),
+        "rule: p without the number of comparisons", "retrain/maths/deciding.py",
+        "p[i] = look.p, min(1.0, look.p * rule.family)", "p[i] = look.p, min(1.0, look.p)", (LOOKS,),
     ),
     Mutant(
-        "rule: alpha is not shared", f"{JUDGING}/sequential.py",
-        '    alpha = record["alpha"] / len(record["conditions"])\n', '    alpha = record["alpha"]\n', (LOOKS,),
+        "rule: alpha is not shared", "retrain/maths/deciding.py",
+        "np.flatnonzero(now).tolist(), rule.alpha / rule.family", "np.flatnonzero(now).tolist(), rule.alpha", (LOOKS,),
+    ),
+    Mutant(
+        "rule: what was declared is not asked", f"{JUDGING}/sequential.py",
+        "now | (manifest.content.get(\"declared\") or {})", "now", (UNDECLARED_LOOKS,),
+    ),
+    Mutant(
+        "rule: a late value is not looked at", f"{JUDGING}/sequential.py",
+        "if lead is not None and had.get(seed) is None:", "if lead is not None and seed not in had:", (LATE,),
+    ),
+    Mutant(
+        "rule: the exact test does not know the step of the scale", f"{JUDGING}/sequential.py",
+        "        record[\"resolution\"] = max(record[\"resolution\"], resolution)\n", "",
+        ("test_sequential.py::test_the_exact_rule_knows_the_step_of_the_scale",),
     ),
     Mutant(
         "rule: p without what earlier looks have spent", "retrain/maths/sequential.py",
@@ -522,12 +537,12 @@ MUTANTS = [
     # -- pooling and the comparison ---------------------------------------------------------------------------------
     Mutant(
         "pooling: the first directory's stopping rule", f"{JUDGING}/pooling.py",
-        'read_manifest(directories[0]).get("sequential") if len(sources) == 1 else None',
-        'read_manifest(directories[0]).get("sequential")', (RULE_ALONE,),
+        'sources[0].looks if alone else None',
+        'sources[0].looks', (RULE_ALONE,),
     ),
     Mutant(
         "pooling: the first of different margins", f"{JUDGING}/pooling.py",
-        "none is applied.\")\n        margin = None\n", 'none is applied.")\n',
+        "return margins.pop() if len(margins) == 1 else None", "return next(iter(margins), None)",
         ("test_pooling.py::test_different_margins_are_none_and_equal_ones_hold",),
     ),
     Mutant(
@@ -543,7 +558,7 @@ MUTANTS = [
     ),
     Mutant(
         "pooling: the first two directories speak for all", f"{JUDGING}/pooling.py",
-        "_same_evaluation(sources, decisive)", "_same_evaluation(sources[:2], decisive)", (MEASURED_ALIKE,),
+        "_same_evaluation(sources, asked.held_out)", "_same_evaluation(sources[:2], asked.held_out)", (MEASURED_ALIKE,),
     ),
     Mutant(
         "pooling: a repeated seed counts with its last finished run", f"{JUDGING}/pooling.py",
@@ -579,7 +594,7 @@ MUTANTS = [
     ),
     Mutant(
         "comparison: equivalence without the scale", f"{JUDGING}/comparison.py",
-        "tost_p(a - b, margin, resolution)", "tost_p(a - b, margin)",
+        "tost_p(differences, margin, _resolution(runs, measure))", "tost_p(differences, margin)",
         ("test_pooling.py::test_equivalence_is_tested_on_the_scale_of_the_evaluation",),
     ),
     # -- statistics -------------------------------------------------------------------------------------------------

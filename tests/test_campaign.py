@@ -280,7 +280,7 @@ def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, mon
     changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}
     copied = shutil.copytree(out, tmp_path / "copy")
     changed_spec = replace(spec, config=parse_dict(changed))
-    squeeze_after_run(copied, changed_spec, tmp_path, longest_completions([changed_spec.config]), Bases())
+    squeeze_after_run(copied, "squeeze", changed_spec, tmp_path, longest_completions([changed_spec.config]), Bases())
     assert told == ([spec.run_id] if asked else [])
 
 

@@ -116,7 +116,10 @@ def test_missing_file_is_one_line():
     assert "nowhere.toml" in result.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "campaigns").glob("*.toml")), ids=lambda path: path.name)
+SHIPPED = sorted([*(ROOT / "campaigns").glob("*.toml"), *(ROOT / "benchmarks").glob("*.toml")])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_campaigns_check_and_explain(path):
     assert run("check", path).exit_code == 0
     result = run("explain", path)

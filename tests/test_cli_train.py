@@ -68,6 +68,19 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
         assert Path(path).exists()
     assert f"directory   {directory}" in end
+    assert f"look at it  retrain ui {directory.parent}\n" in end
+
+
+def test_runs_of_one_seed_begin_with_the_same_adapter_and_say_so(trained):
+    _, directory = trained
+    found = {
+        path.parent.name: json.loads(path.read_text())["initial_adapter"]
+        for path in directory.glob("runs/*/config.json")
+    }
+    assert len(found) == 4
+    by_seed = {seed: {value for name, value in found.items() if name.endswith(f"_s{seed}")} for seed in (1, 2)}
+    assert [len(values) for values in by_seed.values()] == [1, 1]
+    assert by_seed[1] != by_seed[2]
 
 
 @pytest.mark.parametrize("name", ["camp", "single"])
@@ -87,10 +100,12 @@ def test_explain_names_every_file_that_is_written_and_no_other(name, trained, ho
         file = re.sub(r"train_iteration_\d+(\.html|_logtree\.json)", "train_iteration_<n>.html, _logtree.json", file)
         file = re.sub(r"train_iteration_\d+_rollout", "train_iteration_<n>_rollout", file)
         file = re.sub(r"eval_\w+_iteration_\d+\S+", "eval_<name>_iteration_<n>…", file)
+        file = re.sub(r"tokens_(eval_\w+_)?\d+", "tokens_<n>", file)
         if path.is_file() and path.name != ".lock":
             written.add(re.sub(r"final/.*", "final/", file))
     odd = {file for file in told if file.endswith("notes.jsonl")}  # only where a number was odd
-    assert len(odd) == 1
+    odd |= {file for file in told if file.endswith("metrics.f32")}  # from 64 steps on
+    assert len(odd) == 2
     assert told - odd == written - odd
 
 

@@ -22,6 +22,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.environments.protocol import ONE_TURN, Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
+from retrain.errors import ModelError, RunFailed
 from retrain.evaluation import Evaluator, Subject
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect
@@ -186,6 +187,23 @@ def test_what_a_grader_raises_is_found_at_all_that_it_graded_together():
     assert grader.calls == [1, 3]
     assert rewards(first) == [1.0]
     assert [str(error) for error in others] == ["a grader that breaks its promise"] * 3
+
+
+def test_who_needs_every_group_hears_in_one_line_what_went_wrong(monkeypatch):
+    monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
+
+    class Telling(Lengths):
+        def grade(self, items):
+            raise (ModelError if items[0][1] == "z" else ValueError)("refused: sk-0123456789abcdef0123")
+
+    good, bad = asked(Lengths(), "a"), asked(Telling(), "b")
+    collected = collect(Scripted({"a": ["xy"], "b": ["w"]}), [good, bad])
+    with pytest.raises(RunFailed, match=r"^rollouts failed: ValueError: refused: .*\(test_collect\.py:\d+\)$") as told:
+        collected.graded()
+    assert "0123456789" not in str(told.value)
+    assert collect(Scripted({"a": ["xy"]}), [good]).graded()[0].rewards_N.tolist() == [2.0]
+    with pytest.raises(ModelError, match=r"^refused"):  # which has its own words already
+        collect(Scripted({"b": ["z"]}), [bad]).graded()
 
 
 def test_a_grading_error_holds_no_key(monkeypatch):

@@ -13,13 +13,15 @@ from scipy import stats
 from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
-from retrain.campaign.judging.comparison import compare, compare_runs
-from retrain.campaign.judging.pooling import compare_directories
+from retrain.campaign.judging.comparison import compare_runs
+from retrain.campaign.judging.pooling import compare_directories, conclude
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, area_under
+from retrain.campaign.judging.words import probability
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import append_jsonl, read_json, read_jsonl
+from retrain.files import append_jsonl, read_json, read_jsonl, write_json
+from retrain.maths.family import sign_flip_interval
 from retrain.maths.statistics import holm, pairs_for_verdict, sign_flip_p
 
 STATES = ("pending", "running", "interrupted", "done", "failed")
@@ -35,11 +37,13 @@ def test_a_verdict_that_can_be_quoted(tmp_path):
     d = np.array(other["differences"])
     assert d == pytest.approx(np.array(shifted(0.03)) - BASE)
     theirs = stats.ttest_rel(shifted(0.03), BASE).confidence_interval(0.95)
-    assert other["difference_interval"] == pytest.approx([theirs.low, theirs.high])
+    assert other["difference_t"] == pytest.approx([theirs.low, theirs.high])
+    inverted = sign_flip_interval(d, resolution=1 / 100)
+    assert other["difference_interval"] == pytest.approx([inverted.low, inverted.high])
     assert other["p_value"] == other["p_holm"] == sign_flip_p(d) == 2**-7
     assert (base["verdict"], other["verdict"]) == ("baseline", "better")
     assert other["sentence"] == (
-        "maxrl − grpo: +3.0 points [2.6, 3.4], p = 0.0078, 8 pairs: better; gains below 2.6 points are excluded; "
+        "maxrl − grpo: +3.0 points [2.6, 3.4], p = 0.0078, 8 pairs: better (other seeds, these problems); "
         "1.00 times the device time per run."
     )
     assert (base["tokens_per_run"], base["seconds_per_run"]) == (2000, 20 * (2.0 + 4.0 / 4))
@@ -49,14 +53,14 @@ def test_a_verdict_that_can_be_quoted(tmp_path):
     assert report["secondary"][0]["summary"] == "auc"
 
 
-def test_no_difference_shown_says_what_is_excluded(tmp_path):
+def test_no_difference_shown_says_what_remains_possible(tmp_path):
     noise = [0.010, -0.012, 0.004, 0.008, -0.006, 0.011, -0.009, 0.005]
     values = [b + d for b, d in zip(BASE, noise, strict=True)]
     report = compare_directories([campaign(tmp_path, {"a": list(BASE), "b": values})])
     found = report["conditions"][1]
     low, high = found["difference_interval"]
     assert found["verdict"] == "no difference shown"
-    assert f"differences above {100 * max(-low, high):.1f} points are excluded" in found["sentence"]
+    assert f"the interval leaves {100 * max(-low, high):.1f} points open" in found["sentence"]
     assert found["equivalence_p"] is None
     declared = campaign(tmp_path / "m", {"a": list(BASE), "b": values}, {"campaign": {"equivalence_margin": 0.02}})
     found = compare_directories([declared])["conditions"][1]
@@ -66,6 +70,7 @@ def test_no_difference_shown_says_what_is_excluded(tmp_path):
     )
     assert found["equivalence_p"] == pytest.approx(max(low.pvalue, high.pvalue))
     assert found["verdict"] == "no difference beyond 2.0 points"
+    assert f"beyond 2.0 points, equivalence p = {probability(found['equivalence_p'])} (" in found["sentence"]
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 5])
@@ -122,7 +127,7 @@ def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_pat
 
 def test_a_campaign_that_has_hardly_begun(tmp_path):
     folder = campaign(tmp_path, {"a": [0.6], "b": [0.7]}, states={"a_s1": "running", "b_s1": "pending"})
-    assert compare_directories([folder])["conditions"][1]["verdict"] == "cannot tell: no pair of finished runs"
+    assert compare_directories([folder])["conditions"][1]["verdict"] == "interim: 0 of 1 pair"
     for path in folder.rglob("*.jsonl"):
         path.unlink()
     result = invoke(folder)
@@ -135,8 +140,12 @@ def test_directories_are_pooled_by_condition(tmp_path):
     two = campaign(tmp_path / "two", {"a": list(BASE[4:]), "b": shifted(0.03)[4:]}, seeds=[5, 6, 7, 8])
     report = compare_directories([one, two])
     whole = compare_directories([campaign(tmp_path / "whole", {"a": list(BASE), "b": shifted(0.03)})])
-    assert report["conditions"] == whole["conditions"]
-    assert report["conditions"][1]["verdict"] == "better"
+    judged = ("standing", "standing_reasons", "verdict", "sentence")
+    for mine, theirs in zip(report["conditions"], whole["conditions"], strict=True):
+        assert {key: mine[key] for key in mine if key not in judged} == {
+            key: theirs[key] for key in theirs if key not in judged
+        }
+    assert [each["conditions"][1]["verdict"] for each in (report, whole)] == ["exploratory", "better"]
     again = compare_directories([one, two, one, tmp_path / "one" / ".." / "one"])
     assert again["conditions"] == report["conditions"]
 
@@ -154,7 +163,7 @@ def test_other_settings_are_kept_apart_and_named(tmp_path):
     two = campaign(tmp_path / "two", {"a": shifted(0.03)}, {"training": {"lr": 0.002}, "logging": {"x": 1}})
     report = compare_directories([one, two])
     assert [one["label"] for one in report["conditions"]] == ["a", "a@two"]
-    assert report["conditions"][1]["verdict"] == "better"
+    assert report["conditions"][1]["verdict"] == "exploratory"
     assert any("training.lr 0.002 instead of 0.001" in warning for warning in report["warnings"])
 
 
@@ -177,11 +186,12 @@ def test_metrics_and_baseline_are_chosen(tmp_path):
     report = json.loads(invoke(folder, "--json", "--metric", "auc", "--baseline", "b").stdout)
     assert (report["baseline"], report["summary"]) == ("b", "auc")
     assert report["conditions"][0]["after_values"][0] == pytest.approx((0.5 + BASE[0] + 0.034) / 2)
-    assert report["conditions"][1]["verdict"] == "worse"
-    assert any("not declared as deciding" in warning for warning in report["warnings"])
+    assert report["conditions"][1]["difference"] < 0
+    assert report["conditions"][1]["verdict"] == "exploratory"
+    assert "was not declared as deciding" in report["conditions"][1]["sentence"]
     longer = compare_directories([folder], metric="mean_length")
     assert not longer["share"]
-    assert longer["conditions"][1]["sentence"].startswith("b − a: +0 [0, 0], p = 1, 8 pairs: no difference shown")
+    assert longer["conditions"][1]["sentence"].startswith("b − a: +0 [0, 0], p = 1, 8 pairs: exploratory")
     result = invoke(folder, "--metric", "corect_rate")
     assert result.exit_code == 2
     assert "did you mean correct_rate" in result.stderr
@@ -212,8 +222,7 @@ def test_what_the_campaign_declared_decides(tmp_path):
     folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)}, {"campaign": {"primary_metric": "auc"}})
     report = compare_directories([folder])
     assert (report["summary"], report["warnings"]) == ("auc", [])
-    runs = read_json(folder / "manifest.json")["runs"]
-    at_the_end = compare(folder, runs, ["a", "b"], metric="auc")
+    at_the_end = conclude(folder)
     assert at_the_end["conditions"] == report["conditions"]
     assert read_json(folder / "comparison.json") == json.loads(json.dumps(at_the_end))
 
@@ -253,7 +262,7 @@ def test_names_of_measures():
 
 
 @pytest.mark.parametrize(("campaign_keys", "other", "message"), [
-    ('primary_metric = "best"', "", "not final or auc"),
+    ('primary_metric = "best"', "", "not final, last3 or auc"),
     ('primary_metric = "auc"', "", "eval_every"),
     ('primary_metric = "final:pass@4"', "", "4 samples"),
     ('primary_metric = "auc"', "[evaluation]\nproblems = 0", "held-out problems"),
@@ -272,7 +281,7 @@ def test_what_cannot_be_measured_cannot_be_declared(campaign_keys, other, messag
     )
 
 
-def finished_files(folder: Path, results: dict[str, list[float]], problems: int) -> list[dict]:
+def finished_files(folder: Path, results: dict[str, list[float]], problems: int) -> Path:
     """Finished runs on disk: held-out accuracies by condition and seed; training rewards that say the opposite."""
     runs = []
     for label, values in results.items():
@@ -283,17 +292,17 @@ def finished_files(folder: Path, results: dict[str, list[float]], problems: int)
             points = [(0, 0.5), (1, value)]
             evals = [{"name": "heldout", "step": s, METRIC: v, "eval/heldout/problems": problems} for s, v in points]
             append_jsonl(folder / path / "evals.jsonl", evals)
-            runs.append({"run_id": f"{label}_s{seed}", "label": label, "seed": seed, "state": "done", "path": path})
-    return runs
+            runs.append({"run_id": f"{label}_s{seed}", "label": label, "seed": seed, "state": "done", "step": 1,
+                         "path": path})  # fmt: skip
+    write_json(folder / "manifest.json", {"format": 1, "runs": runs})
+    return folder
 
 
 def test_conditions_are_compared_by_seed(tmp_path):
     """Conditions compared on training reward, without spread, completions pooled over seeds as if independent."""
     base = [0.30, 0.50, 0.40, 0.60, 0.35, 0.55, 0.45, 0.65]
     results = {"base": base, "better": [v + 0.02 + 0.01 * (i % 2) for i, v in enumerate(base)]}
-    small, large = (
-        compare(tmp_path / str(n), finished_files(tmp_path / str(n), results, n), list(results)) for n in (100, 10_000)
-    )
+    small, large = (conclude(finished_files(tmp_path / str(n), results, n)) for n in (100, 10_000))
     assert small["conditions"] == large["conditions"]  # more completions per seed are not more seeds
     first, second = small["conditions"]
     assert first["after_values"] == base
@@ -304,6 +313,6 @@ def test_conditions_are_compared_by_seed(tmp_path):
     assert second["p_value"] == pytest.approx(2 / 2**8)  # exact over the signs of eight pairs
     assert second["verdict"] == "better"  # though its training reward is lower
     one = {label: values[:1] for label, values in results.items()}
-    single = compare(tmp_path / "one", finished_files(tmp_path / "one", one, 10_000), list(one))
+    single = conclude(finished_files(tmp_path / "one", one, 10_000))
     assert single["conditions"][1]["difference_interval"] is None
     assert "cannot tell" in single["conditions"][1]["verdict"]

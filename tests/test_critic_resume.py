@@ -100,11 +100,11 @@ def test_ctrl_c_in_the_middle_of_the_updates_of_a_batch_finishes_the_step(finish
     """All four updates of both runs are made, the step is recorded and saved."""
     made_updates: list[tuple[int, int]] = []
 
-    def interrupting(base, lanes, adapter, optimizer, batch, *rest, **named):
+    def interrupting(passes, adapter, optimizer, batch, *rest, **named):
         made_updates.append((batch.step, batch.update))
         if made_updates.count((1, 1)) == 1 and (batch.step, batch.update) == (1, 1):
             os.kill(os.getpid(), signal.SIGINT)
-        return train_step(base, lanes, adapter, optimizer, batch, *rest, **named)
+        return train_step(passes, adapter, optimizer, batch, *rest, **named)
 
     monkeypatch.setattr(local, "train_step", interrupting)
     path, out = critic_campaign(tmp_path, model, OWN, SHARED, training=SEVERAL), tmp_path / "out"
@@ -303,10 +303,10 @@ def test_a_warm_up_that_fails_in_its_middle_is_not_saved_as_if_it_had_not_begun(
     path = single_run(tmp_path, model, "run", f"{GAE}[critic]\nwarmup_steps = 2\n", several)
     assert launch(load(path), tmp_path / "whole", NullObserver()).exit_status == 0
 
-    def failing(base, lanes, adapter, optimizer, batch, *rest, **named):
+    def failing(passes, adapter, optimizer, batch, *rest, **named):
         if (batch.step, batch.update) == (0, 1):
             raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
-        return train_step(base, lanes, adapter, optimizer, batch, *rest, **named)
+        return train_step(passes, adapter, optimizer, batch, *rest, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "train_step", failing)

@@ -17,7 +17,8 @@ from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
-from retrain.maths.power import detectable, pairs_needed
+from retrain.maths.power import detectable, seeds_needed, spread_limit
+from retrain.maths.rules import Rule
 from retrain.maths.statistics import pairs_for_verdict
 
 ROOT = Path(__file__).parents[1]
@@ -35,20 +36,29 @@ def planned(*conditions: str, head: str = ""):
 
 def test_what_the_seeds_detect_with_an_assumed_and_with_a_measured_spread(tmp_path):
     specs = planned("grpo+none", "maxrl+none", "rloo+none")
-    first, found, *needs = verdict_lines(specs, None, 2.0)
-    assert "8 pairs of seeds, p corrected for 2 comparisons" in first
+    first, found, cost, *needs = verdict_lines(specs, None, 2.0)
+    assert "8 pairs of seeds, exact test, p corrected for 2 comparisons" in first
     assert "4 points (assumed" in first
-    effect = detectable(8, 2)
+    effect = detectable(Rule(family=2))
     assert effect is not None
     assert found == f"detected with 80 % probability: {4 * effect:.2g} points or more"
-    assert needs == [f"a difference of 2 points needs {pairs_needed(0.5, 2)} seeds"]
+    assert needs == [f"a difference of 2 points needs {seeds_needed(Rule(family=2), 0.5)} seeds"]
+    assert "found with" in cost
+    assert "after all 24 runs" in cost
     pilot = campaign(tmp_path, {"a": list(BASE[:4]), "b": shifted(0.02, 0.01)[:4], "c": shifted(0.0, 0.01)[:4]})
     spread = pilot_spread(pilot, Measure())
-    assert spread.value == pytest.approx(np.std([0.01, -0.01, 0.01, -0.01], ddof=1))
+    runs = np.array([BASE[:4], shifted(0.02, 0.01)[:4], shifted(0.0, 0.01)[:4]])
+    residual = runs - runs.mean(axis=0) - runs.mean(axis=1, keepdims=True) + runs.mean()
     assert spread.freedom == 6
+    assert spread.value == pytest.approx((2.0 * (residual**2).sum() / 6) ** 0.5)
     lines = verdict_lines(specs, pilot, None)
-    assert "1.2 points (8 differences of" in lines[0]
-    assert "90 % sure to be 0.8 to 2.2" in lines[0]
+    assert "0.94 points (residual of 12 runs of" in lines[0]
+    assert "90 % sure to be 0.65 to 1.8" in lines[0]
+    limit = 100.0 * spread_limit(spread.value, 6)
+    assert lines[1] == f"planned with {limit:.2g} points, which it is below with 80 % probability"
+    effect = detectable(Rule(family=2))
+    assert effect is not None
+    assert lines[2] == f"detected with 80 % probability: {limit * effect:.2g} points or more"
 
 
 def test_a_pilot_with_one_condition_or_one_seed(tmp_path):
@@ -66,9 +76,27 @@ def test_a_design_that_cannot_reach_significance_is_told(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[campaign]\nseeds = [1, 2, 3, 4, 5, 6]\n")
     (warning,) = [line for line in load(file).warnings if "campaign.seeds" in line]
-    assert "has 6: enough to watch, too few to tell 5 conditions apart; for a verdict type" in warning
-    assert warning.endswith("seeds = [1, 2, 3, 4, 5, 6, 7, 8]")
+    assert "has 6: enough to watch, too few to tell 5 conditions apart (that takes" in warning
+    assert warning.endswith("seeds = [1, 2, 3, 4, 5, 6, 7, 8, 9]")
     assert verdict_lines(planned("grpo+none"), None, None) == []
+
+
+def test_five_conditions_that_race_cost_under_60_percent_of_eight_seeds_at_the_same_power():
+    five = ["grpo+none", "maxrl+none", "rloo+none", "maxrl+gtpo", "maxrl+gtpo_hicra"]
+    before = verdict_lines(planned(*five), None, 6.0)
+    race = 'test = "normal"\nsequential = "obrien_fleming"\nrace = true\nseeds = [1, 2, 3, 4, 5, 6, 7, 8]'
+    now = verdict_lines(planned(*five, head=race), None, 6.0)
+    assert "normal test, p corrected for 4 comparisons, looks (obrien_fleming), a race" in now[0]
+
+    def cost(lines: list[str]) -> list[int]:
+        (line,) = [each for each in lines if each.startswith("if one condition differs by 6 points")]
+        return [int(number) for number in re.findall(r"(?<=found with )\d+|(?<=after )\d+|(?<=all )\d+", line)]
+
+    power, runs = cost(before)
+    faster, different, alike = cost(now)
+    assert runs == 40
+    assert faster > power
+    assert alike < different <= 0.6 * 40
 
 
 def test_conditions_in_more_than_one_factor_are_told_with_the_one_that_isolates():
@@ -102,10 +130,13 @@ def test_explain_says_it(tmp_path):
     assert result.exit_code == 0
     assert re.search(r"^verdict +final:eval/heldout/correct_rate, 8 pairs", result.stdout, re.MULTILINE)
     assert "a difference of 5 points needs" in result.stdout
+    alike = re.search(r"after (\d+) of 40 runs on average; after (\d+) if all are alike", result.stdout)
+    assert alike is not None
+    assert max(map(int, alike.groups())) <= 0.6 * 40  # of the runs that eight seeds of the exact test take
     assert "careful" in result.stdout
     pilot = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.02)})
     arguments = ["explain", str(ROOT / "campaigns/quickstart.toml"), "--pilot"]
-    assert f"8 differences of {pilot}" in CliRunner().invoke(app, [*arguments, str(pilot)]).stdout
+    assert f"residual of 16 runs of {pilot}" in CliRunner().invoke(app, [*arguments, str(pilot)]).stdout
     assert CliRunner().invoke(app, [*arguments, str(tmp_path / "nowhere")]).exit_code == 2
     (tmp_path / "empty").mkdir()
     assert CliRunner().invoke(app, [*arguments, str(tmp_path / "empty")]).exit_code == 2

@@ -23,6 +23,7 @@ from retrain.engines.protocol import PolicyRef
 from retrain.environments.single_turn import SingleTurn
 from retrain.evaluation import Evaluator, Subject
 from retrain.files import read_json, read_jsonl
+from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.base_evaluations import BaseEvaluations
@@ -67,7 +68,9 @@ def test_the_scores_of_an_evaluation_by_hand():
     assert at["easy/maj@4"] == pytest.approx(0.75)
     assert at["hard/correct_rate"] == at["hard/pass@4"] == 0.0
     expected = accuracy_interval(np.array([1.0, 1.0, 0.0]), range(3))
-    assert (at["pass@4/ci_low"], at["pass@4/ci_high"]) == (expected.low, expected.high)
+    assert (at["pass@4/ci_low"], at["pass@4/ci_high"]) == pytest.approx((expected.low, expected.high))
+    of_problems = bounded_mean_interval([5 / 6, 5 / 6, 0.0], 0.0, 1.0, t=True)  # by their spread, not as if 0 or 1
+    assert (at["pass@2/ci_low"], at["pass@2/ci_high"]) == pytest.approx((of_problems.low, of_problems.high))
     assert at["hard/ci_low"] is None  # one problem has no interval, however many samples
 
 
@@ -308,8 +311,8 @@ def test_a_cohort_of_all_gives_the_same_base_and_what_was_declared_decides(campa
         load(campaign / "camp.toml", ["campaign.primary_metric='final:maj@3'"]), campaign / "together", NullObserver()
     )
     comparison = read_json(campaign / "together/comparison.json")
-    assert comparison["metric"] == "eval/heldout/maj@3"
-    assert "primary_metric was final:pass@3 at the first start and is final:maj@3 now" in comparison["note"]
+    assert comparison["metric"] == "eval/heldout/pass@3"
+    assert "primary_metric was declared as final:pass@3 and is final:maj@3 in the file now" in comparison["note"]
     alone, together = (
         read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
     )

@@ -47,8 +47,8 @@ def test_no_torch_and_no_weights(command):
 
 def test_the_bundled_model_s_prompts():
     lines = explained(QUICKSTART)
-    assert lines["data"] == "arithmetic: 20,000 problems to train on, 128 held out"
-    assert lines["prompts"] == "9 to 14 tokens, half of them at most 12 as tiny-reasoner counts (629 measured)"
+    assert lines["data"] == "arithmetic: 20,000 problems to train on, 200 held out"
+    assert lines["prompts"] == "9 to 14 tokens, half of them at most 12 as tiny-reasoner counts (701 measured)"
     assert lines["example"].startswith('"<|user|>')
     assert lines["reward"].startswith("match: 1 where the marked answer is the reference")
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from lane_cases import ref, sample
+from lane_cases import ref, rollout, sample, update
+from lane_cases import trained as moved
 from toycampaign import campaign
 from toymodels import toy_base
 
@@ -24,6 +25,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
+from retrain.policy.rounded import copied_bytes
 from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
 from retrain.run import Run
@@ -71,6 +73,32 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
         check_memory(base, lanes, specs, 7)
     free(4, cache + 8 * 3 * 2 * 2 * 2 * 8 * 4)  # three tokens more in each row
     check_memory(base, lanes, specs, 7)
+
+
+def test_a_copy_of_the_weights_is_counted_until_it_is_there(tmp_path, monkeypatch):
+    """What an earlier cohort's update has copied is not free any more, and not needed again."""
+    base = toy_base(tmp_path / "toy")
+    lanes = Lanes(base)
+    specs = plan(load(campaign(tmp_path, tmp_path / "toy"), ["training.update_dtype='bfloat16'"]))[:1]
+    assert copied_bytes(base.model) == 0
+
+    def fits(free: int) -> bool:
+        monkeypatch.setattr(fitting, "available_memory", lambda device: free)
+        try:
+            check_memory(base, lanes, specs, 7)
+        except DoesNotFit:
+            return False
+        return True
+
+    def least() -> int:
+        return int(next(free for free in range(0, 1 << 24, 1024) if fits(free)) * fitting.USABLE_SHARE)
+
+    before = least()
+    adapter = moved(lanes, 0)
+    update(lanes, adapter, rollout(base, lanes, adapter), bfloat16=True)
+    copied = copied_bytes(base.model)
+    assert 0 < copied <= base.weight_bytes // 2  # of fp32, the layers of the decoder
+    assert before - least() == pytest.approx(copied, abs=1024)
 
 
 def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):

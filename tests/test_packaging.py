@@ -219,4 +219,8 @@ def test_wheel(tmp_path):
     assets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "retrain" / "record" / "assets").iterdir()}
     assert assets
     assert assets <= names
+    page = [path for folder in ("static", "templates") for path in (ROOT / "retrain" / "ui" / folder).rglob("*")]
+    shown = {path.relative_to(ROOT).as_posix() for path in page if path.is_file()}
+    assert "retrain/ui/templates/shell.html" in shown
+    assert shown <= names
     assert not [name for name in names if name.startswith(("tests/", "campaigns/", "logs/"))]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, create_model
 
+from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.manifest import fingerprint
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
@@ -239,7 +240,8 @@ def test_warnings(tmp_path):
     )
     warnings = load(file).warnings
     expected = [
-        "c.toml:2  campaign.seeds  has 2: enough to watch, too few to tell two conditions apart; for a verdict type",
+        "c.toml:2  campaign.seeds  has 2: enough to watch, too few to tell two conditions apart (that takes 6 at "
+        "least, 7 leave room for a pair that disagrees); for a verdict type",
         "c.toml:3  sepa.steps  is 100: in 50 steps λ gets to 0.48 at most",
         "c.toml:5  algorithm.advantage_mode  has no effect in a campaign",
         "c.toml:7  training.max_steps  is 60, which [campaign] max_steps = 50 replaces",
@@ -273,3 +275,11 @@ def test_keys_that_a_later_release_adds_do_not_change_what_a_run_is():
     same = later.model_validate(spec.config.model_dump(mode="json", by_alias=True), strict=False)
     assert fingerprint(replace(spec, config=same)) == fingerprint(spec)
     assert fingerprint(replace(spec, config=parse_dict({"training": {"lr": 0.4}}))) != fingerprint(spec)
+
+
+def test_a_record_from_before_a_key_existed_has_its_default():
+    old, new = Config().to_dict(), Config().to_dict()
+    del old["evaluation"]["schedule"]
+    assert differences(old, new) == differences(new, old) == {}
+    new["evaluation"]["schedule"] = "verdict"
+    assert differences(old, new) == {"evaluation.schedule": ("every", "verdict")}

@@ -48,6 +48,7 @@ def test_in_what_replicates_may_differ():
     assert may == (expanded("campaign", "logging", "squeeze", "backpressure") - {"logging.strategic_grams"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
+        "evaluation.schedule",
         "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", "reward.reward_batch",
         "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
         "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
@@ -111,6 +112,7 @@ SAME_BASE = [
     {"reward": {"type": "math"}},
     {"reward": {"strict": False, "name": "own"}},
     {"evaluation": {"at_start": False}},
+    {"evaluation": {"schedule": "verdict"}},
     {"logging": {"log_dir": "elsewhere", "strategic_grams": ["hm"]}},
     {"backend": {"adapter_path": "elsewhere"}},
 ]

@@ -4,67 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from toymodels import campaign_head, qwen3_directory
+from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
+from toymodels import qwen3_directory
 
-from retrain.campaign.judging.comparison import compare
 from retrain.campaign.judging.sequential import look
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, UsageError
-from retrain.files import append_jsonl, read_json
-from retrain.maths.sequential import fewest_pairs
+from retrain.files import read_json
+from retrain.maths.sequential import sequential_looks
 from retrain.record.observer import NullObserver
-
-EIGHT = list(range(1, 9))
-GRPO, RLOO, DR_GRPO = ("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none")
-
-
-def configuration(
-    tmp_path: Path, conditions=(GRPO, RLOO), rule="linear", seeds: list[int] = EIGHT, rest="", **keys
-) -> Path:
-    path = tmp_path / "rule.toml"
-    tmp_path.mkdir(exist_ok=True)
-    path.write_text(campaign_head(*conditions, seeds=seeds, max_steps=1, sequential=rule, **keys) + rest)
-    return path
-
-
-class Played:
-    """A campaign whose runs are put on the disk instead of trained: accuracy by condition and seed."""
-
-    def __init__(self, tmp_path: Path, effect: float = 0.1, **settings):
-        self.loaded = load(configuration(tmp_path, **settings))
-        self.specs = plan(self.loaded)
-        self.manifest = Manifest.open(tmp_path / "out", "rule", self.specs)
-        self.effect = effect
-
-    def finish(self, seed: int, state: str = "done", only: str | None = None, sign: int = 1) -> None:
-        for spec in self.specs:
-            stopped = self.manifest.run(spec.run_id)["state"] == "stopped"
-            if spec.seed == seed and spec.label.startswith(only or "") and not stopped:
-                folder = self.manifest.directory / "runs" / spec.run_id
-                value = 0.5 + 0.01 * seed + (sign * self.effect if spec.label.startswith("rloo") else 0.0)
-                row = {"step": 1, "name": "heldout", "eval/heldout/correct_rate": value}
-                append_jsonl(folder / "evals.jsonl", [row])
-                append_jsonl(folder / "metrics.jsonl", [{"step": 0, "num_tokens": 5, "correct_rate": value}])
-                self.manifest.update(spec.run_id, state=state)
-
-    def look(self) -> dict:
-        look(self.manifest, self.specs, NullObserver())
-        return self.manifest.content["sequential"]["conditions"]["rloo+none"]
-
-    def states(self, label: str = "") -> list[str]:
-        return [run["state"] for run in self.manifest.content["runs"] if run["label"].startswith(label)]
-
-    def compare(self) -> dict:
-        labels = [spec.label for spec in self.specs]
-        rule = self.manifest.content["sequential"]
-        return compare(self.manifest.directory, self.manifest.content["runs"], labels, sequential=rule)
 
 
 def test_a_clear_difference_stops_after_six_pairs_and_the_rest_is_listed(tmp_path):
@@ -73,7 +28,7 @@ def test_a_clear_difference_stops_after_six_pairs_and_the_rest_is_listed(tmp_pat
         played.finish(seed)
         assert played.look()["stopped_after"] is None
     found = played.compare()["conditions"][1]
-    assert found["verdict"] == "cannot tell: the sequential rule has not decided yet"
+    assert found["verdict"] == "interim: 5 of 8 pairs"
     assert found["p_value"] is None
     played.finish(6)
     condition = played.look()
@@ -130,7 +85,13 @@ def test_a_rule_without_a_second_condition_is_an_error(tmp_path, seeds):
 @pytest.mark.parametrize("conditions", [2, 3, 4, 5])
 @pytest.mark.parametrize("rule", ["linear", "pocock", "obrien_fleming"])
 def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(conditions, rule):
-    least = next(n for n in range(2, 20) if (fewest_pairs(n, alpha=0.05 / (conditions - 1), spending=rule) or n) < n)
+    alpha = 0.05 / (conditions - 1)
+
+    def last_look(planned: int) -> int:
+        """Where equal differences of one sign stop."""
+        return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
+
+    least = next(n for n in range(2, 20) if last_look(n) < n)
     modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
     modes = [*modes, {"advantage_mode": "maxrl", "transform_mode": "gtpo"}][:conditions]
     settings = {"conditions": modes, "sequential": rule}
@@ -178,7 +139,7 @@ def test_the_rule_is_fixed_with_the_first_look(tmp_path):
     for settings in changed:
         rest = "[training]\neval_every = 1" if "primary_metric" in settings else ""
         other = plan(load(configuration(tmp_path, **settings, rest=rest)))
-        with pytest.raises(UsageError, match="fixed before the first look"):
+        with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
             look(played.manifest, other, NullObserver())
 
 
@@ -198,6 +159,176 @@ def test_impossible_rules_are_configuration_errors(tmp_path, settings, message):
     (tmp_path / "one.toml").write_text(f"{text[0]}[[campaign.conditions]]{text[1]}")
     with pytest.raises(ConfigError, match="one condition"):
         load(tmp_path / "one.toml")
+
+
+THREE = [GRPO, RLOO, DR_GRPO]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"conditions": [RLOO, GRPO, DR_GRPO]}, "grpo.none as the first of its conditions"),
+        ({"conditions": [*THREE, ("maxrl", "none")]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
+        ({"conditions": THREE[:2]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
+        ({"rule": "pocock"}, "sequential = 'linear'"),
+        ({"seeds": list(range(1, 11))}, "seeds = "),
+    ],
+)
+def test_what_is_compared_is_fixed_when_the_first_run_begins(tmp_path, settings, what):
+    played = Played(tmp_path, conditions=THREE, seeds=list(range(1, 10)))
+    played.finish(1)
+    before = json.loads(json.dumps(played.look()))
+    changed = {"conditions": THREE, "seeds": list(range(1, 10))} | settings
+    played.start_again(**changed)
+    with pytest.raises(UsageError, match=f"was begun with .*{what}"):
+        played.look()
+    del played.manifest.content["declared"]  # only the record says it
+    record = played.manifest.content["sequential"]
+    with pytest.raises(UsageError, match="was begun with "):
+        played.look()
+    played.manifest.content["declared"] = {"baseline": "grpo+none"}
+    del record["labels"]  # as of before labels were kept
+    with pytest.raises(UsageError, match="was begun with "):
+        played.look()
+    assert record["conditions"]["rloo+none"] == before
+
+
+def test_the_order_of_the_other_conditions_is_free(tmp_path):
+    played = Played(tmp_path, conditions=THREE, rule="square", test="normal")
+    for seed in (1, 2, 3):
+        played.finish(seed)
+    before = json.loads(json.dumps(played.look()))
+    played.start_again(conditions=[GRPO, DR_GRPO, RLOO], rule="square", test="normal")
+    assert played.look() == before
+    assert before["looks"][0]["mean"] == pytest.approx(0.1)
+
+
+def test_looks_that_were_not_declared_are_refused_once_a_run_has_begun(tmp_path):
+    """Deciding after results to look at them early is what the declaration is there to stop."""
+    played = Played(tmp_path, rule="off")
+    for seed in range(1, 7):
+        played.finish(seed)
+    played.start_again(rule="linear")
+    with pytest.raises(UsageError, match=r"was begun with .campaign. sequential = 'off'"):
+        played.look()
+    assert "sequential" not in played.manifest.content
+    assert "stopped" not in played.states()
+    played.start_again(rule="off")
+    look(played.manifest, played.specs, NullObserver())
+    assert "sequential" not in played.manifest.content
+
+
+def test_a_file_is_corrected_freely_before_anything_has_begun(tmp_path):
+    played = Played(tmp_path)
+    played.look()
+    played.start_again(conditions=THREE, rule="square", test="normal", seeds=[1, 2, 3, 4, 5])
+    played.look()
+    record = played.manifest.content["sequential"]
+    assert (record["rule"], record["test"], record["planned"]) == ("square", "normal", 5)
+    assert record["labels"] == ["grpo+none", *record["conditions"]]
+    assert list(record["conditions"]) == ["rloo+none", "dr_grpo+none"]
+
+
+@pytest.mark.parametrize("failed", ["rloo", "grpo"])
+@pytest.mark.parametrize(("rule", "test"), [("linear", "exact"), ("always_valid", "exact"), ("linear", "normal")])
+def test_a_failed_first_seed_is_no_pair_and_comes_in_late(tmp_path, rule, test, failed):
+    played = Played(tmp_path, rule=rule, test=test)
+    played.finish(1)
+    played.finish(1, state="failed", only=failed)
+    assert played.look()["differences"] == [[1, None]]
+    assert played.look()["looks"] == []
+    played.finish(2)
+    condition = played.look()
+    assert [seed for seed, _ in condition["differences"]] == [1, 2]
+    assert [each["pairs"] for each in condition["looks"]] == [1]
+    played.manifest.update(f"{failed}+none_s1", state="done")
+    condition = played.look()
+    assert [seed for seed, _ in condition["differences"]] == [2, 1]
+    assert [each["pairs"] for each in condition["looks"]] == [1, 2]
+    again = json.loads(json.dumps(played.manifest.content["sequential"]))
+    played.look()
+    assert played.manifest.content["sequential"] == again
+
+
+def test_a_late_value_is_looked_at_once_and_may_decide(tmp_path):
+    """Under the normal test it used to be stored and never looked at."""
+    played, whole = (Played(tmp_path / name, rule="linear", test="normal") for name in ("late", "whole"))
+    lead = {1: 0.05, 2: 0.11, 3: 0.08, 4: 0.1, 5: 0.07}
+    for seed, value in lead.items():
+        for each in (played, whole):
+            each.put(seed, "grpo", 0.5)
+            each.put(seed, "rloo", 0.5 + value)
+    played.manifest.update("rloo+none_s1", state="failed")
+    for seed in (4, 5):
+        played.manifest.update(f"rloo+none_s{seed}", state="failed")
+    condition = played.look()
+    assert [each["pairs"] for each in condition["looks"]] == [1, 2]
+    assert condition["stopped_after"] is None
+    played.manifest.update("rloo+none_s1", state="done")
+    condition = played.look()
+    assert [seed for seed, _ in condition["differences"]] == [2, 3, 4, 5, 1]
+    third = condition["looks"][-1]
+    three = whole.look()["looks"][2]
+    assert third == pytest.approx(three)
+    assert (third["tested"], third["mean"]) == pytest.approx((0.08, 0.08))
+    assert not third["stop"]
+    played.manifest.update("rloo+none_s4", state="done")
+    condition = played.look()
+    assert [each["pairs"] for each in condition["looks"]] == [1, 2, 3, 4]
+    assert (condition["stopped_after"], condition["stop_reason"]) == (4, "decided")
+
+
+def test_what_has_left_stays_out_whatever_comes_late(tmp_path):
+    """A value that comes late is no new look at what has been decided, and takes nothing back."""
+    played = Played(tmp_path, conditions=THREE, rule="linear", test="normal")
+    noise = {1: 0.0, 2: 0.012, 3: -0.009, 4: 0.004, 5: -0.006}
+    for seed in (1, 2, 3, 4):
+        played.put(seed, "grpo", 0.5)
+        played.put(seed, "dr_grpo", 0.5 + noise[seed])
+        played.put(seed, "rloo", 0.7 - noise[seed])
+    played.manifest.update("grpo+none_s2", state="failed")
+    left = json.loads(json.dumps(played.look()))
+    other = played.manifest.content["sequential"]["conditions"]["dr_grpo+none"]
+    assert (left["stop_reason"], left["stopped_after"]) == ("decided", 3)
+    assert [each["pairs"] for each in other["looks"]] == [1, 2, 3]
+    played.put(2, "grpo", 0.99)  # with which no rule would have decided
+    assert played.look() == left
+    other = played.manifest.content["sequential"]["conditions"]["dr_grpo+none"]
+    assert [each["pairs"] for each in other["looks"]] == [1, 2, 3, 4]
+    assert [seed for seed, _ in other["differences"]] == [1, 3, 4, 2]
+    assert not other["looks"][-1]["stop"]
+
+
+def test_the_exact_rule_knows_the_step_of_the_scale(tmp_path):
+    """Equal differences of less than a step have no spread of 0: going on is futile, as with the normal test."""
+    played = Played(tmp_path, futility=True)
+    for seed in (1, 2, 3, 4):
+        for label, value in (("grpo", 0.5), ("rloo", 0.51)):
+            played.put(seed, label, value, **{"eval/heldout/problems": 10, "samples": 1})
+        condition = played.look()
+    assert played.manifest.content["sequential"]["resolution"] == 0.1
+    assert (condition["stop_reason"], condition["stopped_after"]) == ("futility", 4)
+    fine = Played(tmp_path / "fine", futility=True)
+    for seed in (1, 2, 3, 4):
+        for label, value in (("grpo", 0.5), ("rloo", 0.51)):
+            fine.put(seed, label, value, **{"eval/heldout/problems": 10_000, "samples": 1})
+    assert fine.look()["stopped_after"] is None
+
+
+def test_a_new_pair_goes_through_the_sign_patterns_once(tmp_path, monkeypatch):
+    sizes = []
+
+    def counted(differences, *arguments, **keys):
+        sizes.append(len(differences))
+        return sequential_looks(differences, *arguments, **keys)
+
+    monkeypatch.setattr("retrain.maths.deciding.sequential_looks", counted)
+    monkeypatch.setattr("retrain.maths.following.sequential_looks", counted)
+    played = Played(tmp_path)
+    for seed in (1, 2, 3, 4):
+        played.finish(seed)
+        played.look()
+    assert sizes == [1, 2, 3, 4]
 
 
 REWARD = "def score(completion, answer):\n    return float(len(completion) % 2)\n"
@@ -263,3 +394,31 @@ def test_several_comparisons_share_alpha_and_their_p_values_are_corrected(tmp_pa
         assert found["p_value"] == looks[-1]["p"]
         assert found["p_holm"] == min(1.0, 2 * looks[-1]["p"])
     assert played.compare()["conditions"][1]["p_holm"] == 2 * 2**-6
+
+
+@pytest.mark.parametrize("test", ["exact", "normal"])
+@pytest.mark.parametrize(("left", "verdict"), [(0, "cannot tell: no pair"), (2, "cannot tell: 2 pairs of seeds")])
+def test_a_condition_whose_runs_failed_has_no_verdict_from_the_few_that_did_not(tmp_path, test, left, verdict):
+    played = Played(tmp_path, test=test)
+    for seed in EIGHT:
+        played.finish(seed, only="grpo")
+        played.finish(seed, "done" if seed <= left else "failed", only="rloo")
+        played.look()
+    found = played.compare()["conditions"][1]
+    assert found["verdict"].startswith(verdict)
+    assert found["p_holm"] is None
+
+
+def test_what_looks_decided_keeps_its_p_whatever_the_others_do_later(tmp_path):
+    played = Played(tmp_path, conditions=[GRPO, RLOO, DR_GRPO], rule="linear", test="normal")
+    random = np.random.default_rng(3)
+    for seed in EIGHT:
+        for label, gain in (("grpo", 0.0), ("rloo", 0.2), ("dr_grpo", -0.4 if seed == 8 else 0.0)):
+            if played.manifest.run(f"{label}+none_s{seed}")["state"] != "stopped":
+                played.put(seed, label, 0.5 + gain + 0.004 * random.standard_normal())
+        played.look()
+    found = next(each for each in played.compare()["conditions"] if each["label"] == "rloo+none")
+    assert (found["verdict"], found["stop_reason"]) == ("better", "decided")
+    assert found["p_holm"] <= 0.05
+    assert found["pairs_needed"] <= found["pairs"] < 8
+    assert "p = " in found["sentence"]

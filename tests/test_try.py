@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from retrain.cli import app
 from retrain.commands.output import print_record, print_text
 from retrain.commands.trial import advice_of, print_trial, sample_words, seconds_words
 from retrain.config import load
+from retrain.environments.hosted import Hosted
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +96,23 @@ def test_it_is_the_first_step_of_training(home, tmp_path):
         assert prompt["rendered"].startswith("<turn>Say ")
         assert prompt["rendered"].endswith(" now<turn>")
     assert found["sampling"]["step_answers"] == found["grading"]["step_answers"] == 8
+
+
+def test_an_environment_that_cannot_grade_is_told_in_one_line(home, monkeypatch):
+    shutil.copy(Path(__file__).with_name("toy_environments.py"), home)
+    path = home / "episodes.toml"
+    path.write_text(
+        TINY_RUN.format(model=home / "model") + 'max_tokens = 8\n[environment]\nprovider = "toy_environments:Echo"\n'
+    )
+
+    def results(self, episodes):
+        raise ValueError("the grader is away")
+
+    monkeypatch.setattr(Hosted, "results", results)
+    result = run("try", path, "--problems", "1")
+    assert result.exit_code == 1
+    assert "rollouts failed: ValueError: the grader is away (test_try.py:" in result.output
+    assert isinstance(result.exception, SystemExit)  # no traceback
 
 
 def test_nothing_is_written_and_nobody_told(home, tmp_path, monkeypatch):

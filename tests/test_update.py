@@ -561,6 +561,7 @@ ERRORS = [
 
 @pytest.fixture
 def small_memory(base):
+    backbone_of(base)  # which packs two sequences by way of trial
     plain = base.model.get_input_embeddings()
 
     def shrink(most: int, error: Exception) -> SmallMemory:

@@ -337,10 +337,10 @@ def test_clip_shares_of_a_run_are_those_of_its_ratios(tmp_path, monkeypatch, min
     """Every ratio and advantage that went into a loss is recorded, and the row's shares are counted from them anew."""
     recorded: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
 
-    def recording(name, logprobs_BT, old_BT, advantages_BT, mask_BT, **options):
+    def recording(name, logprobs_BT, old_BT, advantages_BT, mask_BT, bounds, **options):
         ratio_BT = (logprobs_BT - old_BT).detach().double().exp()
         recorded[-1].append((ratio_BT[mask_BT].numpy(), advantages_BT[mask_BT].double().numpy()))
-        return losses.policy_loss(name, logprobs_BT, old_BT, advantages_BT, mask_BT, **options)
+        return losses.policy_loss(name, logprobs_BT, old_BT, advantages_BT, mask_BT, bounds, **options)
 
     together_before = together
 

@@ -20,9 +20,9 @@ from retrain.commands.arguments import (
     read,
     require_directory,
 )
-from retrain.commands.output import count, duration, print_comparison, print_table, size
+from retrain.commands.output import count, duration, note, print_comparison, print_table, size, visible
 from retrain.files import dumps
-from retrain.wording import plural
+from retrain.wording import listed, plural
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
@@ -58,13 +58,16 @@ RUN_FILES = (
     ("environment.json", "machine, GPUs, Python, all installed packages"),
     ("code.diff", "uncommitted changes of the code around"),
     ("metrics.jsonl", "one row per step"),
+    ("metrics.f32", "the same numbers as columns, from 64 steps on"),
     ("evals.jsonl", "one row per held-out evaluation"),
     ("emergence/steps.jsonl", "reward and correct count per step"),
     ("emergence/generations.jsonl", "every completion"),
     ("emergence/evaluations.jsonl", "every completion of the held-out evaluations"),
     ("train_iteration_<n>_rollout_summaries.jsonl", "one line per trajectory, every step"),
     ("train_iteration_<n>.html, _logtree.json", "prompts and samples to read, every rollouts_every steps"),
+    ("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
     ("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
+    ("iterations.jsonl", "the index of these files, and where the step's completions lie"),
     ("timing_spans.jsonl", "what each step spent its time on"),
     ("timeline.html", "the same as a picture"),
     ("notes.jsonl", "what odd numbers mean, each noted once"),
@@ -77,11 +80,14 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
+    from retrain.campaign.judging.probed import probe_lines
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check as examine
 
     plan = examine(Plan.of(read(file, sets)), rewards=True, places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
+    for text in probe_lines(file, plan.specs):
+        note(f"probe: {text}")
 
 
 def explain(file: ConfigFile, sets: Sets = None, out: Out = None, pilot: Pilot = None, detect: Detect = None) -> None:
@@ -113,6 +119,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
+    print_probed(loaded.path, specs)
     print_costs(specs, prompt_tokens)
     print_files(plan)
 
@@ -152,7 +159,7 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
 
 
 def print_sets(config: Config) -> None:
-    """Print the held-out sets that have names of their own, and how each is sampled."""
+    """Print the held-out sets that have names of their own, how each is sampled, and when, if few are whole."""
     for i, each in enumerate(config.held_out if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
         decides = "; the primary metric's" if each == config.decisive else ""
@@ -164,6 +171,21 @@ def print_sets(config: Config) -> None:
             f"{cut} at most {asked.max_tokens} tokens{decides}"
         )
         print(f"{'' if i else 'held out':<14}{line}")
+    if config.evaluation.schedule == "verdict" and config.held_out:
+        print(f"evaluated     {schedule_words(config)}")
+
+
+def schedule_words(config: Config) -> str:
+    """After which steps all held-out problems are asked, and after how many others a part of them."""
+    from retrain.config.schedule import part_evaluations, whole_evaluations
+
+    training, evaluation = config.training, config.evaluation
+    asked = (evaluation.schedule, training.max_steps, training.eval_every)
+    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*asked)]
+    few = sum(each.part.problems for each in config.held_out)
+    parts = part_evaluations(*asked)
+    words = f"all problems after {listed(list(map(str, whole)), len(whole))} steps"
+    return words + (f", {few} of them, once each, {plural(len(parts), 'time')} between" if parts else "")
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
@@ -173,6 +195,20 @@ def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None)
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
         for i, line in enumerate(lines):
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
+
+
+def print_probed(file: Path, specs: list[RunSpec]) -> None:
+    """Print what the probe beside the file says, or how to make one and what it takes; nothing for one condition."""
+    from retrain.campaign.judging.probed import probe_lines, probe_share
+
+    if len({spec.label for spec in specs}) < 2:
+        return
+    words = (
+        f"none beside the file: retrain probe {file} compares the conditions' updates before any run, with"
+        f" {100 * probe_share(specs):.2g} % as many completions as all runs have"
+    )
+    for i, line in enumerate(probe_lines(file, specs) or [words]):
+        print(f"{'' if i else 'probe':<14}{visible(line)}")
 
 
 def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
@@ -254,6 +290,8 @@ def run_memory_words(one: Estimate) -> str:
     process = f"Python and torch {size(memory.process)}, " if memory.process else ""
     adapter = "adapter, critic and optimizers" if one.critic_parameters else "adapter and optimizer"
     head = f", a copy of the output layer {size(memory.head_copy)}" if memory.head_copy else ""
+    if memory.update_copy:
+        head += f", the weights in bfloat16 for updates {size(memory.update_copy)}"
     blocks = f", with {size(memory.block_copy)} of weights copied for it" if memory.block_copy else ""
     staying = f"{process}model {size(memory.base)}, {adapter} {size(memory.adapter)}{head}"
     training = f"{size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time"
@@ -267,15 +305,19 @@ def run_memory_words(one: Estimate) -> str:
 
 
 def print_squeeze_plan(config: Config) -> None:
-    """Print what is done about the rank after the first run, and how many answers that takes."""
+    """Print what is done about the rank after the first run, or that of each condition, and how many answers that
+    takes."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
         return
-    words = f"after the first run: which rank up to {config.model.lora_rank} keeps enough energy"
+    each = squeeze.runs == "one per condition" and config.is_campaign
+    adapters = len(config.campaign.conditions) if each else 1
+    after = "after the first run of each condition" if each else "after the first run"
+    words = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
     if squeeze.verify != "off" and held_out is not None and held_out.problems >= 2:
         tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
         evaluated = 1 + (tabulated if squeeze.verify == "all" else 0)  # the recommended rank, and those of the table
-        answers = evaluated * held_out.problems * held_out.samples
+        answers = adapters * evaluated * held_out.problems * held_out.samples
         words += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
     print(f"squeeze       {words}")
 
@@ -361,8 +403,8 @@ def compare(
         typer.Option(
             "--metric",
             metavar="METRIC",
-            help="final or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it what the "
-            "campaign declared.",
+            help="final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
+            "what the campaign declared.",
         ),
     ] = None,
     baseline: Annotated[

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -34,14 +36,18 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
         print()
-    if summary["squeeze"]:
-        print_squeeze(summary["squeeze"], plain)
-        print()
+    for report in (summary["squeeze"], *(summary.get("squeezes") or {}).values()):
+        if report:
+            print_squeeze(report, plain)
+            print()
     for run in summary["runs"]:
         if run["state"] == "failed":
             print(f"failed      {run['run_id']}: {run['reason']}")
     for name, path in summary["paths"].items():
         print(f"{name:<12}{path}")
+    directory = Path(summary["paths"]["directory"])
+    beside = directory if directory.parent == Path() else directory.parent
+    print(f"{'look at it':<12}retrain ui {shlex.quote(str(beside))}")
 
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:

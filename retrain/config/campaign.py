@@ -17,6 +17,9 @@ from retrain.config.base import Count, Finding, OptionalText, Role, Section, See
 LABEL_MAX = 120
 """A run directory is named label_s<seed>; file systems allow 255 bytes."""
 
+RULE_KEYS = ("test", "sequential", "futility", "race", "prior_spread", "prior_freedom")
+"""Keys that say by what rule conditions are compared, beside metric, margin, seeds and conditions."""
+
 SHORT = ("training", "algorithm", "model")
 """Sections whose keys stand in a label without their section."""
 
@@ -30,9 +33,9 @@ def _distinct(seeds: list[int]) -> list[int]:
 
 
 def _measure(text: str) -> str:
-    if re.fullmatch(r"((final|auc)(:[^\s:]+)?|eval/[^\s:]+)", text) is None:
+    if re.fullmatch(r"((final|last3|auc)(:[^\s:]+)?|eval/[^\s:]+)", text) is None:
         raise fault(
-            f'is "{text}": not final or auc, alone or with a metric after a colon, nor a key eval/…',
+            f'is "{text}": not final, last3 or auc, alone or with a metric after a colon, nor a key eval/…',
             'primary_metric = "final"',
         )
     return text
@@ -124,17 +127,37 @@ class Campaign(Section):
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
-    update), `auc` (mean height of its curve over steps, which needs `eval_every`), or either with another metric, as
-    in `final:pass@4`, `auc:reward_mean`, `final:completions/mean_length`. With `[[evaluation.sets]]` these speak of the
-    first set, and `eval/<name>/correct_rate`, `auc:eval/<name>/pass@4` of another. Without held-out problems, `final`
-    is the correct rate of training."""
+    update), `last3` (its mean over the last three evaluations, which `[evaluation] schedule = "verdict"` makes after
+    about 80, 90 and 100 % of the steps), `auc` (mean height of its curve over steps, which needs `eval_every`), or one
+    of them with another metric, as in `final:pass@4`, `last3:pass@4`, `auc:reward_mean`,
+    `final:completions/mean_length`. With `[[evaluation.sets]]` these speak of the first set, and
+    `eval/<name>/correct_rate`, `auc:eval/<name>/pass@4` of another. Without held-out problems, `final` is the correct
+    rate of training."""
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
     """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
     the comparison can conclude that there is no difference that matters; unset, it never does."""
-    sequential: Literal["off", "linear", "pocock", "obrien_fleming"] = "off"
-    """Stop a condition early when it is decided: a look after every whole seed by an exact sign-flip test that spends
-    its error of 5 % over the looks, evenly (`linear`), earlier (`pocock`) or mostly at the end (`obrien_fleming`).
-    Up to 20 seeds; two seeds train at a time unless `lanes` says otherwise."""
+    test: Literal["exact", "normal", "permutation"] = "exact"
+    """What decides: `exact` sign flips of the paired differences with Holm's correction, `normal` t by the residual
+    that all conditions share with step-down Dunnett (fewer seeds; a collapsed run hands over to the exact test), or
+    closed `permutation` within seeds (a family steps down without any distribution; no looks)."""
+    sequential: Literal["off", "linear", "pocock", "obrien_fleming", "square", "always_valid"] = "off"
+    """Stop a condition early when it is decided: a look after every whole seed by the declared test, which spends its
+    error of 5 % over the looks, evenly (`linear`), earlier (`pocock`), mostly at the end (`obrien_fleming`) or as the
+    square of the share of seeds (`square`). Up to 20 seeds; two seeds train at a time unless `lanes` says otherwise.
+    `always_valid` plans no number: seeds may be added whenever you like, for 30 to 90 % more of them."""
+    futility: bool | Annotated[float, Field(gt=0, lt=1)] = False
+    """Stop a condition, from half of the seeds on, whose chance of showing a difference at the end is below this;
+    `true` is 0.2. Needs looks. "Stopped for futility" says nothing about equivalence."""
+    race: bool = False
+    """With looks: a condition leaves from the second seed on when its chance of beating the baseline at the end is
+    below `futility` (0.2 when that is off); one seed trains at a time unless `lanes` says otherwise. Error stays
+    below 5 %; what is lost is the power to call a condition worse."""
+    prior_spread: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of a paired difference in earlier campaigns, in the unit of the metric (0.04 is 4 points of
+    accuracy), for `test = "normal"` with two conditions and no looks; 0 is none. The spread that decides is never
+    below the observed one."""
+    prior_freedom: Annotated[int, Field(ge=1, le=8)] = 4
+    """How many degrees of freedom `prior_spread` counts for: pairs it was measured with less one."""
     allow_confounded: bool = False
     """Permit settings that let conditions differ in more than what is compared."""
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
@@ -145,22 +168,76 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     if not is_run:
         yield from sequential_rules(campaign)
+        yield from test_rules(campaign)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
-    needed = seeds_for_verdict(others) if others else 0
+    needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:
+        suggested = seeds_suggested(others, campaign.test)
+        room = f", {suggested} leave room for a pair that disagrees" if suggested > needed else ""
         yield Finding(
             ("campaign.seeds",),
-            f"has {seeds}: enough to watch, too few to tell {'two' if others == 1 else others + 1} conditions apart; "
-            "for a verdict type",
-            f"seeds = {list(range(1, needed + 1))}",
+            f"has {seeds}: enough to watch, too few to tell {'two' if others == 1 else others + 1} conditions apart "
+            f"(that takes {needed} at least{room}); for a verdict type",
+            f"seeds = {list(range(1, suggested + 1))}",
             warning=True,
         )
 
 
-def seeds_for_verdict(others: int) -> int:
-    """Fewest seeds with which the exact sign-flip test can reach p = 0.05 when so many conditions are compared with
-    the baseline: others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them."""
-    return 1 + math.ceil(math.log2(others / 0.05))
+def seeds_for_verdict(others: int, test: str = "exact") -> int:
+    """Fewest seeds with which this test can reach p = 0.05 when so many conditions are compared with the baseline.
+
+    For exact sign flips others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them; a closed permutation test
+    tests each condition alone as well, without a correction; the normal test begins at three.
+    """
+    if test == "normal":
+        return NORMAL_FEWEST
+    return 1 + math.ceil(math.log2((1 if test == "permutation" else others) / 0.05))
+
+
+def seeds_suggested(others: int, test: str = "exact") -> int:
+    """What to plan: one more than the fewest, with which a difference is found only if every pair shows it; five for
+    the normal test."""
+    return 5 if test == "normal" else seeds_for_verdict(others, test) + 1
+
+
+NORMAL_FEWEST = 3
+"""Seeds with which the normal test begins."""
+PERMUTED_MOST = 6
+"""Comparisons of which a closed permutation test goes through all sets."""
+
+
+def test_rules(campaign: Campaign) -> Iterator[Finding]:
+    """Which test goes with what."""
+    others = len(campaign.conditions) - 1
+    if campaign.test == "permutation" and others > PERMUTED_MOST:
+        yield Finding(
+            ("campaign.test", "campaign.conditions"),
+            f'is "permutation" with {others + 1} conditions: it goes through all sets of up to {PERMUTED_MOST} beside '
+            "the baseline",
+            'test = "exact"',
+        )
+    if campaign.prior_spread and (campaign.test != "normal" or others != 1 or campaign.sequential != "off"):
+        yield Finding(
+            ("campaign.prior_spread", "campaign.test"),
+            'is set: an earlier spread counts for test = "normal" with two conditions and sequential = "off" only',
+            "prior_spread = 0.0",
+        )
+    looks = campaign.sequential not in ("off", "always_valid")
+    for key in ("futility", "race"):
+        if getattr(campaign, key) and not looks:
+            yield Finding(
+                (f"campaign.{key}", "campaign.sequential"),
+                f'is on with sequential = "{campaign.sequential}": it stops conditions at looks at a planned number '
+                "of seeds",
+                'sequential = "obrien_fleming"',
+            )
+    if campaign.race and others < 2:
+        yield Finding(
+            ("campaign.race", "campaign.conditions"),
+            f"is on with {others + 1} condition{'s' if others else ''}: a race is among several beside the baseline; "
+            "futility ends a comparison of two",
+            "race = false",
+        )
 
 
 SEQUENTIAL_MOST = 20
@@ -179,8 +256,20 @@ def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
             'sequential = "off"',
         )
         return
+    if campaign.test == "permutation" or (campaign.test == "normal" and campaign.sequential == "always_valid"):
+        what = "signs" if campaign.sequential == "always_valid" else "the exact or the normal test"
+        yield Finding(
+            ("campaign.sequential", "campaign.test"),
+            f'is "{campaign.sequential}" with test = "{campaign.test}": it looks by {what} only',
+            'test = "exact"',
+        )
+        return
+    if campaign.sequential == "always_valid":
+        return
     # With n of n + 1 seeds the even rule may have spent n/(n + 1) of the error; the other rules need as many.
     first = next(n for n in count(1) if others * 2.0 ** -(n - 1) <= 0.05 * n / (n + 1))
+    if campaign.test == "normal":
+        first = NORMAL_FEWEST
     if not first < seeds <= SEQUENTIAL_MOST:
         yield Finding(
             ("campaign.sequential", "campaign.seeds"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 HELDOUT = "heldout"
 """The name of what is held out when no set is named."""
 NAME_MAX = 64
+PART = "~part"
+"""Ends the name under which the part of a set that is for the curve alone stands in files and metrics; no set has such
+a name of its own."""
+PART_EVERY = 8
+"""Of every so many problems that part has one."""
 
 
 def _set_name(value: str) -> str:
@@ -89,7 +94,7 @@ class EvaluationSet(Section):
 
 class Evaluation(Section):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update. All keys
-    but `at_start` are also those of `[[evaluation.sets]]` that do not have their own."""
+    but `at_start` and `schedule` are also those of `[[evaluation.sets]]` that do not have their own."""
 
     role: ClassVar[Role] = Role.EVALUATES
 
@@ -109,6 +114,11 @@ class Evaluation(Section):
     """Longest completion; unset is that of training."""
     at_start: Annotated[bool, Role.EVALUATES | Role.RECORDS] = True
     """Evaluate the untrained model, so that there is something to compare with."""
+    schedule: Annotated[Literal["every", "verdict"], Role.EVALUATES | Role.RECORDS] = "every"
+    """Where the answers are spent: `every` evaluation has all problems and samples, or, with `verdict`, only the first
+    one and those after about 80, 90 and 100 % of the steps, which `last3` is the mean of. The others that `eval_every`
+    asks for then have every eighth problem and one answer, for the curve alone, under a name of their own:
+    `eval/heldout~part/correct_rate`."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. The first one is what `final`,
     `pass@4` and other short names of metrics mean, and what is shown where there is room for one."""
@@ -149,6 +159,18 @@ class HeldOut:
     samples: int
     sampling: Sampling
     data: Data
+    every: int = 1
+    """Of so many problems one is asked."""
+
+    @property
+    def part(self) -> HeldOut:
+        """What of it is asked for the curve alone."""
+        return replace(self, problems=-(-self.problems // PART_EVERY), samples=1, every=PART_EVERY)
+
+    @property
+    def recorded_name(self) -> str:
+        """Its name in files and metrics."""
+        return self.name if self.every == 1 else self.name + PART
 
 
 CUTS = ("top_p", "top_k", "min_p")

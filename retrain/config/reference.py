@@ -35,7 +35,7 @@ configuration that the conditions share.
 
 ```toml
 [campaign]
-seeds = [1, 2, 3, 4, 5, 6]
+seeds = [1, 2, 3, 4, 5, 6, 7]
 max_steps = 100
 
 [[campaign.conditions]]

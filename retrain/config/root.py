@@ -18,6 +18,7 @@ from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOu
 from retrain.config.inference import Inference
 from retrain.config.models import Backend, Lora, Model
 from retrain.config.rules import RULES
+from retrain.config.schedule import part_evaluations
 from retrain.config.tasks import Data, Environment, Reward
 from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
@@ -58,6 +59,13 @@ class Config(Section):
         """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
         sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
         return tuple(resolved(self, each) for each in sets) if self.evaluation.problems else ()
+
+    @property
+    def evaluated(self) -> tuple[HeldOut, ...]:
+        """All that evaluations record under a name: the held-out sets, and the parts of them for the curve alone."""
+        training = self.training
+        parts = part_evaluations(self.evaluation.schedule, training.max_steps, training.eval_every)
+        return (*self.held_out, *(each.part for each in self.held_out if parts))
 
     @property
     def decisive(self) -> HeldOut | None:

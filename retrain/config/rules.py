@@ -12,6 +12,7 @@ from retrain.config.base import Finding, Section, is_plugin
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import CUTS, EvaluationSet
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
+from retrain.config.schedule import deciding_rules
 from retrain.config.tasks import FILE_ENDINGS, has_configurations
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ def model_rules(config: Config) -> Iterator[Finding]:
             f'has no effect with backend = "{backend}": it decides itself how much it decodes at once',
             "enabled = false",
         )
+    if config.training.update_dtype != "model":
+        dtype, keys = config.inference.dtype, ("training.update_dtype", "inference.dtype")
+        if is_plugin(backend):
+            message = f'has no effect with backend = "{backend}": it decides itself what it computes in'
+            yield Finding(("training.update_dtype", "backend.backend"), message, "remove the line")
+        elif dtype == "bfloat16":
+            yield Finding(keys, "has no effect over a base in bfloat16", "remove the line")
+        elif dtype == "float64":
+            message = "is bfloat16, and a base in float64 is there for its digits"
+            yield Finding(keys, message, 'update_dtype = "model"')
 
 
 def off_policy_rules(config: Config) -> Iterator[Finding]:
@@ -380,14 +391,20 @@ def declared_rules(config: Config) -> Iterator[Finding]:
     metric, evaluation = config.campaign.primary_metric, config.evaluation
     summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
     at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
-    measured = metric == "auc" or key.startswith("eval/") or at_k is not None
+    measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
     if measured and evaluation.problems == 0:
         yield Finding(
             ("campaign.primary_metric", "evaluation.problems"),
             f'is "{metric}", which needs held-out problems',
             "problems = 128",
         )
-    elif summary == "auc" and (measured or "/" not in key) and config.training.eval_every == 0 and evaluation.problems:
+    elif (
+        summary == "auc"
+        and (measured or "/" not in key)
+        and config.training.eval_every == 0
+        and evaluation.problems
+        and evaluation.schedule == "every"
+    ):
         yield Finding(
             ("campaign.primary_metric", "training.eval_every"),
             f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
@@ -431,4 +448,5 @@ RULES = (
     backpressure_rules,
     squeeze_rules,
     declared_rules,
+    deciding_rules,
 )

@@ -116,6 +116,11 @@ class Training(Section):
     micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
     """Tokens in one forward and backward pass, `auto` by the model and the device; halved when memory runs out.
     Changes memory and speed, and of the update nothing but its rounding."""
+    update_dtype: Literal["model", "bfloat16"] = "model"
+    """What the update's matrix products are made of: `model`, the number format of the base, or `bfloat16` over a base
+    in float32, faster on a CPU with units for it (AMX), while sampling, adapter, sums, norms, attention and the loss
+    stay in float32. The trainer's log-probabilities then differ by some thousandths from those sampled with, and the
+    importance ratio with them; on a processor without such units it is slower. Not for other bases."""
     nonfinite_limit: Annotated[Count, Role.SPEED] = 3
     """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many steps in a row with
     one the run fails, saved as it was before. 1 fails at the first."""

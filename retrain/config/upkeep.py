@@ -80,6 +80,9 @@ class Squeeze(Section):
 
     enabled: bool = True
     """Analyse the first finished run."""
+    runs: Literal["first", "one per condition"] = "first"
+    """Whose adapters are analysed, compressed and verified: the first finished run's alone, or the first finished one
+    of every condition, where more than one adapter is to be known. Each costs its evaluations."""
     min_variance_retention: PositiveShare = 0.95
     """Energy that a rank must keep on average over layers to be recommended."""
     min_layer_retention: PositiveShare = 0.9
@@ -98,6 +101,15 @@ class Squeeze(Section):
     wandb: bool | None = None
     """Whether the analysis becomes a wandb run of its own, `squeeze-analysis`, where runs report to wandb; unset is
     whether the file has a [squeeze] section."""
+
+    def findings(self) -> Iterator[Finding]:
+        """One directory holds one compressed adapter."""
+        if self.runs != "first" and self.output_path is not None:
+            yield Finding(
+                ("squeeze.output_path", "squeeze.runs"),
+                f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
+                'runs = "first"',
+            )
 
 
 class Resume(Section):

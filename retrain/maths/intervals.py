@@ -6,8 +6,7 @@ and how often each contains the truth, is measured by ``benchmarks/calibration.p
 
 - differences between conditions (symmetric when the conditions are alike): the t interval of ``paired_comparison``;
 - levels of a condition, ``mean_interval``: t, and for shares Wilson's score interval with the variance of the seeds;
-- interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need;
-- two models on the same problems, ``same_problems_interval``: Agresti and Min's: agreement may be luck.
+- interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
 """
 
 from __future__ import annotations
@@ -94,23 +93,3 @@ def _trimmed_quantile(n: int, level: float) -> float:
         return _t_quantile(level, n - 2 * (n // 4) - 1)
     samples = np.sort(np.random.default_rng(n).standard_normal((SIMULATIONS, n)), axis=1)
     return float(np.quantile(np.abs(iqm(samples)) / _trimmed_error(samples), level))
-
-
-def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
-    """Mean difference of two models' scores on the same problems, each in [−1, 1], with Agresti and Min's (2005)
-    interval: that of the problems and two more, of which half gains, half loses and the other two halves do neither.
-
-    The t interval has no width when no answer differs, although another hundred problems might show one that does.
-    Ends are None with one problem. Raises ValueError for no problem or differences outside [−1, 1].
-    """
-    d = _vector(gains, "differences")
-    n = len(d)
-    if not n or (np.abs(d) > 1.0 + ROUNDING).any():
-        raise ValueError("an interval needs at least one difference, all within [-1, 1]")
-    estimate = float(d.mean())
-    if n < 2:
-        return Interval(estimate, None, None)
-    centre = float(d.sum()) / (n + 2)
-    variance = (float((d**2).sum()) + 1.0) / (n + 2) - centre**2
-    reach = _t_quantile(level, n - 1) * math.sqrt(variance / (n + 2))
-    return Interval(estimate, max(centre - reach, -1.0), min(centre + reach, 1.0))

@@ -13,6 +13,7 @@ the update. Only ``logprobs_BT`` (and the entropy of the bonus) carry a gradient
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,19 +74,59 @@ def sequence_log_ratio(log_ratio_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_B1:
     return (log_ratio_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
 
 
-def _clipped_objective(ratio_BT: Floats_BT, advantages_BT: Floats_BT, options: dict[str, Any]) -> Floats_BT:
-    clipped_BT = ratio_BT.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
+DIVERGENCES = ("tv", "kl")
+
+
+@dataclass(frozen=True)
+class LossBounds:
+    """How far a policy loss lets a token move; each loss reads its own.
+
+    ``clip_low`` and ``clip_high`` (None: as low) are ε of ``ppo`` and ``gspo``, ``dual_clip`` their c for A < 0;
+    ``ratio_cap`` is the cap of ``cispo``; ``divergence``, its limit and its cap are those of ``dppo``. Raises
+    ValueError for bounds that cannot be.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_cap: float = 5.0
+    divergence: str = "tv"
+    divergence_limit: float = 0.15
+    divergence_cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        dual = self.dual_clip
+        clips = 0.0 <= self.clip_low <= 1.0 and self.high >= 0.0 and (dual is None or dual > 1.0)
+        if not (clips and self.ratio_cap > 0.0):
+            raise ValueError(
+                "loss bounds must be 0 <= clip_low <= 1, clip_high >= 0, ratio_cap > 0 and dual_clip > 1: got "
+                f"{self.clip_low}, {self.high}, {self.ratio_cap}, {dual}"
+            )
+        if self.divergence not in DIVERGENCES or self.divergence_limit <= 0.0 or self.divergence_cap <= 0.0:
+            raise ValueError(
+                f"divergence must be one of {', '.join(DIVERGENCES)}, its limit and cap > 0: got {self.divergence}, "
+                f"{self.divergence_limit}, {self.divergence_cap}"
+            )
+
+    @property
+    def high(self) -> float:
+        """ε above 1."""
+        return self.clip_low if self.clip_high is None else self.clip_high
+
+
+def _clipped_objective(ratio_BT: Floats_BT, advantages_BT: Floats_BT, bounds: LossBounds) -> Floats_BT:
+    clipped_BT = ratio_BT.clamp(1.0 - bounds.clip_low, 1.0 + bounds.high)
     objective_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    if options["dual_clip"] is not None:
-        floor_BT = options["dual_clip"] * advantages_BT
+    if bounds.dual_clip is not None:
+        floor_BT = bounds.dual_clip * advantages_BT
         objective_BT = torch.where(advantages_BT < 0.0, torch.maximum(objective_BT, floor_BT), objective_BT)
     return objective_BT
 
 
-def _clip_marks(ratio_BT: Floats_BT, advantages_BT: Floats_BT, options: dict[str, Any]) -> tuple[Mask_BT, Mask_BT]:
+def _clip_marks(ratio_BT: Floats_BT, advantages_BT: Floats_BT, bounds: LossBounds) -> tuple[Mask_BT, Mask_BT]:
     """Where clipping bites: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0."""
-    low_BT = (ratio_BT < 1.0 - options["clip_low"]) & (advantages_BT < 0.0)
-    high_BT = (ratio_BT > 1.0 + options["clip_high"]) & (advantages_BT > 0.0)
+    low_BT = (ratio_BT < 1.0 - bounds.clip_low) & (advantages_BT < 0.0)
+    high_BT = (ratio_BT > 1.0 + bounds.high) & (advantages_BT > 0.0)
     return low_BT, high_BT
 
 
@@ -94,7 +135,7 @@ LossParts = tuple[Floats_BT, Mask_BT, Mask_BT]
 
 
 def reinforce(
-    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
 ) -> LossParts:
     """−sg(ρ)·A·log π: importance-sampled policy gradient, never clipped."""
     nowhere_BT = torch.zeros_like(mask_BT)
@@ -102,40 +143,39 @@ def reinforce(
 
 
 def ppo(
-    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
 ) -> LossParts:
     """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), for A < 0 at most −c·A with ``dual_clip`` = c."""
     ratio_BT = log_ratio_BT.exp()
-    marks = _clip_marks(ratio_BT.detach(), adv_BT, options)
-    return -_clipped_objective(ratio_BT, adv_BT, options), *marks
+    marks = _clip_marks(ratio_BT.detach(), adv_BT, bounds)
+    return -_clipped_objective(ratio_BT, adv_BT, bounds), *marks
 
 
 def gspo(
-    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
 ) -> LossParts:
     """The PPO form with the sequence ratio exp(mean_t log ρ_t), its gradient taken through each token's own log π."""
     sequence_B_1 = sequence_log_ratio(log_ratio_BT.detach(), mask_BT)
     ratio_BT = (sequence_B_1 + log_ratio_BT - log_ratio_BT.detach()).exp()
-    marks = _clip_marks(ratio_BT.detach(), adv_BT, options)
-    return -_clipped_objective(ratio_BT, adv_BT, options), *marks
+    marks = _clip_marks(ratio_BT.detach(), adv_BT, bounds)
+    return -_clipped_objective(ratio_BT, adv_BT, bounds), *marks
 
 
 def cispo(
-    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
 ) -> LossParts:
     """−sg(min(ρ, cap))·A·log π: the weight is capped, no token loses its gradient."""
     ratio_BT = log_ratio_BT.detach().exp()
-    capped_BT = ratio_BT > options["ratio_cap"]
-    return -ratio_BT.clamp(max=options["ratio_cap"]) * adv_BT * logp_BT, torch.zeros_like(mask_BT), capped_BT
+    capped_BT = ratio_BT > bounds.ratio_cap
+    return -ratio_BT.clamp(max=bounds.ratio_cap) * adv_BT * logp_BT, torch.zeros_like(mask_BT), capped_BT
 
 
-DIVERGENCES = ("tv", "kl")
 LEAST_PROBABILITY = 1e-8
 """Added inside the logarithm of the probabilities of all other tokens together."""
 
 
 def dppo(
-    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, options: dict[str, Any]
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
 ) -> LossParts:
     """−sg(keep·min(ρ, cap))·A·log π (arXiv 2602.04879): a token whose probability has gone further from the sampler's
     than ``divergence_limit`` no longer trains in that direction.
@@ -143,19 +183,19 @@ def dppo(
     Divergence of π from μ, the sampler, over "this token or another": ``tv`` |π − μ|, ``kl`` KL(μ ‖ π).
     """
     now_BT, sampler_BT = logp_BT.detach().exp(), (logp_BT - log_ratio_BT).detach().exp()
-    if options["divergence"] == "tv":
+    if bounds.divergence == "tv":
         divergence_BT = (now_BT - sampler_BT).abs()
     else:
         other_BT = ((1.0 - sampler_BT + LEAST_PROBABILITY) / (1.0 - now_BT + LEAST_PROBABILITY)).log()
         divergence_BT = -sampler_BT * log_ratio_BT.detach() + (1.0 - sampler_BT) * other_BT
-    far_BT = divergence_BT > options["divergence_limit"]
+    far_BT = divergence_BT > bounds.divergence_limit
     low_BT = far_BT & (adv_BT < 0.0) & (now_BT < sampler_BT)
     high_BT = far_BT & (adv_BT > 0.0) & (now_BT > sampler_BT)
-    weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.detach().exp().clamp(max=options["divergence_cap"]))
+    weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.detach().exp().clamp(max=bounds.divergence_cap))
     return -weight_BT * adv_BT * logp_BT, low_BT, high_BT
 
 
-POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, dict[str, Any]], LossParts]] = {
+POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, LossBounds], LossParts]] = {
     "reinforce": reinforce,
     "ppo": ppo,
     "gspo": gspo,
@@ -188,50 +228,24 @@ def policy_loss(
     sampler_logprobs_BT: Floats_BT,
     advantages_BT: Floats_BT,
     mask_BT: Mask_BT,
+    bounds: LossBounds = LossBounds(),
     *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    ratio_cap: float = 5.0,
-    divergence: str = "tv",
-    divergence_limit: float = 0.15,
-    divergence_cap: float = 20.0,
     weights_BT: Floats_BT | None = None,
 ) -> tuple[Floats_BT, Sums]:
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
 
-    ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no clipping applies. ``clip_high =
-    None`` takes ``clip_low``; ``weights_BT`` are TIS or IcePop weights (``mismatch_weights``). Gradient flows through
-    ``logprobs_BT`` alone. Raises ValueError for an unknown name, wrong shapes, impossible bounds and non-finite
-    values of trained tokens (one device synchronisation), PluginError for a plug-in's bad result.
+    ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no bounds apply. ``weights_BT`` are
+    TIS or IcePop weights (``mismatch_weights``). Gradient flows through ``logprobs_BT`` alone. Raises ValueError for
+    an unknown name, wrong shapes and non-finite values of trained tokens (one device synchronisation), PluginError
+    for a plug-in's bad result.
     """
     if not callable(name) and name not in POLICY_LOSSES:
         raise ValueError(f"unknown loss {name!r}: one of {', '.join(POLICY_LOSSES)}")
-    clip_high = clip_low if clip_high is None else clip_high
-    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0 and ratio_cap > 0.0 and (dual_clip is None or dual_clip > 1.0)):
-        raise ValueError(
-            "loss bounds must be 0 <= clip_low <= 1, clip_high >= 0, ratio_cap > 0 and dual_clip > 1: got "
-            f"{clip_low}, {clip_high}, {ratio_cap}, {dual_clip}"
-        )
-    if divergence not in DIVERGENCES or divergence_limit <= 0.0 or divergence_cap <= 0.0:
-        raise ValueError(
-            f"divergence must be one of {', '.join(DIVERGENCES)}, its limit and cap > 0: got {divergence}, "
-            f"{divergence_limit}, {divergence_cap}"
-        )
     given = {"sampler logprob": sampler_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
     for what, values_BT in given.items():
         if values_BT.shape != mask_BT.shape:
             raise ValueError(f"{what}s have shape {tuple(values_BT.shape)}, the mask {tuple(mask_BT.shape)}")
         _require_finite(what, values_BT, mask_BT)
-    options = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "dual_clip": dual_clip,
-        "ratio_cap": ratio_cap,
-        "divergence": divergence,
-        "divergence_limit": divergence_limit,
-        "divergence_cap": divergence_cap,
-    }
     adv_BT = torch.where(mask_BT, advantages_BT.detach(), 0.0).to(logprobs_BT.dtype)
     ratio_BT = log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT)
     logp_BT = torch.where(mask_BT, logprobs_BT, 0.0)
@@ -239,7 +253,7 @@ def policy_loss(
         sampler_BT = torch.where(mask_BT, sampler_logprobs_BT.detach(), 0.0).to(logp_BT.dtype)
         loss_BT, low_BT, high_BT = plugin_loss(name, logp_BT, sampler_BT, adv_BT, mask_BT)
     else:
-        loss_BT, low_BT, high_BT = POLICY_LOSSES[name](logp_BT, ratio_BT, adv_BT, mask_BT, options)
+        loss_BT, low_BT, high_BT = POLICY_LOSSES[name](logp_BT, ratio_BT, adv_BT, mask_BT, bounds)
     if weights_BT is not None:
         loss_BT = loss_BT * weights_BT.detach()
     loss_BT = torch.where(mask_BT, loss_BT, 0.0)

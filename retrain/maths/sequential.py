@@ -9,6 +9,10 @@ Two things differ from the textbook's group-sequential designs (Lan and DeMets 1
   available for later looks.
 
 A look happens after every pair, in an order fixed before; how the planned number of pairs enters is ``spending``.
+
+Where the number of pairs is not fixed before, ``evidence`` is an e-process (Waudby-Smith and Ramdas 2024): a bet on the
+signs that wins nothing on average if they are random, so that it ever reaches 1/α with probability α at most (Ville
+1939), however pairs are added. ``hopeless`` is no test: it tells when going on is unlikely to show anything.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.maths.arrays import Values
+from retrain.maths.arrays import Marks, Table, Values
 
 MOST_PAIRS = 20
 """2^20 sign patterns take a second and 10 MB; a campaign of more seeds needs no early stopping rule of this kind."""
@@ -41,10 +45,15 @@ def _obrien_fleming(alpha: float, share: float) -> float:
     return 2.0 * float(ndtr(float(ndtri(alpha / 2.0)) / math.sqrt(share)))
 
 
+def _square(alpha: float, share: float) -> float:
+    return alpha * share**2
+
+
 SPENDING: dict[str, Callable[[float, float], float]] = {
     "linear": _linear,
     "pocock": _pocock,
     "obrien_fleming": _obrien_fleming,
+    "square": _square,
 }
 """How much of α may be spent when a share of the planned pairs is there; all reach α at share 1."""
 
@@ -106,7 +115,43 @@ def _beyond(values: np.ndarray, count: int) -> float:
     return -math.inf if count >= len(values) else float(np.partition(values, len(values) - count - 1)[-count - 1])
 
 
-def fewest_pairs(planned: int, *, alpha: float = 0.05, spending: str = "linear") -> int | None:
-    """The first look at which equal differences of one sign would stop; None when no look can."""
-    looks = sequential_looks(np.ones(planned), planned, alpha=alpha, spending=spending)
-    return looks[-1].pairs if looks and looks[-1].stop else None
+STAKES = (1.0, 2.5)
+"""λ in units of one over the typical size: the best bets on means of 0.8 and 1.4 standard deviations."""
+
+
+def evidence(differences: Values | Table) -> Table:
+    """How strongly differences [..., pairs] speak against "alike" after each pair, in their order, of the same shape.
+
+    With signs random given the sizes, exp(λd)/cosh(λd) is 1 on average for every λ that depends on sizes only. Here λ
+    is a stake over the root mean square of the differences so far, and the evidence the average over ``STAKES`` and
+    both directions of the products. 1/evidence, at its largest, is a p-value that holds at every number of pairs.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    count = np.arange(1, d.shape[-1] + 1)
+    typical = np.sqrt((d**2).cumsum(axis=-1) / count)
+    bets = d / np.where(typical > 0.0, typical, 1.0)
+    log_bets = []
+    for stake in STAKES:
+        for side in (1.0, -1.0):
+            x = side * stake * bets
+            log_bets.append((x - np.logaddexp(x, -x) + math.log(2.0)).cumsum(axis=-1))
+    return np.exp(log_bets).mean(axis=0)
+
+
+def hopeless(z: Table, share: Table | float, critical: float, chance: float, *, upward: bool = False) -> Marks:
+    """Whether the planned end would find a difference with less than this ``chance``, given what is seen.
+
+    ``z`` is the statistic now as a normal quantile, ``share`` that of the planned pairs which are there, ``critical``
+    the quantile that the end asks for. Predictive power: every true difference is as plausible before (Spiegelhalter,
+    Freedman and Blackburn 1986), so that few pairs end nothing. ``upward``: only a positive difference would count.
+    """
+    from scipy.special import ndtr
+
+    share = np.asarray(share, np.float64)
+    inside = (share > 0.0) & (share < 1.0)  # nothing is known yet, or nothing is to come
+    share = np.where(inside, share, 0.5)
+    centre, reach = np.asarray(z) / np.sqrt(share), np.sqrt((1.0 - share) / share)
+    found = ndtr((centre - critical) / reach)
+    if not upward:
+        found = found + ndtr((-centre - critical) / reach)
+    return (found < chance) & inside

@@ -190,14 +190,18 @@ def _percentile_interval(
     if n < 2:
         return Interval(estimate, None, None)
     rows = generator.integers(0, n, (resamples, n))
-    ends = 0.5 - level / 2.0, 0.5 + level / 2.0
-    if expanded:
-        from scipy.special import ndtr
-
-        tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
-        ends = tail, 1.0 - tail
+    ends = expanded_ends(n, level) if expanded else (0.5 - level / 2.0, 0.5 + level / 2.0)
     low, high = np.quantile(np.asarray(statistic(*(column[rows] for column in columns))), ends)
     return Interval(estimate, float(low), float(high))
+
+
+def expanded_ends(n: int, level: float = 0.95) -> tuple[float, float]:
+    """The percentiles between which a bootstrap of ``n`` > 1 values has to look: Φ(∓√(n/(n−1))·t), as normal data would
+    need (Hesterberg 2015, section 3.1)."""
+    from scipy.special import ndtr
+
+    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
+    return tail, 1.0 - tail
 
 
 def _pairs(a: Values, b: Values) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,12 @@ def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
     return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
 
 
+def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
+    """Bytes of the copy of so many weights that updates in ``update_dtype`` multiply with (``policy.rounded``): there
+    is one of a base in fp32."""
+    return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
+
+
 def critic_bytes(weights: int) -> int:
     """Bytes of a critic with this many trained weights, which is neither published nor decoded with."""
     return weights * TRAINED_BYTES

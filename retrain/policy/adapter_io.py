@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from retrain.errors import UsageError
 from retrain.files import write_bytes, write_json
 from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile, absolute_base
 from retrain.policy.lora import Adapter, LayerShape
@@ -25,6 +26,15 @@ class StoredAdapter:
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scales: dict[str, float]
     config: dict
+
+    def require_scale(self, scale: float, named: str) -> None:
+        """Raise UsageError when a module has another scale than a run's; ``named`` is what the user calls it."""
+        wrong = [own for own in self.scales.values() if abs(own - scale) > 1e-9]
+        if wrong:
+            raise UsageError(
+                f"{named} has LoRA scale {wrong[0]:g}, this run {scale:g}: "
+                "set [model] lora_rank and [lora] alpha to the adapter's"
+            )
 
 
 def _module_names(shapes: Sequence[LayerShape]) -> list[str]:

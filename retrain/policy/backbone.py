@@ -32,6 +32,7 @@ from retrain.policy.packing import (
     predicting,
     register_attention,
 )
+from retrain.policy.rounded import left_narrow, rounded_linear, rounds
 from retrain.rng import generator
 from retrain.types import Sample
 
@@ -130,6 +131,7 @@ def _examine(base: BaseModel) -> Backbone:
     window = getattr(config, "sliding_window", None) or 1 << 30
     if decoder is not None:
         _offer_checkpointing(base, decoder)
+        _offer_rounded_products(base, decoder)
     _offer_fused_norms(base)
     _offer_fused_mlps(base)
     return Backbone(decoder, head, packs, int(window), tuple(notes))
@@ -241,7 +243,9 @@ def _offer_fused_mlps(base: BaseModel) -> None:
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+    with left_narrow():
+        gate, up = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(swiglu(gate, up))
 
 
 def _fused_mlp(forward: Any, module: Any) -> Any:
@@ -249,6 +253,22 @@ def _fused_mlp(forward: Any, module: Any) -> Any:
         return _gated(module, x) if _mode.fused else forward(x)
 
     return mlp
+
+
+def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
+    """While the update runs and asks for it (``policy.rounded``), linear layers of an fp32 base multiply in bfloat16,
+    those without an adapter and those of the pass without adapters too."""
+    if base.dtype == torch.float32:
+        for module in decoder.modules():
+            if type(module) is nn.Linear:
+                _replace_forward(base, module, _rounded_forward(module.forward, module))
+
+
+def _rounded_forward(forward: Any, module: nn.Linear) -> Any:
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return rounded_linear(module, x) if rounds(module.weight) else forward(x)
+
+    return linear
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrain.policy.arithmetic import FULL, causal_attention, rms
+from retrain.policy.rounded import rounded_linear, rounds
 
 
 def adapted_linear(
@@ -21,8 +22,10 @@ def adapted_linear(
     """``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for x [..., in], A [r, in] and B [out, r].
 
     The base is frozen; A and B may be of another precision than x. Anything but a plain ``nn.Linear`` (a quantised
-    layer, say) and dropout take the plain formula.
+    layer, say) and dropout take the plain formula. ``policy.rounded`` multiplies where bfloat16 is asked for.
     """
+    if type(base) is nn.Linear and rounds(base.weight):
+        return rounded_linear(base, x, a, b, scale, dropout)
     if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
         return _Adapted.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
     low = F.linear(F.dropout(x, dropout) if dropout > 0 else x, a.to(x.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from retrain.config import Config
-from retrain.errors import CheckpointError, ModelError, UsageError
+from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.backbone import backbone_of
@@ -24,8 +25,9 @@ from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, Want
+from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.threads import Workers
-from retrain.policy.update import train_step
+from retrain.policy.update import Passes, batch_gradient, train_step
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
@@ -84,6 +86,7 @@ class LocalPolicy:
         tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
         self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.critic = Critic(base, lanes, config, stream) if config.algorithm.critic else None
+        self.bfloat16 = training.update_dtype == "bfloat16"
         self.version = 0
 
     @property
@@ -96,8 +99,9 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients. Raises
-        ModelError for values where it has no critic."""
+        """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients, and by
+        ``[training] update_dtype``, so that updates compare with what they compute themselves. Raises ModelError for
+        values where it has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
         adapter = self.adapter if weights is None else _weights_of(weights)
@@ -105,7 +109,8 @@ class LocalPolicy:
             parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
             sizes = [len(part) for part in parts]
             try:
-                return self._score(samples, parts, want, adapter)
+                with products_in_bfloat16(self.bfloat16):
+                    return self._score(samples, parts, want, adapter)
             except (MemoryError, RuntimeError) as error:
                 if max(sizes) == 1 or not is_out_of_memory(error):
                     raise
@@ -148,21 +153,30 @@ class LocalPolicy:
         before = self._changes()
         try:
             return train_step(
-                self.base,
-                self.lanes,
+                self._passes,
                 self.adapter,
                 self.optimizer,
                 batch,
                 objective,
                 lr,
-                budget=self.budget,
                 grad_clip_norm=self.config.optimizer.grad_clip_norm,
-                dropout=self.config.lora.dropout,
-                workers=self.workers,
                 critic=self.critic,
             )
         finally:
             self.version += self._changes() != before  # also when an error came after a part of the change
+
+    def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
+        """The gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights; nothing
+        is changed. See ``batch_gradient``."""
+        return batch_gradient(self._passes, self.adapter, batch, objective, critic=self.critic)
+
+    @property
+    def _passes(self) -> Passes:
+        return Passes(self.lanes, self.budget, self.workers or Workers(), self.config.lora.dropout, self.bfloat16)
+
+    def fingerprint(self) -> str:
+        """Hash of the adapter's weights as they are."""
+        return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def _changes(self) -> list[int]:
         """How often its weights, a critic's included, have been changed in place."""
@@ -193,12 +207,7 @@ class LocalPolicy:
     def begin_with(self, directory: Path) -> None:
         """The weights of a PEFT directory. Raises ModelError when there is none, UsageError when its scale differs."""
         stored = read_adapter(directory)
-        wrong = [scale for scale in stored.scales.values() if abs(scale - self.adapter.scale) > 1e-9]
-        if wrong:
-            raise UsageError(
-                f"{directory} has LoRA scale {wrong[0]:g}, this run {self.adapter.scale:g}: "
-                "set [model] lora_rank and [lora] alpha to the adapter's"
-            )
+        stored.require_scale(self.adapter.scale, str(directory))
         self.adapter.load(stored.tensors)
 
     def read(self, directory: Path) -> LocalSnapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from retrain.policy.backbone import backbone_of, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Lap, Supports, no_lap
 from retrain.policy.packing import Layout, prefix_key
+from retrain.policy.rounded import NARROW, rounded, rounds
 from retrain.types import Sample
 
 
@@ -146,8 +147,11 @@ def token_logprobs(
     """
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
-        chosen_M, entropy_M = backbone.head.logprobs(
-            backbone.hidden(layout) if hidden_MH is None else hidden_MH,
+        head, hidden_MH = backbone.head, backbone.hidden(layout) if hidden_MH is None else hidden_MH
+        if rounds(head.weight_VH):  # its logits keep sixteen bits, as those of a bfloat16 base
+            head, hidden_MH = replace(head, weight_VH=rounded(head.weight_VH), product_VH=None), hidden_MH.to(NARROW)
+        chosen_M, entropy_M = head.logprobs(
+            hidden_MH,
             batch.targets_M,
             temperature,
             entropy=entropy,

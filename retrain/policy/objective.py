@@ -17,6 +17,7 @@ from retrain.config import Config
 from retrain.maths.critic import value_loss
 from retrain.maths.losses import (
     Loss,
+    LossBounds,
     Sums,
     entropy_loss,
     importance_ratio,
@@ -82,13 +83,7 @@ class PolicyTerm:
     """
 
     loss: Loss = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    ratio_cap: float = 5.0
-    divergence: str = "tv"
-    divergence_limit: float = 0.15
-    divergence_cap: float = 20.0
-    dual_clip: float | None = None
+    bounds: LossBounds = field(default_factory=LossBounds)
     tis_cap: float | None = None
     icepop_band: tuple[float, float] | None = None
     logged: bool = False
@@ -120,13 +115,7 @@ class PolicyTerm:
             old_BT,
             batch.advantages_BT,
             mask_BT,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            ratio_cap=self.ratio_cap,
-            divergence=self.divergence,
-            divergence_limit=self.divergence_limit,
-            divergence_cap=self.divergence_cap,
+            self.bounds,
             weights_BT=weights_BT,
         )
         if given_BT is not None:
@@ -309,16 +298,19 @@ def objective_of(config: Config, loss: Loss) -> Objective:
     """The objective that a run's configuration asks for; ``loss`` is its policy loss, loaded."""
     algorithm, training = config.algorithm, config.training
     clip_low, clip_high = training.clip_range
+    bounds = LossBounds(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=algorithm.dual_clip,
+        ratio_cap=algorithm.cispo_cap,
+        divergence=algorithm.dppo_divergence,
+        divergence_limit=algorithm.dppo_limit,
+        divergence_cap=algorithm.dppo_cap,
+    )
     terms: list[Term] = [
         PolicyTerm(
             loss=loss,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            ratio_cap=algorithm.cispo_cap,
-            dual_clip=algorithm.dual_clip,
-            divergence=algorithm.dppo_divergence,
-            divergence_limit=algorithm.dppo_limit,
-            divergence_cap=algorithm.dppo_cap,
+            bounds=bounds,
             tis_cap=algorithm.weight_cap,
             icepop_band=algorithm.weight_band,
             logged=algorithm.critic,

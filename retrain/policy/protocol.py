@@ -75,7 +75,7 @@ class TrainBatch:
     ``samples`` are the rollouts with signal; ``denominators`` count all of this update's, groups without signal
     included. ``step`` counts from 0, as does ``update`` within it; ``stream`` is the prefix of the run's random
     streams. Where nothing trains, ``probe`` holds a few rollouts without advantages, on which sampler and trainer are
-    compared all the same.
+    compared all the same. With ``keep_logprobs`` the update leaves what it finds of the sampled tokens on the samples.
     """
 
     samples: Sequence[Sample]
@@ -84,6 +84,7 @@ class TrainBatch:
     stream: tuple[int | str, ...]
     probe: Sequence[Sample] = ()
     update: int = 0
+    keep_logprobs: bool = False
 
 
 PROBE_SIZE = 4

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,8 @@ from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import Objective, TokenScores, ValueTerm
 from retrain.policy.optimizer import Step
 from retrain.policy.packing import Layout
-from retrain.policy.protocol import PROBE_SIZE, Denominators, TrainBatch, Want
+from retrain.policy.protocol import PROBE_SIZE, TrainBatch, Want
+from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
 from retrain.types import Sample, without_advantages
@@ -52,40 +53,55 @@ UPDATE_PARTS = (
 """The parts that an update's seconds are counted by; the catalogue describes each (``timing_<part>_total``)."""
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How forward and backward passes are made, for all updates of a run.
+
+    ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
+    side by side, which changes no bit of the result; ``bfloat16`` has an fp32 base multiply in it
+    (``policy.rounded``).
+    """
+
+    lanes: Lanes
+    budget: Budget
+    workers: Workers = field(default_factory=Workers)
+    dropout: float = 0.0
+    bfloat16: bool = False
+
+    @property
+    def base(self) -> BaseModel:
+        """The frozen model under the lanes."""
+        return self.lanes.base
+
+
 def train_step(
-    base: BaseModel,
-    lanes: Lanes,
+    passes: Passes,
     adapter: Adapter,
     optimizer: torch.optim.Optimizer,
     batch: TrainBatch,
     objective: Objective,
     lr: float,
     *,
-    budget: Budget,
     grad_clip_norm: float = 1.0,
-    dropout: float = 0.0,
-    workers: Workers | None = None,
     critic: Critic | None = None,
 ) -> dict[str, Any]:
     """Accumulate gradients over all samples and take one optimizer step.
 
-    ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
-    side by side, which changes no bit of the result; ``dropout`` is sampled from a stream of ``batch.stream``. A
-    ``critic`` learns from the same samples, in a pass of its own unless it reads the policy's adapter; in its warm-up
-    nothing else changes. Returns the catalogue's update metrics. With no samples (no group had signal) nothing changes
-    and the loss is 0; those of ``batch.probe`` then go through the forward pass, so that sampler and trainer are
-    compared in every step. Raises NonFinite when a loss or a gradient is not finite and RunFailed when one sample does
-    not fit in memory; the weights are then untouched.
+    Dropout is sampled from a stream of ``batch.stream``. A ``critic`` learns from the same samples, in a pass of its
+    own unless it reads the policy's adapter; in its warm-up nothing else changes. Returns the catalogue's
+    update metrics. With no samples (no group had signal) nothing changes and the loss is 0; those of ``batch.probe``
+    then go through the forward pass, so that sampler and trainer are compared in every step. Raises NonFinite when a
+    loss or a gradient is not finite and RunFailed when one sample does not fit in memory; the weights are then
+    untouched.
     """
-    samples, workers = batch.samples, workers or Workers()
+    samples = batch.samples
     warming = critic is not None and batch.step < critic.warmup_steps
     trained = [] if warming else [sample for sample in samples if sample.loss_mask.any()]
     probe = [without_advantages(sample) for sample in samples[:PROBE_SIZE]] if warming else batch.probe
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(samples)}
     if not trained:
         metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
-    stream = (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
-    work = partial(_Work, base, lanes, denominators=batch.denominators, dropout=dropout, dropout_stream=stream)
+    work = partial(_Work, passes, batch)
     planned: list[tuple[_Work, Sequence[Sample]]] = []
     shared = critic if critic is not None and critic.adapter is None and samples and not warming else None
     if shared is not None:
@@ -96,10 +112,10 @@ def train_step(
     if critic is not None and samples and shared is None:
         lane, frozen = critic.adapter or adapter, critic.adapter is None
         planned.append((work(lane, objective.alone(ValueTerm), head=critic.head, frozen=frozen), samples))
-    steps, clock = list[Step](), _Clock(base.device)
+    steps, clock = list[Step](), _Clock(passes.base.device)
     try:
         for each, used in planned:
-            loss, sums, own = each.gradient(used, budget, workers)
+            loss, sums, own = each.gradient(used)
             clock.add(own, 1.0)
             clock.microbatches += own.microbatches
             if Want.LOGPROBS in each.objective.needs:
@@ -121,6 +137,33 @@ def train_step(
         metrics |= step.take(grad_clip_norm)
     clock.lap("weight_sync_trainer")
     return metrics | clock.metrics()
+
+
+def batch_gradient(
+    passes: Passes, adapter: Adapter, batch: TrainBatch, objective: Objective, *, critic: Critic | None = None
+) -> torch.Tensor:
+    """The gradient of the adapter that ``train_step`` would clip and give to the optimizer, a copy [D] in fp32.
+
+    A critic's warm-up is not looked at: in it ``train_step`` leaves the policy alone, and this is the gradient that
+    follows it. No weight, no optimizer and no random stream changes. 0 where nothing trains. Raises NonFinite when it
+    is not finite, RunFailed when one sample does not fit in memory.
+    """
+    assert adapter.flat.grad is not None
+    shared = critic if critic is not None and critic.adapter is None else None
+    samples = batch.samples if shared is not None else [one for one in batch.samples if one.loss_mask.any()]
+    if not samples:
+        return torch.zeros_like(adapter.flat.grad)
+    wanted = objective if shared is not None else objective.without(ValueTerm)
+    work, device = _Work(passes, batch, adapter, wanted, None if shared is None else shared.head), passes.base.device
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            work.gradient(samples)
+    except NotFiniteError as error:
+        raise NonFinite(f"{error}: there is no gradient") from error
+    found = adapter.flat.grad.clone()
+    if not bool(torch.isfinite(found).all()):
+        raise NonFinite("the gradient is not finite")
+    return found
 
 
 def _policy_metrics(sums: Sums, kl_coef: float, sequences: int, trained: bool) -> dict[str, Any]:
@@ -167,15 +210,23 @@ class _Work:
     """The forward and backward passes of one optimizer step, with this adapter; ``head`` gives values of the same
     hidden states. A ``frozen`` adapter has no gradient, only the head has."""
 
-    base: BaseModel
-    lanes: Lanes
+    passes: Passes
+    batch: TrainBatch
     adapter: Adapter
     objective: Objective
-    denominators: Denominators
-    dropout: float
-    dropout_stream: tuple[int | str, ...]
     head: ValueHead | None = None
     frozen: bool = False
+
+    @property
+    def base(self) -> BaseModel:
+        """The frozen model."""
+        return self.passes.base
+
+    @property
+    def dropout_stream(self) -> tuple[int | str, ...]:
+        """The name of the random stream of this update's dropout."""
+        batch = self.batch
+        return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -184,13 +235,14 @@ class _Work:
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
         return [grad for grad in grads if grad is not None]
 
-    def gradient(self, samples: Sequence[Sample], budget: Budget, workers: Workers) -> tuple[float, Sums, _Clock]:
+    def gradient(self, samples: Sequence[Sample]) -> tuple[float, Sums, _Clock]:
         """Fill ``buffers``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
+        budget, workers = self.passes.budget, self.passes.workers
         budget.note(*backbone_of(self.base).notes)
         while True:
             batches = self._micro_batches(samples, budget.tokens)
-            reason = self._attempt(batches, budget, workers)
+            reason = self._attempt(batches)
             if not isinstance(reason, str):
                 break
             if self.base.device.type == "cuda":
@@ -217,12 +269,10 @@ class _Work:
                 batches.append(([chosen[i] for i in indices], wanted))
         return batches
 
-    def _attempt(
-        self, batches: Sequence[tuple[list[Sample], bool]], budget: Budget, workers: Workers
-    ) -> list[_Part] | str:
+    def _attempt(self, batches: Sequence[tuple[list[Sample], bool]]) -> list[_Part] | str:
         """All micro-batches; the words of the error when memory ran out. The error itself, which keeps every tensor
         of the failed pass alive, is gone then."""
-        buffers = self.buffers
+        buffers, budget, workers = self.buffers, self.passes.budget, self.passes.workers
         for buffer in buffers:
             buffer.zero_()
         apart = workers.count > 1 and len(batches) > 1
@@ -240,12 +290,16 @@ class _Work:
 
     def _micro_batch(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
         """One forward pass and, if ``wanted``, one backward pass, into ``buffers`` or tensors ``apart``."""
+        with products_in_bfloat16(self.passes.bfloat16):
+            return self._passes(number, samples, wanted, twice, apart)
+
+    def _passes(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
         base, objective, clock = self.base, self.objective, _Clock(self.base.device)
-        batch = collate(samples, base, share=self.dropout == 0)
+        batch = collate(samples, base, share=self.passes.dropout == 0)
         clock.lap("prepare_tensors")
         batch = batch.to(base.device)
         clock.lap("data_to_device")
-        if self.dropout > 0:
+        if self.passes.dropout > 0:
             torch.manual_seed(torch_seed(*self.dropout_stream, number))
         reference_BT = None
         if Want.REFERENCE in objective.needs:  # no lane is active yet: the frozen base itself
@@ -254,11 +308,13 @@ class _Work:
             clock.lap("compute_kl")
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
         gradients = []
-        with torch.set_grad_enabled(wanted), self.lanes.single(self.adapter, self.dropout), layers:
+        with torch.set_grad_enabled(wanted), self._active(), layers:
             scores = self._scores(batch, clock)
             clock.lap("forward")
+            if scores.logprobs_BT is not None and self.batch.keep_logprobs:
+                _leave(samples, scores.logprobs_BT, batch.action_BT)
             scores = replace(scores, reference_BT=reference_BT)
-            loss, sums = objective.loss(batch, scores, self.denominators, clock.lap)
+            loss, sums = objective.loss(batch, scores, self.batch.denominators, clock.lap)
             clock.lap("loss_computation")
             if wanted and apart:
                 gradients = self._gradients(loss)
@@ -299,8 +355,19 @@ class _Work:
     @contextmanager
     def _again(self, layout: Layout) -> Iterator[None]:
         """What a layer finds when it is computed a second time, maybe in a thread of autograd's."""
-        with self.lanes.single(self.adapter, self.dropout), as_in_forward(layout):
+        with products_in_bfloat16(self.passes.bfloat16), self._active(), as_in_forward(layout):
             yield
+
+    def _active(self) -> AbstractContextManager[None]:
+        """The adapter's lane alone."""
+        return self.passes.lanes.single(self.adapter, self.passes.dropout)
+
+
+def _leave(samples: Sequence[Sample], logprobs_BT: torch.Tensor, action_BT: torch.Tensor) -> None:
+    """Keep on each sample what the pass found of its sampled tokens."""
+    rows, own = logprobs_BT.detach().float().cpu().numpy(), action_BT.cpu().numpy()
+    for sample, row_T, own_T in zip(samples, rows, own, strict=True):
+        sample.trainer_logprobs = row_T[own_T]
 
 
 class _Clock:

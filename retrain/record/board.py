@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from retrain.config.campaign import transform_of
+from retrain.config.evaluation import PART
 from retrain.record.observer import NullObserver, SpecLike
 
 
@@ -37,19 +38,20 @@ class RunView:
     started: float = 0.0
     row: Mapping[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Change] = field(default_factory=dict)
-    """Accuracy on each held-out set, the first one first."""
+    """Accuracy on each held-out set, the first one first; behind them that on the parts that are for the curve."""
 
     def add_evaluation(self, name: str, row: Mapping[str, Any]) -> None:
         """Keep the first and the latest accuracy on the set."""
         rate = row.get(f"eval/{name}/correct_rate")
         before = self.evaluations.setdefault(name, NO_CHANGE).before
+        self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))
         if rate is not None:
             self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
 
     @property
     def held_out(self) -> Change:
         """The first held-out set, for where there is room for one."""
-        return next(iter(self.evaluations.values()), NO_CHANGE)
+        return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
 
     @property
     def pooling(self) -> float | None:

@@ -357,6 +357,7 @@ SECTIONS: dict[str, list[Metric]] = {
 "Time and speed": [
     _metric("step_time_s", "wall clock of the whole step", "s", wandb="train/step_time_s",
             tinker="time/total", telescope="timing_step_total", trl="step_time"),
+    _metric("timing_wall_clock", "seconds since the run's first step began, pauses between processes included", "s"),
     _metric("time/rollout", "sampling", "s", retrain="sample_time_s"),
     _metric("time/score", "grading", "s"),
     _metric("time/credit", "advantages and token credit", "s"),

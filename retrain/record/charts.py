@@ -38,7 +38,8 @@ MARKS: tuple[Callable[[float, float, float], str], ...] = (
 class Series:
     """One line: ``points`` (x, y), a band of (x, low, high), and thin lines behind it (one for each seed).
 
-    ``index`` chooses colour, marker and dash. ``dots`` marks each point; thin lines get small ones.
+    ``index`` chooses colour, marker and dash. ``dots`` marks each point; thin lines get small ones. ``loose`` are
+    further points, small and open, which no line goes through.
     """
 
     name: str
@@ -47,11 +48,13 @@ class Series:
     band: Sequence[tuple[float, float, float]] = ()
     thin: Sequence[Sequence[tuple[float, float]]] = ()
     dots: bool = False
+    loose: Sequence[tuple[float, float]] = ()
 
 
 @dataclass
 class Row:
-    """One row of a dot chart: a dot for each value (with what to say of it), their centre and its interval."""
+    """One row of a dot chart: a dot for each value (with what to say of it), their centre and its interval, and a wider
+    one around it."""
 
     name: str
     index: int
@@ -59,6 +62,7 @@ class Row:
     centre: float | None = None
     interval: Sequence[float] | None = None
     note: str = ""
+    wider: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,13 @@ def colour(index: int) -> str:
     return f"var(--c{index % COLOURS + 1})"
 
 
-def mark(index: int, x: float, y: float, radius: float, hint: str = "") -> str:
-    """One marker in the shape and colour of its series, with what is shown when a pointer is over it."""
+def mark(index: int, x: float, y: float, radius: float, hint: str = "", empty: bool = False) -> str:
+    """One marker in the shape and colour of its series, with what is shown when a pointer is over it; ``empty``: its
+    outline alone."""
     shape = MARKS[index % len(MARKS)](x, y, radius)
     title = f"<title>{escape(hint)}</title>" if hint else ""
-    return f'{shape} class="dot" fill="{colour(index)}">{title}</{shape[1:].split(" ", 1)[0]}>'
+    paint = f'fill="none" stroke="{colour(index)}"' if empty else f'class="dot" fill="{colour(index)}"'
+    return f"{shape} {paint}>{title}</{shape[1:].split(' ', 1)[0]}>"
 
 
 def chart(height: float, label: str, parts: Sequence[str]) -> str:
@@ -147,7 +153,7 @@ def line_chart(
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
     names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
-    spots = [spot for each in series for line in (each.points, *each.thin) for spot in line]
+    spots = [spot for each in series for line in (each.points, each.loose, *each.thin) for spot in line]
     ends = [end for each in series for _, low, high in each.band for end in (low, high)]
     xs, ys = [x for x, _ in spots], [y for _, y in spots] + ends
     y = Axis.around(ys, LINES_HEIGHT - 36, 12, limits=limits)
@@ -166,6 +172,9 @@ def line_chart(
             parts.append(f'<path class="thin" stroke="{colour(each.index)}" d="{_path(spots)}"/>')
             parts += [mark(each.index, *spot, 1.7) for spot in spots if each.dots]
     for each in series:
+        for a, b in each.loose:
+            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, of a part of the problems"
+            parts.append(mark(each.index, x(a), y(b), 2.4, hint, empty=True))
         dash = DASHES[each.index % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         spots = [(x(a), y(b)) for a, b in each.points]
@@ -208,14 +217,16 @@ def dot_chart(
     zero: bool = False,
     margin: float | None = None,
 ) -> str:
-    """One row for each condition: every seed a dot, the mean a large one, its interval a bar.
+    """One row for each condition: every seed a dot, the mean a large one, its interval a bar, a wider one a thin line.
 
     ``zero`` draws the line of "no difference", ``margin`` shades ± what does not matter.
     """
     pitch, top = max(46.0, min(80.0, 214.0 / max(1, len(rows)))), 10.0
     height = top + pitch * len(rows) + 36
     numbers = [value for row in rows for value, _ in row.values]
-    numbers += [end for row in rows for end in (*(row.interval or ()), row.centre) if end is not None]
+    numbers += [
+        end for row in rows for end in (*(row.interval or ()), *(row.wider or ()), row.centre) if end is not None
+    ]
     numbers += [0.0] if zero else []
     numbers += [margin, -margin] if margin else []
     x = Axis.around(numbers, 16, WIDTH - 16, wanted=6)
@@ -233,6 +244,9 @@ def dot_chart(
         if row.note:
             parts.append(_text(WIDTH - 16, at + 13, shortened(row.note, 42), "end"))
         middle = at + pitch / 2 + 7
+        if row.wider:
+            low, high = (x(end) for end in row.wider)
+            parts.append(_line(low, high, middle, middle, f'{stroke} stroke-width="1.5" opacity=".7"'))
         if row.interval:
             low, high = (x(end) for end in row.interval)
             parts.append(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import Config
+from retrain.config.evaluation import PART
 from retrain.config.modes import credit_of
 
 
@@ -43,7 +44,7 @@ class RunContext:
 
     def tags_of(self, name: str) -> tuple[str, ...]:
         """Tags that problems of a held-out set may have."""
-        return self.set_tags.get(name, self.tags)
+        return self.set_tags.get(name.removesuffix(PART), self.tags)
 
     @property
     def features(self) -> frozenset[str]:

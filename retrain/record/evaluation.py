@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from retrain.files import jsonable
+from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import Interval, accuracy_interval
 from retrain.record.catalogue import EVAL_STATISTICS
@@ -70,9 +71,9 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
 def empty_evaluation(context: RunContext) -> Row:
     """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
     row: Row = {}
-    for each in context.config.held_out:
-        nothing = EvalRecord(each.name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
-        row |= dict.fromkeys(eval_row(nothing, context.tags_of(each.name)))
+    for each in context.config.evaluated:
+        nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
+        row |= dict.fromkeys(eval_row(nothing, context.tags_of(each.recorded_name)))
     return row
 
 
@@ -90,12 +91,15 @@ def _accuracy(samples: Samples) -> Interval:
 
 
 def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
-    """pass@k, avg@n and maj@k over problems with n samples each; every value None without groups."""
+    """pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
+
+    Scores of problems are shares of samples, which spread less than right and wrong: their own spread counts.
+    """
     right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
     row: Row = {}
 
     def put(key: str, scores: list[float], with_interval: bool) -> None:
-        interval = accuracy_interval(np.array(scores), range(len(scores))) if scores else NO_INTERVAL
+        interval = bounded_mean_interval(scores, 0.0, 1.0, t=True) if scores else NO_INTERVAL
         row[key] = interval.estimate if scores else None
         if with_interval:
             row[f"{key}/ci_low"], row[f"{key}/ci_high"] = interval.low, interval.high

@@ -121,7 +121,7 @@ def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: 
         policy=policy,
         generator=generator(made_by),
         title=escape(title),
-        styles=asset("page.css") + styles,
+        styles=asset("base.css") + asset("page.css") + styles,
         body=body,
         scripts=elements,
     )

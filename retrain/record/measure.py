@@ -36,11 +36,14 @@ class Totals:
     episodes: int = 0
     correct: int = 0
     tokens: int = 0
+    began: float | None = None
+    """When its first step did, in seconds since the epoch."""
 
-    def plus(self, samples: Samples) -> Totals:
-        """The sums with one more step."""
-        tokens = int((samples.length_N + samples.prompt_length_N).sum())
-        return Totals(self.episodes + len(samples), self.correct + int(samples.correct_N.sum()), self.tokens + tokens)
+    def plus(self, samples: Samples, start: float) -> Totals:
+        """The sums with one more step, which began at ``start``."""
+        tokens = self.tokens + int((samples.length_N + samples.prompt_length_N).sum())
+        correct = self.correct + int(samples.correct_N.sum())
+        return Totals(self.episodes + len(samples), correct, tokens, start if self.began is None else self.began)
 
 
 def step_row(
@@ -58,8 +61,9 @@ def step_row(
     Keys stand in the order of the catalogue, then further ones by name.
     """
     samples = collect(record.groups) if samples is None else samples
+    sums = (totals or Totals()).plus(samples, record.step_start)
     values: Row = {
-        **_general(record, context, samples, (totals or Totals()).plus(samples)),
+        **_general(record, context, samples, sums),
         **_OFF,
         **_rewards(samples, context),
         **(_episodes(record.groups) if "episodes" in context.features else {}),
@@ -70,6 +74,7 @@ def step_row(
         **_lengths(samples),
         **_discarded(record.groups, samples),
         **_times(record, samples, "ahead" in context.features),
+        "timing_wall_clock": record.step_end - (sums.began or record.step_start),
     }
     scalars = (bool, int, float, str, np.generic, type(None))
     given = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}

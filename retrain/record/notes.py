@@ -229,7 +229,8 @@ def _clip_zero(recent: Recent, shares: list[float], ratios: list[float]) -> Find
 
 
 def _engines_disagree(recent: Recent, values: list[float]) -> Finding:
-    (value,), limit = values, 1e-6 if recent.dtype in ("float32", "float64") else 1e-3
+    full = recent.dtype in ("float32", "float64") and recent.config.training.update_dtype == "model"
+    (value,), limit = values, 1e-6 if full else 1e-3
     if value <= limit or recent.config.training.max_off_policy_steps:
         return None
     return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 NOTHING = "-"
 """Where there is no value."""
 
@@ -19,6 +21,15 @@ def percent(share: float | None, digits: int = 0) -> str:
 def points(difference: float | None, digits: int = 1, sign: bool = True) -> str:
     """A difference of shares in percentage points, by default with its sign; a real minus."""
     return NOTHING if difference is None else minus(f"{100 * difference:{'+' if sign else ''}.{digits}f}")
+
+
+def interval(found: Mapping[str, float | None] | None, digits: int, scale: float = 1.0) -> str:
+    """An estimate with its ends, where it has any; ``found`` is a ``maths.statistics.Interval`` as plain data."""
+    if found is None:
+        return NOTHING
+    estimate, low, high = (None if end is None else scale * end for end in map(found.get, ("estimate", "low", "high")))
+    ends = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return minus(f"{number(estimate, digits)}{ends}")
 
 
 def minus(text: str) -> str:

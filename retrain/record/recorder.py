@@ -10,26 +10,27 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
+from retrain.record.columns import METRICS, ColumnWriter
 from retrain.record.context import RunContext
 from retrain.record.environment import SystemInfo
 from retrain.record.evaluation import answer_of, eval_row
 from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
-from retrain.record.rollout_files import remove_files, write_files
+from retrain.record.rollout_files import INDEX, index_line, remove_files, truncate_index, write_files
 from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect
 from retrain.record.secrets import without_keys
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
 from retrain.record.writer import RecordFiles, Reporter
-from retrain.types import EvalRecord, Group, Rollout, StepRecord
+from retrain.types import EvalRecord, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
@@ -66,6 +67,7 @@ class RunRecorder:
         self.totals = Totals()
         self._show = warn
         self._files = RecordFiles(self.directory)
+        self._columns = ColumnWriter(self.directory / METRICS)
         wanted = make_trackers(context, self.directory) if trackers is None else trackers
         self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in wanted.items()]
         self._known_keys: dict[str, None] = {}
@@ -117,7 +119,7 @@ class RunRecorder:
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
-        self.totals = self.totals.plus(samples)
+        self.totals = self.totals.plus(samples, record.step_start)
         self._evaluations = {}
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
@@ -141,21 +143,31 @@ class RunRecorder:
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """All files of one step; runs on the files' thread."""
         self._check_directory()
-        self._files.append("metrics.jsonl", [row])
+        self._files.append(METRICS, [row])
+        self._files.wrote(*self._columns.follow())
         self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
-        self._files.append("emergence/generations.jsonl", generations(record))
+        lines = self._files.append("emergence/generations.jsonl", generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
         self._files.append("notes.jsonl", map(asdict, notes))
-        every = self.context.config.logging.rollouts_every
-        pages = every > 0 and (record.step % every == 0 or record.step + 1 == self.context.max_steps)
-        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, pages)
+        batch = Batch(TRAIN, record.step, record.groups, *self._named, record.step_start)
+        self._write_rollouts(batch, self.keeps_tokens(record.step), lines)
 
-    def _write_rollouts(self, split: str, step: int, groups: Sequence[Group], started: float, pages: bool) -> None:
-        config, names = self.context.config, (self.context.run_id, self.context.condition)
+    def keeps_tokens(self, step: int) -> bool:
+        """Whether the rollouts of this step are recorded token by token, with their pages."""
+        every = self.context.config.logging.rollouts_every
+        return every > 0 and (step % every == 0 or step + 1 == self.context.max_steps)
+
+    @property
+    def _named(self) -> tuple[str, str]:
+        return self.context.run_id, self.context.condition
+
+    def _write_rollouts(self, batch: Batch, pages: bool, lines: tuple[int, int]) -> None:
+        config = self.context.config
         weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
-        batch = Batch(split, step, groups, *names, started, self._token_text, weights)
+        batch = replace(batch, token_text=self._token_text, weights=weights)
         shown = config.logging.num_groups_to_log if pages else None
         self._files.wrote(*write_files(self.directory, batch, shown))
+        self._files.append(INDEX, [index_line(batch, shown, lines)])
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -176,8 +188,9 @@ class RunRecorder:
         sampling = ("step", "name", "temperature", "top_p", "top_k", "min_p", "max_tokens", "samples", "seconds")
         self._files.append("evals.jsonl", [{key: getattr(record, key) for key in sampling} | row])
         strict, pages = self.context.config.reward.strict_answers, self.context.config.logging.rollouts_every > 0
-        self._files.append("emergence/evaluations.jsonl", evaluated(record, strict))
-        self._write_rollouts(f"eval/{record.name}", record.step, record.groups, started, pages)
+        lines = self._files.append("emergence/evaluations.jsonl", evaluated(record, strict))
+        batch = Batch(f"eval/{record.name}", record.step, record.groups, *self._named, started)
+        self._write_rollouts(batch, pages, lines)
 
     def record_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
@@ -225,6 +238,8 @@ class RunRecorder:
                 remove_files(self.directory, f"eval/{row['name']}", row["step"])
         for name in STEP_FILES:
             truncate_jsonl(self.directory / name, step)
+        truncate_index(self.directory, step, done)
+        self._columns.forget()
         truncate_jsonl(self.directory / "evals.jsonl", done)
         truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")

@@ -1,29 +1,60 @@
-"""The files of an iteration's rollouts: summary lines, logtree, and the page that shows the same."""
+"""The files of an iteration's rollouts: summary lines, logtree, the page that shows the same, every token; and the
+index of them all, ``iterations.jsonl``, so that nobody has to list or read them to know what there is."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from retrain.files import dumps, write_text
+from retrain.files import dumps, read_jsonl, write_text
 from retrain.record.rollout_page import rollout_page
-from retrain.record.rollouts import Batch, batch_name, logtree, summary_rows
+from retrain.record.rollouts import TRAIN, Batch, batch_name, logtree, summary_rows
+from retrain.record.tokens import tokens_name, write_tokens
 
+INDEX = "iterations.jsonl"
 SUMMARIES, LOGTREE, PAGE = "_rollout_summaries.jsonl", "_logtree.json", ".html"
 
 
 def write_files(directory: Path, batch: Batch, shown: int | None) -> list[Path]:
-    """Write the summary lines, and logtree and page with the texts of ``shown`` groups unless that is None, without
-    waiting for the disk; their paths."""
+    """Write the summary lines and, unless ``shown`` is None, every token, and logtree and page with the texts of
+    ``shown`` groups, without waiting for the disk; their paths."""
     texts = {SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
     if shown is not None:
         texts |= {LOGTREE: dumps(logtree(batch, shown)) + "\n", PAGE: rollout_page(batch, shown)}
     paths = {directory / f"{batch.name}{ending}": text for ending, text in texts.items()}
     for path, text in paths.items():
         write_text(path, text, durable=False)
-    return list(paths)
+    return [*paths, *([] if shown is None else [write_tokens(directory, batch)])]
+
+
+def index_line(batch: Batch, shown: int | None, lines: tuple[int, int]) -> dict[str, Any]:
+    """The line of an iteration in the index. ``lines``: the bytes [begin, end) of its completions in
+    ``emergence/generations.jsonl``, of an evaluation in ``emergence/evaluations.jsonl``."""
+    rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+    totals = [reward.total_reward for reward in rewards if reward.total_reward is not None]
+    return {
+        "split": batch.split,
+        "iteration": batch.iteration,
+        "groups": len(batch.groups),
+        "rollouts": len(rewards),
+        "correct": sum(reward.is_correct for reward in rewards),
+        "reward": sum(totals) / len(totals) if totals else None,
+        "lines": lines,
+        "name": batch.name,
+        "tokens": None if shown is None else tokens_name(batch.split, batch.iteration),
+    }
+
+
+def truncate_index(directory: Path, step: int, evaluation: int) -> None:
+    """Keep the lines of steps before ``step`` and of evaluations before ``evaluation``; drop any torn line."""
+    path = directory / INDEX
+    if path.exists():
+        kept = [row for row in read_jsonl(path) if row["iteration"] < (step if row["split"] == TRAIN else evaluation)]
+        write_text(path, "".join(dumps(row) + "\n" for row in kept))
 
 
 def remove_files(directory: Path, split: str, iteration: int) -> None:
     """Delete the files of one iteration's rollouts."""
     for ending in (SUMMARIES, LOGTREE, PAGE):
         (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
+    (directory / tokens_name(split, iteration)).unlink(missing_ok=True)

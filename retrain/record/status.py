@@ -47,7 +47,7 @@ class Tail:
         replaced, lines = self.lines()
         rows = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # ``resume`` names damaged lines by their numbers
+            with contextlib.suppress(ValueError, RecursionError):  # ``resume`` names damaged lines by their numbers
                 rows.append(_row(line))
         return replaced, rows
 
@@ -100,7 +100,7 @@ def last_row(path: Path) -> Row:
     _, lines = Tail(path, last_only=True).lines()
     try:
         return _row(lines[-1]) if lines else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the last line of {path} is damaged ({error}): remove that line") from error
 
 
@@ -185,7 +185,7 @@ def run_entries(directory: Path, manifest: Mapping[str, Any] | None) -> list[dic
         paths = [directory, *sorted((directory / "runs").glob("*"))]
         entries = [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
     lock = directory / ".lock" if (directory / ".lock").is_file() else campaign / ".lock"
-    dead = {} if _is_held(lock) else {"running": "interrupted"}
+    dead = {} if is_held(lock) else {"running": "interrupted"}
     return [entry | {"state": dead.get(entry["state"], entry["state"])} for entry in entries]
 
 
@@ -213,7 +213,7 @@ def homes_of_runs(directory: Path) -> list[Path]:
     return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """Whether a process holds the lock of this run or campaign."""
     try:
         with open(lock) as file:

@@ -88,7 +88,9 @@ def comparison_title(report: Report) -> str:
     """What is compared, in words."""
     metric = report["metric"]
     if name := accuracy_name(metric):
-        mean = ", mean over training" if report.get("summary") == "auc" else ""
+        mean = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}.get(
+            report.get("summary", ""), ""
+        )
         return f"{name} by condition{mean}"
     return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
 

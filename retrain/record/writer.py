@@ -110,12 +110,14 @@ class RecordFiles:
             self.check()
         self._thread.put(work, always)
 
-    def append(self, name: str, rows: Iterable[Any]) -> None:
-        """Add lines to ``name`` (on the thread). A line that cannot be written whole leaves nothing behind."""
+    def append(self, name: str, rows: Iterable[Any]) -> tuple[int, int]:
+        """Add lines to ``name`` (on the thread); the bytes [begin, end) that they take. A line that cannot be written
+        whole leaves nothing behind."""
         path = self.directory / name
         with writing(path):
-            append_jsonl(path, rows)
+            place = append_jsonl(path, rows)
         self.wrote(path)
+        return place
 
     def append_text(self, name: str, text: str) -> None:
         """Add text to ``name`` (on the thread)."""

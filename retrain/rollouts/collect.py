@@ -23,6 +23,7 @@ from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
+from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
 from retrain.record.environment import without_keys
 from retrain.rewards.base import failed
@@ -208,6 +209,18 @@ class Collected:
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]
     sync_seconds: float | None = None
+
+    def graded(self) -> list[Group]:
+        """All groups, for those who cannot go on without one. Raises RunFailed with what environment, chat template or
+        grader raised first."""
+        found = []
+        for group in self.groups:
+            if isinstance(group, RetrainError):
+                raise group
+            if isinstance(group, Exception):
+                raise RunFailed(f"rollouts failed: {without_keys(described(group))}") from group
+            found.append(group)
+        return found
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> Collected:

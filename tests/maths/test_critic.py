@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.maths.critic import explained_variance, gae, token_rewards, value_loss, whiten_tokens
-from retrain.maths.losses import kl_terms, loss_metrics, policy_loss, token_weights
+from retrain.maths.losses import LossBounds, kl_terms, loss_metrics, policy_loss, token_weights
 
 F64 = torch.float64
 NAN = math.nan
@@ -251,7 +251,7 @@ def test_the_batch_of_two_rows_with_the_score_on_the_last_token():
 
 
 def test_the_batch_of_two_rows_its_loss_and_metrics():
-    loss, sums = policy_loss("ppo", NEW, OLD, rows(*WHITENED), POLICY, clip_low=0.2)
+    loss, sums = policy_loss("ppo", NEW, OLD, rows(*WHITENED), POLICY, LossBounds(clip_low=0.2))
     assert token_mean(loss, POLICY) == pytest.approx(0.054723, abs=5e-7)
     metrics = loss_metrics(sums)
     assert metrics["policy/clipfrac_avg"] == pytest.approx(0.2)

@@ -11,7 +11,6 @@ from retrain.maths.intervals import (
     _trimmed_quantile,
     iqm_interval,
     mean_interval,
-    same_problems_interval,
 )
 from retrain.maths.statistics import bootstrap_ci
 
@@ -103,31 +102,6 @@ def test_coverage_of_shares_crowded_against_one_where_t_is_too_narrow(n):
     draws = np.random.default_rng(n).beta(9.0, 1.0, size=(3000, n))
     t, score = (sum(covers(mean_interval(x, share=share), 0.9) for x in draws) / 3000 for share in (False, True))
     assert t < 0.925 < score < 0.965
-
-
-def test_two_models_on_the_same_problems_by_hand_and_without_a_difference():
-    gains = [1.0, 0.0, 0.0, -1.0, -1.0]
-    augmented = np.array([*gains, 1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
-    weights = np.array([1.0] * 5 + [0.25] * 8)  # Agresti and Min: half an observation in each of four cells
-    mean = (augmented * weights).sum() / 7
-    error = ((augmented**2 * weights).sum() / 7 - mean**2) ** 0.5 / 7**0.5
-    found, quantile = same_problems_interval(gains), stats.t.ppf(0.975, 4)
-    assert (found.estimate, found.low, found.high) == pytest.approx(
-        (-0.2, mean - quantile * error, mean + quantile * error)
-    )
-    alike = same_problems_interval([0.0] * 128)
-    assert alike.high == -alike.low == pytest.approx(0.0152, abs=1e-4)
-    assert same_problems_interval([0.5]).low is None
-    with pytest.raises(ValueError, match=r"\[-1, 1\]"):
-        same_problems_interval([1.5, 0.0])
-
-
-@pytest.mark.parametrize("lost", [0.01, 0.03, 0.1])
-def test_coverage_for_two_models_that_mostly_agree(lost):
-    random = np.random.default_rng(1)
-    gains = random.choice([-1.0, 1.0, 0.0], p=[lost, lost / 2, 1 - 1.5 * lost], size=(2000, 128))
-    ours = sum(covers(same_problems_interval(row), -lost / 2) for row in gains) / 2000
-    assert ours > 0.935
 
 
 def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():

@@ -13,6 +13,7 @@ from retrain.maths.losses import (
     NORMALIZERS,
     POLICY_LOSSES,
     RATIO_METRICS,
+    LossBounds,
     add_sums,
     entropy_loss,
     importance_ratio,
@@ -28,10 +29,11 @@ OLD3 = torch.log(torch.tensor([[0.5, 0.5, 0.5]], dtype=torch.float64))
 NEW3 = torch.log(torch.tensor([[0.75, 0.5, 0.25]], dtype=torch.float64))  # ratios 1.5, 1, 0.5
 
 
-def loss_and_slope(name, advantages, **options):
+def loss_and_slope(name, advantages, **bounds):
     """Per-token loss and its derivative with respect to each log-probability, as lists."""
     logprobs = NEW3.clone().requires_grad_()
-    loss, sums = policy_loss(name, logprobs, OLD3, torch.tensor([advantages], dtype=torch.float64), MASK3, **options)
+    given = torch.tensor([advantages], dtype=torch.float64)
+    loss, sums = policy_loss(name, logprobs, OLD3, given, MASK3, LossBounds(**bounds))
     loss.sum().backward()
     return loss[0].tolist(), logprobs.grad[0].tolist(), {key: float(value) for key, value in sums.items()}
 
@@ -89,7 +91,9 @@ def test_gspo_has_the_gradient_of_the_sequence_form():
     start = old + 0.3 * torch.randn(2, 5, generator=draw, dtype=torch.float64)
     advantages = torch.tensor([0.7, -1.3], dtype=torch.float64)
     a = start.clone().requires_grad_()
-    loss, _ = policy_loss("gspo", a, old, advantages[:, None].expand(2, 5), mask, clip_low=0.9, clip_high=9.0)
+    loss, _ = policy_loss(
+        "gspo", a, old, advantages[:, None].expand(2, 5), mask, LossBounds(clip_low=0.9, clip_high=9.0)
+    )
     loss.sum().backward()
     b = start.clone().requires_grad_()
     length = mask.sum(1)
@@ -236,7 +240,7 @@ def test_wrong_calls_are_named():
         {"clip_low": math.nan},
     ):
         with pytest.raises(ValueError, match="loss bounds"):
-            policy_loss("ppo", good, good, good, MASK3, **wrong)
+            LossBounds(**wrong)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
@@ -282,8 +286,8 @@ def test_dppo_by_the_papers_cases(divergence, limit, kept):
     now = torch.tensor([[0.99, 0.70, 0.05, 0.70, 0.20]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]], dtype=torch.float64)
     new, mask = now.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
-    own = {"divergence": divergence, "divergence_limit": limit, "divergence_cap": 4.0}
-    loss, sums = policy_loss("dppo", new, sampler.log(), advantages, mask, **own)
+    own = LossBounds(divergence=divergence, divergence_limit=limit, divergence_cap=4.0)
+    loss, sums = policy_loss("dppo", new, sampler.log(), advantages, mask, own)
     loss.sum().backward()
     weights = [keep * min(float(p / m), 4.0) for keep, p, m in zip(kept, now[0], sampler[0], strict=True)]
     assert new.grad is not None
@@ -306,12 +310,12 @@ def test_dppo_without_a_limit_is_cispo():
     """The same weight, capped, and no token left out."""
     new, old = torch.tensor([[-0.1, -2.0, -5.0]]), torch.tensor([[-1.0, -1.0, -9.0]])
     advantages, mask = torch.tensor([[1.0, -1.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
-    one, _ = policy_loss("dppo", new, old, advantages, mask, divergence_limit=9.0, divergence_cap=3.0)
-    other, _ = policy_loss("cispo", new, old, advantages, mask, ratio_cap=3.0)
+    one, _ = policy_loss("dppo", new, old, advantages, mask, LossBounds(divergence_limit=9.0, divergence_cap=3.0))
+    other, _ = policy_loss("cispo", new, old, advantages, mask, LossBounds(ratio_cap=3.0))
     assert torch.equal(one, other)
     for wrong in ({"divergence": "js"}, {"divergence_limit": 0.0}, {"divergence_cap": 0.0}):
         with pytest.raises(ValueError, match="divergence must be one of tv, kl"):
-            policy_loss("dppo", new, old, advantages, mask, **wrong)
+            LossBounds(**wrong)
 
 
 def test_mismatch_weights():

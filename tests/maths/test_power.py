@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.maths.power import detectable, pairs_needed, power, sign_flip_power, spread_interval, t_test_power
-from retrain.maths.statistics import pairs_for_verdict, sign_flip_p
+from retrain.maths.following import follow
+from retrain.maths.power import (
+    detectable,
+    outlook,
+    power,
+    seeds_needed,
+    spread_interval,
+    spread_limit,
+    t_test_power,
+)
+from retrain.maths.rules import Rule
+from retrain.maths.statistics import sign_flip_p
 
 
 @pytest.mark.parametrize(("effect", "pairs", "expected"), [(0.5, 34, 0.8078), (0.8, 15, 0.8213), (0.2, 199, 0.8017)])
@@ -26,60 +34,92 @@ def test_the_t_test_in_simulation():
     assert t_test_power(0.0, 16, 0.05) == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize(("pairs", "effect", "alpha"), [(6, 1.5, 0.05), (8, 1.0, 0.05), (8, 1.0, 0.05 / 4)])
-def test_the_sign_flip_test_in_simulation(pairs, effect, alpha):
+@pytest.mark.parametrize(("pairs", "effect"), [(6, 1.5), (8, 1.0), (9, 1.2)])
+def test_the_sign_flip_test_in_simulation(pairs, effect):
     """Other random numbers, and the test that verdicts use."""
     draws = np.random.default_rng(99).normal(effect, 1.0, (1500, pairs))
-    found = np.mean([sign_flip_p(row) <= alpha for row in draws])
-    assert sign_flip_power(effect, pairs, alpha) == pytest.approx(found, abs=0.04)
+    found = np.mean([sign_flip_p(row) <= 0.05 for row in draws])
+    assert power(Rule(planned=pairs), effect) == pytest.approx(found, abs=0.04)
 
 
-def test_where_the_simulation_ends_the_t_test_goes_on():
-    for effect in (0.6, 0.9):
-        assert sign_flip_power(effect, 12) == pytest.approx(t_test_power(effect, 12), abs=0.03)
-    assert sign_flip_power(0.0, 8) <= 0.05 + 0.012
+@pytest.mark.parametrize("test", ["exact", "normal"])
+def test_where_the_simulation_ends_the_t_test_goes_on(test):
+    for family in (1, 3):
+        inside, outside = (Rule(test, family, seeds) for seeds in (12, 13))
+        assert power(inside, 1.0) - 0.02 <= power(outside, 1.0) <= power(inside, 1.0) + 0.08
+    powers = [power(Rule(test, 4, seeds), 0.3) for seeds in (13, 50, 400, 2000, 10_000)]
+    assert np.isfinite(powers).all()
+    assert (np.diff(powers) >= -1e-9).all()
 
 
-def test_every_number_of_pairs_and_every_effect_has_a_power():
-    for effect in (0.01, 0.5, 3.0, 40.0):
-        powers = [power(effect, pairs, 4) for pairs in (13, 50, 400, 1700, 2000, 10_000)]
-        assert np.isfinite(powers).all()
-        assert (np.diff(powers) >= -1e-9).all()
-    assert pairs_needed(0.5, 4) == 48  # the smallest n with t_test_power(0.5, n, 0.0125) >= 0.8
+def test_seeds_that_are_needed():
+    assert seeds_needed(Rule(family=4), 0.5) == 48  # the smallest n with t_test_power(0.5, n, 0.0125) >= 0.8
     assert t_test_power(0.5, 47, 0.0125) < 0.8 <= t_test_power(0.5, 48, 0.0125)
-
-
-def test_too_few_pairs_find_nothing():
-    assert pairs_for_verdict(1) == 6
-    assert (pairs_for_verdict(4), pairs_for_verdict(5)) == (8, 8)
-    assert power(50.0, 5) == 0.0
-    assert power(50.0, 7, family=4) == 0.0
-    assert detectable(5) is None
-    assert pairs_needed(50.0) == 6
-    assert pairs_needed(50.0, family=4) == 8
-    assert pairs_needed(1e-6) is None
-    for wrong in (lambda: pairs_needed(0.0), lambda: t_test_power(1.0, 1), lambda: sign_flip_power(1.0, 13)):
-        with pytest.raises(ValueError, match=r"pairs|difference of 0"):
+    assert power(Rule(planned=5), 50.0) == 0.0
+    assert power(Rule(family=4, planned=7), 50.0) == 0.0
+    assert detectable(Rule(planned=5)) is None
+    assert seeds_needed(Rule(), 50.0) == 6
+    assert seeds_needed(Rule(family=4), 50.0) == 8
+    assert seeds_needed(Rule("normal", 4), 50.0) == 3
+    assert seeds_needed(Rule(), 1e-6) is None
+    assert seeds_needed(Rule(looks="linear"), 0.4) is None  # more than 20
+    for wrong in (
+        lambda: seeds_needed(Rule(), 0.0),
+        lambda: t_test_power(1.0, 1),
+        lambda: power(Rule(planned=30, looks="linear"), 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"pairs|difference of 0|20 seeds"):
             wrong()
 
 
-@given(st.integers(6, 40), st.integers(1, 5))
-@settings(max_examples=15, deadline=None)
-def test_what_is_detectable_needs_those_pairs(pairs, family):
-    effect = detectable(pairs, family)
-    if effect is None:
-        assert pairs < pairs_for_verdict(family)
-        return
-    assert power(effect, pairs, family) >= 0.8
-    assert power(0.95 * effect, pairs, family) < 0.8
-    needed = pairs_needed(effect * 1.0001, family)
+@pytest.mark.parametrize("rule", [Rule(planned=7), Rule("exact", 1, 8, "linear"), Rule("normal", 2, 5)])
+def test_what_is_detectable_needs_those_seeds(rule):
+    effect = detectable(rule)
+    assert effect is not None
+    assert power(rule, effect) >= 0.8
+    assert power(rule, 0.96 * effect) < 0.8
+    needed = seeds_needed(rule, effect)
     assert needed is not None
-    assert needed <= pairs
+    assert needed <= rule.planned
 
 
-def test_the_interval_of_a_spread_covers():
+def test_power_is_that_of_the_rule_with_its_looks_and_what_it_costs():
+    whole = Rule(planned=8)
+    looked = Rule(planned=8, looks="linear")
+    assert power(looked, 1.2) < power(whole, 1.2) - 0.03  # what a plan without the looks would not know
+    fixed, found = outlook(whole, 1.2), outlook(looked, 1.2)
+    assert fixed.runs_alike == fixed.runs_different == 16.0
+    assert found.runs_different < found.runs_alike <= 16.0
+    pairs = outlook(looked, 1.2, seeds_together=4)
+    assert found.runs_different < pairs.runs_different <= 16.0
+    assert pairs.power == found.power
+
+
+def test_a_race_of_five_conditions_costs_less_than_half_of_nine_exact_seeds_at_the_same_power():
+    exact, race = Rule(family=4, planned=9), Rule("normal", 4, 9, "obrien_fleming", race=True)
+    found = outlook(race, 1.5)
+    assert found.power >= power(exact, 1.5) - 0.01
+    assert found.runs_different <= 22.0
+    assert found.runs_alike <= 22.0
+
+
+def test_the_interval_and_the_limit_of_a_spread_cover():
     draws = np.random.default_rng(1).normal(0.0, 2.0, (2000, 4)).std(axis=1, ddof=1)
     inside = [low <= 2.0 <= high for low, high in (spread_interval(spread, 3) for spread in draws)]
     assert np.mean(inside) == pytest.approx(0.9, abs=0.03)
-    with pytest.raises(ValueError, match="two values"):
-        spread_interval(1.0, 0)
+    assert np.mean([spread_limit(spread, 3) >= 2.0 for spread in draws]) == pytest.approx(0.8, abs=0.03)
+    for of in (spread_interval, spread_limit):
+        with pytest.raises(ValueError, match="two values"):
+            of(1.0, 0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Rule("exact", 3, 9, "square"), Rule("exact", 2, 10, "linear", 0.2), Rule("exact", 3, 10, "linear", race=True)],
+    ids=lambda rule: f"{rule.looks}-{rule.chance}",
+)
+def test_one_comparison_at_exact_looks_is_found_as_often_as_among_all(rule):
+    """Power simulates it alone, at its share of α; the whole family must say the same, campaign by campaign."""
+    noise = np.random.default_rng(rule.planned).standard_normal((2000, rule.planned, rule.family + 1)) / 2**0.5
+    noise[..., 1] += 1.3
+    assert power(rule, 1.3) == follow(noise, rule).different[:, 0].mean()

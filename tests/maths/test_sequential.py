@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from retrain.maths.sequential import MOST_PAIRS, SPENDING, fewest_pairs, sequential_looks
+from retrain.maths.sequential import MOST_PAIRS, SPENDING, evidence, hopeless, sequential_looks
 from retrain.maths.statistics import sign_flip_p
 
 
@@ -54,7 +54,7 @@ def test_a_clear_difference_stops_early_in_either_direction_and_a_faint_one_does
     up = sequential_looks([1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.0], 8)
     down = sequential_looks([-1.0, -1.2, -0.9, -1.1, -1.0, -1.3, -0.8, -1.0], 8)
     assert up[-1].stop
-    assert up[-1].pairs == down[-1].pairs == 6 == fewest_pairs(8)
+    assert up[-1].pairs == down[-1].pairs == 6 == sequential_looks([1.0] * 8, 8)[-1].pairs
     assert (up[-1].mean, down[-1].mean) == pytest.approx((1.083333, -1.083333))
     assert up[-1].p == 2 * 2**-6 <= up[-1].allowed
     faint = sequential_looks([1.0, -1.2, 0.9, 1.1, -1.0, 1.3, -0.8, 1.0], 8)
@@ -66,7 +66,7 @@ def test_what_is_not_spent_stays_available():
     looks = sequential_looks([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 10)
     assert all(look.spent <= look.allowed for look in looks)
     assert looks[4].spent == 0.0 < looks[4].allowed
-    assert fewest_pairs(4) is None
+    assert not sequential_looks([1.0] * 4, 4)[-1].stop
 
 
 @pytest.mark.parametrize("spending", SPENDING)
@@ -95,3 +95,35 @@ def test_a_p_value_holds_what_earlier_looks_have_spent():
     assert (looks[5].spent, looks[5].stop) == (2 / 64, False)
     assert looks[6].tail == 12 / 128
     assert looks[6].p == 4 / 128 + 12 / 128
+
+
+@pytest.mark.parametrize("sizes", [[1.0] * 8, [0.3, 2.0, 0.0, 1.0, 1.0, 5.0, 0.1, 0.7]], ids=["equal", "mixed"])
+def test_evidence_is_one_on_average_over_signs_after_every_pair(sizes):
+    patterns = np.array(list(itertools.product((-1.0, 1.0), repeat=len(sizes)))) * sizes
+    found = evidence(patterns)
+    assert found.mean(axis=0) == pytest.approx(np.ones(8))
+    assert found == pytest.approx(evidence(-patterns))
+    assert evidence(1000.0 * patterns) == pytest.approx(found)
+    for k in range(1, 8):  # a martingale: the next pair wins and loses as much, whatever came before
+        for start in patterns[:: 2 ** (8 - k), :k]:
+            same = (np.sign(patterns[:, :k]) == np.sign(start)).all(axis=1)
+            assert found[same, k].mean() == pytest.approx(found[same, k - 1].mean())
+
+
+def test_evidence_rarely_ever_reaches_twenty_and_needs_six_pairs():
+    alike = np.random.default_rng(5).standard_t(3, (4000, 60))
+    assert (evidence(alike).max(axis=1) >= 20.0).mean() <= 0.05
+    growing = evidence(np.ones(8))
+    assert growing[4] < 20.0 < growing[5]
+    assert evidence(np.zeros(3)) == pytest.approx(np.ones(3))
+
+
+def test_hopeless_is_the_predictive_chance_of_the_planned_end():
+    random = np.random.default_rng(6)
+    for z, share in ((0.0, 0.5), (1.0, 0.5), (-2.0, 0.25), (1.5, 0.75)):
+        drift = z / share**0.5 + random.normal(size=200_000) / share**0.5  # flat prior: z/√share ± 1/√share
+        end = z * share**0.5 + drift * (1.0 - share) + random.normal(size=200_000) * (1.0 - share) ** 0.5
+        for upward, chance in ((False, (np.abs(end) > 1.96).mean()), (True, (end > 1.96).mean())):
+            assert not hopeless(np.array([z]), share, 1.96, chance - 0.005, upward=upward)[0]
+            assert hopeless(np.array([z]), share, 1.96, chance + 0.005, upward=upward)[0]
+    assert not hopeless(np.array([0.0]), 1.0, 1.96, 0.2)[0]

@@ -18,7 +18,7 @@ from jaxtyping import AbstractArray, TypeCheckError
 import retrain.maths
 from retrain.maths import arrays, shapes
 from retrain.maths.credit import TokenCredit, gtpo_weights
-from retrain.maths.losses import ppo
+from retrain.maths.losses import LossBounds, ppo
 from retrain.maths.planning import overlapping_tokens
 from retrain.maths.statistics import paired_comparison
 from retrain.types import DIMENSIONS
@@ -27,7 +27,7 @@ MODULES = [
     importlib.import_module(f"retrain.maths.{found.name}") for found in pkgutil.iter_modules(retrain.maths.__path__)
 ]
 ZEROS, ONES = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_cap": 5.0}
+BOUNDS = LossBounds()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_cap": 5.
         lambda: gtpo_weights(ZEROS[0], ONES[0], 0.1),  # an axis is missing
         lambda: gtpo_weights(ZEROS, ZEROS, 0.1),  # a mask is bool
         lambda: gtpo_weights(ZEROS.long(), ONES, 0.1),
-        lambda: ppo(ZEROS, ZEROS, ZEROS.T, ONES, OPTIONS),
+        lambda: ppo(ZEROS, ZEROS, ZEROS.T, ONES, BOUNDS),
         lambda: TokenCredit(ZEROS, ONES, ONES[:, :2]),
         lambda: paired_comparison(np.zeros(4), np.zeros(5)),
         lambda: overlapping_tokens([(0, 1)], 4, np.zeros((2, 3), dtype=np.int64)),
@@ -49,14 +49,14 @@ def test_a_wrong_shape_or_kind_is_caught(call):
 
 
 def test_right_shapes_pass():
-    assert ppo(ZEROS, ZEROS, ZEROS, ONES, OPTIONS)[0].shape == (2, 3)
+    assert ppo(ZEROS, ZEROS, ZEROS, ONES, BOUNDS)[0].shape == (2, 3)
     assert overlapping_tokens([(0, 1)], 4, np.zeros((2, 2), dtype=np.int64)).shape == (2,)
 
 
 def test_a_result_of_another_shape_than_announced_is_caught(monkeypatch):
-    monkeypatch.setattr("retrain.maths.losses._clipped_objective", lambda ratio, advantages, options: ratio[:, :2])
+    monkeypatch.setattr("retrain.maths.losses._clipped_objective", lambda ratio, advantages, bounds: ratio[:, :2])
     with pytest.raises(TypeCheckError, match="return value"):
-        ppo(ZEROS, ZEROS, ZEROS, ONES, OPTIONS)
+        ppo(ZEROS, ZEROS, ZEROS, ONES, BOUNDS)
 
 
 def public() -> Iterator[tuple[str, Callable[..., Any]]]:

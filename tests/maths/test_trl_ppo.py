@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from retrain.maths.critic import gae, token_rewards, value_loss, whiten_tokens
-from retrain.maths.losses import kl_terms, loss_metrics, policy_loss, token_weights
+from retrain.maths.losses import LossBounds, kl_terms, loss_metrics, policy_loss, token_weights
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_ppo.json").read_text(encoding="utf-8"))
 BATCHES = ["ragged", "full"]
@@ -48,7 +48,7 @@ class Batch:
         """Our policy loss of an update as a mean over ``mask``, and its metrics."""
         rows, clip = update["micro_batch_inds"], self.arguments["cliprange"]
         old, advantages = self.trl["logprobs"][rows], self.trl["advantages"][rows]
-        loss, sums = policy_loss("ppo", update["new_logprobs"], old, advantages, mask[rows], clip_low=clip)
+        loss, sums = policy_loss("ppo", update["new_logprobs"], old, advantages, mask[rows], LossBounds(clip_low=clip))
         return mean(loss, mask[rows]), loss_metrics(sums)
 
     def value(self, update, mask):

@@ -175,9 +175,10 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
     from retrain.campaign.adapters.verify import read_verification
 
     run = adapter.absolute().parent
-    for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
-        if verified := read_verification(home / "squeeze" / VERIFICATION, adapter):
-            return verified
+    for home in (run / "squeeze", run.parent.parent / "squeeze"):  # of logs/<campaign>/runs/<run>/final
+        for path in (home / VERIFICATION, *sorted(home.glob(f"*/{VERIFICATION}"))):  # of other conditions
+            if verified := read_verification(path, adapter):
+                return verified
     return None
 
 
@@ -191,24 +192,27 @@ def _settings(adapter: Path) -> Squeeze:
     return Squeeze()
 
 
-def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, longest: Longest, bases: Bases) -> dict[str, Any]:
-    """The analysis that follows a first run, saved as ``squeeze/analysis.json``, with the adapter compressed to the
-    rank that the TOML names, else to the recommended one, and the candidate ranks verified on the held-out problems.
+def squeeze_after_run(
+    directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases
+) -> dict[str, Any]:
+    """The analysis that follows a run, saved as ``analysis.json`` in ``place`` below the directory, with the adapter
+    compressed to the rank that the TOML names, else to the recommended one, and the candidate ranks verified on the
+    held-out problems.
 
     ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``."""
-    settings = spec.config.squeeze
+    settings, home = spec.config.squeeze, directory / place
     adapter = find_adapter(run_directory(directory, spec))
-    analysis = analyse_adapter(adapter, settings)
+    analysis = {"run_id": spec.run_id, "label": spec.label, **analyse_adapter(adapter, settings)}
     rank = settings.compress_to or analysis["recommended_rank"]
     if rank:
-        out = Path(settings.output_path) if settings.output_path else directory / "squeeze" / f"rank_{rank}"
+        out = Path(settings.output_path) if settings.output_path else home / f"rank_{rank}"
         analysis["compressed"] = str(compress_adapter(adapter, rank, out))
         held_out = spec.config.decisive
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verified(directory, spec, folder, adapter, smaller or [rank], longest, bases)
-    write_json(directory / "squeeze" / "analysis.json", analysis)
+            analysis["verified"] = _verified(home, spec, folder, adapter, smaller or [rank], longest, bases)
+    write_json(home / "analysis.json", analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
             condition=spec.label,
@@ -223,16 +227,17 @@ def squeeze_after_run(directory: Path, spec: RunSpec, folder: Path, longest: Lon
 
 
 def _verified(
-    directory: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
+    home: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
 ) -> dict[str, Any]:
-    """Held-out accuracy of the adapter compressed to each of these ranks, in ``squeeze/verification.json``; what is
+    """Held-out accuracy of the adapter compressed to each of these ranks, in ``verification.json`` of ``home``; what is
     there already of this very adapter is read."""
     from retrain.campaign.adapters.verify import read_verification, verify_ranks
 
-    out = directory / "squeeze" / VERIFICATION
+    out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:
         return known
-    with TemporaryDirectory(dir=directory / "squeeze", prefix=".", suffix=ASIDE) as aside:
+    home.mkdir(parents=True, exist_ok=True)  # where the compressed adapter is elsewhere
+    with TemporaryDirectory(dir=home, prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
         return verify_ranks(spec, folder, adapter, smaller, out, longest, bases)

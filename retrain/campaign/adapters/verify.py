@@ -2,10 +2,11 @@
 
 Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and the same
 random numbers, and are compared with the full adapter problem by problem: the problem is the unit, because one run is
-looked at. The full adapter's answers are those of the run's final evaluation, where that was sampled as it would be
-now: it has one number. Candidates are judged from the largest rank down, as long as they keep what the full adapter
-has: in this fixed order the chance of calling any rank enough wrongly stays that of one test (Westfall and Krishen
-2001).
+looked at, and what is found holds for this adapter and problems like these. A loss is excluded by Tango's score
+interval, which answers that all agree do not persuade too easily. The full adapter's answers are those of the run's
+final evaluation, where that was sampled as it would be now: it has one number. Candidates are judged from the largest
+rank down, as long as they keep what the full adapter has: in this fixed order the chance of calling any rank enough
+wrongly stays that of one test (Westfall and Krishen 2001).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from retrain.config.evaluation import HeldOut
 from retrain.data.dataset import content_hash
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, sha256, write_json
-from retrain.maths.intervals import same_problems_interval
+from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.numbers import percent, points
 from retrain.types import Problem
@@ -106,8 +107,9 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def sentence(verification: Mapping[str, Any]) -> str:
-    """The finding for a person."""
+    """The finding for a person, with whom it is about."""
     small, full = f"a loss above {100 * TOLERANCE:g} points", verification["full"]
+    population = "for this adapter, on problems like these"
     start = (
         f"Verified on {verification['problems']} held-out problems × {verification['samples']} "
         f"({percent(full['accuracy'], 1)} with the full adapter of rank {full['rank']}"
@@ -115,12 +117,15 @@ def sentence(verification: Mapping[str, Any]) -> str:
     )
     if verification["enough"] is None:
         least = verification["ranks"][0]["rank"]
-        return f"{start}{small} is not excluded even at rank {least}; more held-out problems, or rank, would tell."
+        return (
+            f"{start}{small} is not excluded even at rank {least}, {population}; more held-out problems, or rank, "
+            "would tell."
+        )
     row = next(row for row in verification["ranks"] if row["rank"] == verification["enough"])
     mean, low, high = (points(row["difference"][key]) for key in ("mean", "low", "high"))
     return (
         f"{start}rank {row['rank']} is enough, {percent(row['accuracy'], 1)}, {mean} points [{low}, {high}]: "
-        f"{small} is excluded."
+        f"{small} is excluded, {population}."
     )
 
 

@@ -7,7 +7,7 @@ seed has the same adapter, the same order of problems and the same random number
 ``compare_runs`` returns, and ``comparison.json`` holds:
 
     format      2
-    metric      key of the primary metric; summary: "final" or "auc"; share: whether it lies in [0, 1]
+    metric      key of the primary metric; summary: "final", "last3" or "auc"; share: whether it lies in [0, 1]
     baseline    label of the condition that the others are compared with
     family      labels of the conditions that are tested against it: Holm's correction is over all of them
     margin      differences below this do not matter ([campaign] equivalence_margin), in the metric's unit; or null
@@ -18,17 +18,23 @@ seed has the same adapter, the same order of problems and the same random number
         after_mean, interval            mean over seeds with its 95 % interval [low, high] (shares: score; else t)
         iqm               {estimate, low, high}: interquartile mean with the trimmed t interval, null below 4 seeds
         mean_bootstrap, iqm_bootstrap   {estimate, low, high}: expanded bootstrap over seeds, null below 8 seeds
-        difference, difference_interval     mean paired difference to the baseline with its 95 % t interval
+        difference, difference_interval     mean paired difference to the baseline with its 95 % interval, which holds
+                          for all of the family at once and agrees with the test: other seeds, these problems
+        difference_t      95 % t interval of this difference alone, from the same pairs
+        difference_new_problems     {estimate, low, high} for other seeds on new problems like these; null without the
+                          completions of the evaluations
+        difference_adjusted         with [campaign] sequential: {estimate, low, high}, median-unbiased after the looks
         differences       by seed, in the order of paired_seeds
         iqm_difference    {estimate, low, high}: the same of the paired differences
         probability_of_improvement      {estimate, low, high}: expanded bootstrap over whole pairs, null below 8 pairs
-        pairs, p_value (exact sign-flip, two-sided), p_holm, smallest_p (that so many pairs can reach)
+        pairs, smallest_p (that so many pairs can reach in the exact test)
+        p_value, p_holm, p_exact, difference_tested, test, pairs_needed, collapsed, stop_reason     see ``rule``
         equivalence_p, equivalence_p_holm   of two one-sided t tests against ±margin
+        standing          "declared", "interim" or "exploratory", see ``declaration``; standing_reasons, pairs_planned
         verdict           "baseline", "better", "worse" ("higher", "lower" where that is no merit), "no difference
-                          shown", "no difference beyond …", or "cannot tell: …"
+                          shown", "no difference beyond …", "cannot tell: …", "interim: …" or "exploratory"
         sentence          the whole finding in words
-        sequential        with [campaign] sequential: {rule, planned, looks, stopped_after, spent, level}; p_value is
-                          then the rule's, and p_holm is it times the number of comparisons
+        sequential        with [campaign] sequential: {rule, planned, looks, stopped_after, spent, level}
         missing           [{run_id, seed, state, reason}]: runs without a value, whatever the cause
         failed            how many of them have failed
         tokens, seconds   cost of all its runs; tokens_per_run, seconds_per_run: mean over those that finished
@@ -36,6 +42,7 @@ seed has the same adapter, the same order of problems and the same random number
     secondary   further measures, each with metric, summary, share and conditions (label, finished, after_values,
                 before, after_mean, interval, difference, difference_interval, pairs, p_value): no verdicts, no
                 correction for their number
+    standing    "exploratory" or "interim" where one of the findings is, else "declared"
     failed      run_ids of failed runs
     warnings    what makes the comparison weaker than it looks
     note        one text for people: warnings and what is missing
@@ -44,19 +51,27 @@ seed has the same adapter, the same order of problems and the same random number
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_measure
-from retrain.campaign.judging.sequential import overlay
-from retrain.campaign.judging.sequential import words as rule_words
+from retrain.campaign.judging.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
+from retrain.campaign.judging.intervals import alone, hold_equivalence, possible, put_intervals
+from retrain.campaign.judging.results import (
+    Measure,
+    RunResult,
+    finished_of,
+    first_set,
+    last3_notes,
+    require_measure,
+    values_of,
+)
+from retrain.campaign.judging.rule import declared_by, judge, overlay
+from retrain.campaign.judging.rule import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.errors import UsageError
-from retrain.files import write_json
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import (
     Interval,
@@ -74,23 +89,13 @@ from retrain.wording import plural
 
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""
-SECONDARY = ("final", "auc")
+SECONDARY = ("final", "auc", "last3")
 PAIRED = (
-    "difference", "difference_interval", "differences", "paired_seeds", "iqm_difference", "probability_of_improvement",
-    "pairs", "p_value", "p_holm", "smallest_p", "equivalence_p", "equivalence_p_holm",
+    "difference", "difference_interval", "difference_t", "difference_new_problems", "difference_adjusted",
+    "differences", "paired_seeds", "iqm_difference", "probability_of_improvement",
+    "pairs", "smallest_p", "equivalence_p", "equivalence_p_holm",
 )  # fmt: skip
 """Of a condition, what comes from its pairs with the baseline."""
-
-
-def compare(directory: Path, runs: Sequence[dict[str, Any]], labels: Sequence[str], **declared: Any) -> dict[str, Any]:
-    """The comparison of a campaign's runs (manifest entries) from their files; written to ``comparison.json``.
-
-    The first of ``labels`` is the baseline. ``declared`` are metric, margin, warnings and sequential as for
-    ``compare_runs``.
-    """
-    comparison = compare_runs([read_run(directory, run) for run in runs], list(dict.fromkeys(labels)), **declared)
-    write_json(directory / "comparison.json", comparison)
-    return comparison
 
 
 def compare_runs(
@@ -102,12 +107,16 @@ def compare_runs(
     margin: float | None = None,
     warnings: Sequence[str] = (),
     sequential: Mapping[str, Any] | None = None,
+    standing: Standing | None = None,
+    rule: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compare conditions over seeds; the shape is that in the head of this file.
 
     ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
     of training where nothing was held out. ``margin`` is what the campaign declared, ``sequential`` the manifest's
-    record of its stopping rule. Raises UsageError for an unknown metric or baseline.
+    record of its stopping rule, ``rule`` the keys of [campaign] that make the rule (unset: as the first run has them),
+    ``standing`` whether verdicts may be given (unset: all that is planned was declared).
+    Raises UsageError for an unknown metric or baseline.
     """
     first = baseline or labels[0]
     if first not in labels:
@@ -119,15 +128,30 @@ def compare_runs(
         measure = Measure("final", "correct_rate")
     require_measure(measure, runs)
     conditions = [_condition(label, [run for run in runs if run.label == label], measure) for label in order]
+    results = {label: values_of(label, runs, measure) for label in order}
+    declared = declared_by(runs) if rule is None else rule
+    judge(conditions, results, declared, measure, _resolution(runs, measure))
     _test(conditions, runs, measure, margin)
     if sequential and first == labels[0] and measure.name == sequential["metric"]:
         overlay(conditions[1:], sequential, measure)
+        hold_equivalence(conditions[1:], sequential, measure, margin)
+    else:
+        sequential = None
     conditions[0]["verdict"] = "baseline"
     for condition in conditions[1:]:
-        condition["verdict"] = condition["verdict"] or verdict(condition, measure, len(conditions) - 1, margin)
-        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1) + rule_words(condition)
+        (standing or Standing()).judge(condition, runs, first)
+        condition["verdict"] = verdict(condition, measure, margin)
+        if condition["pairs"] < condition["pairs_needed"]:
+            condition |= dict.fromkeys(P_VALUES)
+    put_intervals(conditions, runs, measure, resolution=_resolution(runs, measure), sequential=sequential)
+    for condition in conditions[1:]:
+        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1)
+        condition["sentence"] += rule_words(condition, conditions[0], measure)
+    interim = {condition["label"] for condition in conditions[1:] if condition["standing"] == INTERIM}
+    standings = {condition["standing"] for condition in conditions[1:]}
     failed = [run.run_id for run in runs if run.state == "failed"]
     notes = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
+    notes += last3_notes(measure, runs)
     return {
         "format": 2,
         "metric": measure.key,
@@ -136,9 +160,10 @@ def compare_runs(
         "baseline": first,
         "family": order[1:],
         "margin": margin,
-        "pairs_needed": pairs_for_verdict(max(1, len(order) - 1)),
+        "pairs_needed": max((condition["pairs_needed"] for condition in conditions[1:]), default=pairs_for_verdict()),
         "conditions": conditions,
-        "secondary": [_secondary(runs, order, other) for other in _others(measure, runs)],
+        "secondary": [_secondary(runs, order, other, interim) for other in _others(measure, runs)],
+        "standing": next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
         "failed": failed,
         "warnings": notes,
         "note": " ".join([*notes, *missing_words(conditions)]),
@@ -147,7 +172,7 @@ def compare_runs(
 
 def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
     """The results of one condition's finished runs, by seed."""
-    results = _finished(label, runs, measure)
+    results = finished_of(label, runs, measure)
     finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
     before = [value for run in finished if (value := run.before(measure)) is not None]
     no_value = f"its files have no {measure.name}"
@@ -169,7 +194,7 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
         "before": _mean(before),
         **_level(after, finished, measure),
         "after_values": after,
-        "iqm": asdict(iqm_interval(after, resolution=_resolution(finished, measure))) if after else None,
+        "iqm": _iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
         "mean_bootstrap": _bootstrap(after, np.mean),
         "iqm_bootstrap": _bootstrap(after, iqm),
         **dict.fromkeys(PAIRED),
@@ -185,14 +210,6 @@ def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[
         "cost_ratio": None,
         "held_out": any(run.evaluations for run in runs),
     }
-
-
-def _finished(
-    label: str, runs: Sequence[RunResult], measure: Measure
-) -> dict[tuple[int, int], tuple[RunResult, float]]:
-    """The finished runs of a condition that have a value, with it, by pair and in their order."""
-    own = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
-    return {run.pair: (run, value) for run in own if (value := run.result(measure)) is not None}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -226,12 +243,12 @@ def _bootstrap(values: Sequence[float], statistic: Any) -> dict[str, float | Non
 
 def _paired(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
     """(seed, value, baseline's value) of every pair of finished runs."""
-    mine, base = (_finished(each, runs, measure) for each in (label, baseline))
+    mine, base = (finished_of(each, runs, measure) for each in (label, baseline))
     return [(run.seed, value, base[pair][1]) for pair, (run, value) in mine.items() if pair in base]
 
 
 def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: Measure, margin: float | None) -> None:
-    """Fill in every paired difference to the first condition, then Holm over all of them, tested or not."""
+    """Fill in every paired difference to the first condition, and equivalence with Holm over all, tested or not."""
     baseline, others = conditions[0], conditions[1:]
     for condition in others:
         pairs = _paired(condition["label"], baseline["label"], runs, measure)
@@ -240,34 +257,34 @@ def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: 
             condition["cost_ratio"] = condition["seconds_per_run"] / baseline["seconds_per_run"]
         if pairs:
             values = [a for _, a, _ in pairs], [b for _, _, b in pairs]
-            condition |= _against(*values, margin, _resolution(runs, measure))
-    for key in ("p_value", "equivalence_p"):  # what could not be tested still belongs to the family
-        values = [1.0 if condition[key] is None else condition[key] for condition in others]
-        for condition, adjusted in zip(others, holm(values), strict=True):
-            if condition[key] is not None:
-                condition[key.replace("_value", "") + "_holm"] = float(adjusted)
+            condition |= _against(*values, measure, _resolution(runs, measure))
+            if margin is not None and len(pairs) >= condition["pairs_needed"]:
+                differences = np.asarray(condition["differences"])
+                condition["equivalence_p"] = tost_p(differences, margin, _resolution(runs, measure))
+    # What could not be tested still belongs to the family.
+    values = [1.0 if condition["equivalence_p"] is None else condition["equivalence_p"] for condition in others]
+    for condition, adjusted in zip(others, holm(values), strict=True):
+        if condition["equivalence_p"] is not None:
+            condition["equivalence_p_holm"] = float(adjusted)
 
 
-def _against(mine: Sequence[float], base: Sequence[float], margin: float | None, resolution: float) -> dict[str, Any]:
+def _against(mine: Sequence[float], base: Sequence[float], measure: Measure, resolution: float) -> dict[str, Any]:
     """The paired difference and everything that is said of it."""
     a, b = np.asarray(mine), np.asarray(base)
     paired = paired_comparison(a, b, resolution=resolution)
-    tested: dict[str, Any] = {
+    return {
         "difference": paired.mean,
         "differences": (a - b).tolist(),
         "smallest_p": paired.smallest_p,
-        "iqm_difference": asdict(iqm_interval(a - b, resolution=resolution)),
+        "iqm_difference": _iqm(a - b, measure, resolution),
         "probability_of_improvement": _ends(
             paired_bootstrap_ci(a, b, np.random.default_rng(0), _improvement, resamples=2_000), len(a)
         ),
     }
-    if paired.low is not None:
-        tested["difference_interval"] = [paired.low, paired.high]
-    if paired.verdict_possible:
-        tested["p_value"] = paired.p
-        if margin is not None:
-            tested["equivalence_p"] = tost_p(a - b, margin, resolution)
-    return tested
+
+
+def _iqm(values: Any, measure: Measure, resolution: float, *, level: bool = False) -> dict[str, float | None]:
+    return asdict(possible(iqm_interval(values, resolution=resolution), measure, level=level))
 
 
 def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -294,15 +311,18 @@ def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
     return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
 
 
-def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure) -> dict[str, Any]:
-    """One further measure: differences with intervals, no verdict."""
+def _secondary(
+    runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
+) -> dict[str, Any]:
+    """One further measure: differences with intervals, no verdict; without p where a condition is interim."""
     rows = []
     for label in order:
-        results = _finished(label, runs, measure).values()
+        results = finished_of(label, runs, measure).values()
         finished, values = [run for run, _ in results], [value for _, value in results]
         before = [value for run in finished if (value := run.before(measure)) is not None]
         pairs = _paired(label, order[0], runs, measure) if label != order[0] else []
         paired = paired_comparison([a for _, a, _ in pairs], [b for _, _, b in pairs]) if pairs else None
+        gains = [a - b for _, a, b in pairs]
         rows.append(
             {
                 "label": label,
@@ -311,9 +331,9 @@ def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure
                 "before": _mean(before),
                 **_level(values, finished, measure),
                 "difference": paired.mean if paired else None,
-                "difference_interval": [paired.low, paired.high] if paired and paired.low is not None else None,
+                "difference_interval": alone(gains, measure, _resolution(finished, measure)) if pairs else None,
                 "pairs": len(pairs),
-                "p_value": paired.p if paired and paired.verdict_possible else None,
+                "p_value": paired.p if paired and paired.verdict_possible and label not in interim else None,
             }
         )
     return {"metric": measure.key, "summary": measure.summary, "share": measure.is_share, "conditions": rows}
@@ -338,8 +358,11 @@ def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: 
         notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
     family = len(conditions) - 1
     pairs = max((condition["pairs"] for condition in conditions[1:]), default=0)
-    needed = pairs_for_verdict(max(1, family))
-    if 0 < pairs < needed:
+    needed = max((condition["pairs_needed"] for condition in conditions[1:]), default=0)
+    exact = any(condition["test"] == "exact" for condition in conditions[1:])
+    if 0 < pairs < needed and not exact:
+        notes.append(f"{plural(pairs, 'paired seed')}: a verdict needs {needed} or more.")
+    elif 0 < pairs < needed:
         least = min(1.0, family * 2.0 ** -(pairs - 1))
         over = f" after correction for {family} comparisons" if family > 1 else ""
         notes.append(

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.results import Measure
+from retrain.campaign.judging.pooling import read_source
+from retrain.campaign.judging.results import Measure, RunResult, require_measure, values_of
+from retrain.campaign.judging.rule import rule_of, table_of
+from retrain.campaign.planning.cohorts import seeds_together
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
 from retrain.config.rules import lambda_stays_zero
 from retrain.errors import UsageError
-from retrain.maths.power import detectable, pairs_needed, spread_interval
-from retrain.maths.statistics import pairs_for_verdict
+from retrain.maths.normal import additive_fit
+from retrain.maths.power import detectable, outlook, seeds_needed, spread_interval, spread_limit
+from retrain.maths.rules import Rule
 
 ASSUMED_SPREAD = 0.04
 """Standard deviation of a paired difference of held-out accuracy where no pilot measured it: 4 points."""
@@ -44,18 +47,28 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
     """
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
-    conditions = compare_directories([directory], metric=measure.name)["conditions"]
-    groups = [condition["differences"] for condition in conditions[1:] if len(condition["differences"]) > 1]
-    factor, what = 1.0, "differences"
-    if not groups:  # the difference of two independent runs has twice the variance of one
-        groups = [condition["after_values"] for condition in conditions if len(condition["after_values"]) > 1]
-        factor, what = math.sqrt(2.0), "unpaired runs (pairs may do better)"
+    return spread_of(read_source(directory).runs, measure, str(directory))
+
+
+def spread_of(runs: Sequence[RunResult], measure: Measure, directory: str) -> Spread:
+    """The same of runs that were read already, from ``directory``."""
+    require_measure(measure, runs)
+    results = {label: values_of(label, runs, measure) for label in dict.fromkeys(run.label for run in runs)}
+    table, _ = table_of(list(results), results)
+    # A difference of two runs has twice the variance of what the seed leaves of one.
+    fit = additive_fit(table[None])
+    if freedom := int(fit.freedom[0]):
+        count = int((~np.isnan(table)).sum())
+        source = f"residual of {count} runs of {directory} beside seed and condition"
+        return Spread(math.sqrt(2.0) * float(fit.spread[0]), freedom, source)
+    groups = [list(values.values()) for values in results.values() if len(values) > 1]
     if not groups:
         raise UsageError(f"{directory} does not show a spread: it needs finished runs of two seeds or more")
     freedom = sum(len(values) - 1 for values in groups)
     squares = sum(float(((np.asarray(values) - np.mean(values)) ** 2).sum()) for values in groups)
     count = sum(len(values) for values in groups)
-    return Spread(factor * math.sqrt(squares / freedom), freedom, f"{count} {what} of {directory}")
+    what = f"{count} unpaired runs (pairs may do better) of {directory}"
+    return Spread(math.sqrt(2.0 * squares / freedom), freedom, what)
 
 
 def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | None) -> list[str]:
@@ -76,29 +89,80 @@ def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | 
         spread = Spread(ASSUMED_SPREAD, 0, "assumed; --pilot DIR takes it from runs that are done")
     else:
         return [f"{measure.name}, {seeds} pairs of seeds; --pilot DIR tells what they can detect"]
+    rule = rule_of(campaign.model_dump(), family, seeds, measure)
     lines = [
-        f"{measure.name}, {seeds} pairs of seeds"
-        + (f", p corrected for {family} comparisons" if family > 1 else "")
-        + f"; a difference's standard deviation is {scale * spread.value:.2g}{unit} ({spread.source})"
+        f"{measure.name}, {seeds} pairs of seeds{_rule_words(rule)}; a difference's standard deviation is "
+        f"{scale * spread.value:.2g}{unit} ({spread.source})"
     ]
     if spread.value == 0.0:
         return [*lines, "the pilot's differences are all the same: it cannot tell how much seeds vary"]
+    plan_with = spread.value
     if spread.freedom:
         low, high = (scale * end for end in spread_interval(spread.value, spread.freedom))
+        plan_with = spread_limit(spread.value, spread.freedom)
         lines[0] += f", 90 % sure to be {low:.2g} to {high:.2g}"
-    effect = detectable(seeds, family, POWER)
-    least = pairs_for_verdict(family)
-    if effect is None:
-        lines.append(f"no verdict is possible: with {family + 1} conditions it needs {least} seeds or more")
+        lines.append(f"planned with {scale * plan_with:.2g}{unit}, which it is below with 80 % probability")
+    if rule.looks == "always_valid":
+        fixed = replace(rule, looks="off")
+        return [
+            *lines,
+            *_seeds_lines(fixed, plan_with, wanted, scale, unit),
+            "adding seeds at will takes 30 to 90 % more",
+        ]
+    effect = detectable(rule, POWER)
+    if seeds < rule.fewest:
+        lines.append(f"no verdict is possible: with {family + 1} conditions it needs {rule.fewest} seeds or more")
+    elif effect is None:
+        lines.append(f"no difference is detected with {100 * POWER:.0f} % probability, however large")
     else:
-        lines.append(
-            f"detected with {100 * POWER:.0f} % probability: {scale * effect * spread.value:.2g}{unit} or more"
-        )
-    targets = [wanted / scale] if wanted is not None else [spread.value / 2.0, spread.value]
-    for target in targets:
-        needed = pairs_needed(target / spread.value, family, POWER)
-        seeds_needed = "more than 10,000" if needed is None else needed
-        lines.append(f"a difference of {scale * target:.2g}{unit} needs {seeds_needed} seeds")
+        lines.append(f"detected with {100 * POWER:.0f} % probability: {scale * effect * plan_with:.2g}{unit} or more")
+    target = wanted / scale / plan_with if wanted is not None else effect
+    if target is not None and seeds >= rule.fewest:
+        lines.append(_cost(rule, target, scale * target * plan_with, unit, _together(specs, family + 1)))
+    return [*lines, *_seeds_lines(rule, plan_with, wanted, scale, unit)]
+
+
+def _rule_words(rule: Rule) -> str:
+    """The test and how a family is corrected, with the looks, as words after the number of pairs."""
+    tests = {"exact": "exact test", "normal": "normal test", "permutation": "closed permutation"}
+    words = f", {tests[rule.test]}"
+    if rule.family > 1:
+        words += f", p corrected for {rule.family} comparisons"
+    if rule.prior_freedom:
+        words += ", moderated by an earlier spread"
+    if rule.looks != "off":
+        words += f", looks ({rule.looks})" + (", a race" if rule.race else ", with futility" if rule.chance else "")
+    return words
+
+
+def _together(specs: Sequence[RunSpec], conditions: int) -> int:
+    """Whole seeds that train in one cohort."""
+    campaign = specs[0].config.campaign
+    return seeds_together(campaign) if campaign.lanes == "auto" else max(1, -(-int(campaign.lanes) // conditions))
+
+
+def _cost(rule: Rule, effect: float, shown: float, unit: str, together: int) -> str:
+    """Power and expected runs at one difference."""
+    found = outlook(rule, effect, together)
+    planned = rule.planned * (rule.family + 1)
+    text = f"if one condition differs by {shown:.2g}{unit}: found with {100 * found.power:.0f} % probability"
+    if rule.looks == "off":
+        return f"{text}, after all {planned} runs"
+    return (
+        f"{text}, after {found.runs_different:.0f} of {planned} runs on average; after {found.runs_alike:.0f} if all "
+        "are alike"
+    )
+
+
+def _seeds_lines(rule: Rule, spread: float, wanted: float | None, scale: float, unit: str) -> list[str]:
+    """How many seeds the wanted difference, or two usual ones, would need."""
+    if rule.test == "permutation":
+        rule = replace(rule, test="exact")  # a bound: the step-down of exact tests needs no fewer
+    lines = []
+    for target in [wanted / scale] if wanted is not None else [spread / 2.0, spread]:
+        needed = seeds_needed(rule, target / spread, POWER)
+        most = "more than 10,000" if rule.looks == "off" else "more than 20"
+        lines.append(f"a difference of {scale * target:.2g}{unit} needs {most if needed is None else needed} seeds")
     return lines
 
 

@@ -12,7 +12,7 @@ from retrain.campaign.judging.pooling import compare_directories, read_source
 from retrain.campaign.judging.results import Measure, RunResult, first_set
 from retrain.campaign.planning.changes import flat
 from retrain.campaign.planning.manifest import planned_configs, read_manifest
-from retrain.config.evaluation import HELDOUT
+from retrain.config.evaluation import HELDOUT, PART
 from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
 from retrain.record.charts import Series
@@ -65,9 +65,7 @@ def read_campaign(directory: Path) -> Campaign:
     ``read_source`` does."""
     runs = read_source(directory).runs
     manifest = read_manifest(directory)
-    comparison = manifest.get("comparison")
-    if not comparison or comparison.get("format") != 2:
-        comparison = compare_directories([directory])
+    comparison = compare_directories([directory])
     planned, configs = planned_configs(directory), {}
     for run in manifest["runs"]:
         if run["run_id"] in planned:
@@ -100,7 +98,20 @@ def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, share:
             band.append((step, low, high))
     thin = [points for _, points in lines]
     # A condition without a finished run still shows what there is of it.
-    return Series(label, index, mean or (thin[0] if thin else []), band, thin, dots=key.startswith("eval/"))
+    shown = mean or (thin[0] if thin else [])
+    return Series(label, index, shown, band, thin, dots=key.startswith("eval/"), loose=_parts(runs, key))
+
+
+def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
+    """The mean over the runs of what the evaluations of a part of the problems say between the others: over finished
+    runs, and over all of them where none is."""
+    name = Measure(key=key).held_out
+    if name is None:
+        return []
+    part = key.replace(f"eval/{name}/", f"eval/{name}{PART}/", 1)
+    curves = [dict(run.curve(part)) for run in [run for run in runs if run.done] or runs]
+    steps = sorted({step for each in curves for step in each if all(step in other for other in curves)})
+    return [(float(step), sum(each[step] for each in curves) / len(curves)) for step in steps]
 
 
 def window_of(steps: int) -> int:

@@ -7,19 +7,21 @@ one condition are pooled over directories when their settings agree; when not, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run
+from retrain.campaign.judging.declaration import KEYS, pooled, standing
+from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_evaluations
 from retrain.campaign.planning.changes import differences
-from retrain.campaign.planning.manifest import MANIFEST, read_manifest
+from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
 from retrain.config.base import Role
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
 from retrain.errors import UsageError
+from retrain.files import write_json
 from retrain.wording import listed
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
@@ -27,52 +29,121 @@ MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 NAMED_KEYS = 4
 
+Reader = Callable[[Path, Mapping[str, Any]], RunResult]
+
 
 @dataclass(frozen=True)
 class Source:
-    """One directory: its runs in their order, its labels with the baseline first."""
+    """One directory: its runs in their order, its labels with the baseline first, what it declared and what its file
+    says otherwise since, what else a reader must know, and the looks of the declared rule."""
 
     name: str
     runs: list[RunResult]
     labels: list[str]
+    declared: dict[str, Any]
+    changed: list[str]
+    notes: list[str]
+    looks: dict[str, Any] | None
 
 
 def compare_directories(
-    directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None
+    directories: Sequence[Path],
+    *,
+    metric: str | None = None,
+    baseline: str | None = None,
+    read: Reader = read_run,
 ) -> dict[str, Any]:
     """The comparison (as ``compare_runs`` describes it) of all runs of these campaigns and runs.
 
     ``metric`` and ``baseline`` are as a person writes them; unset, they are what the first campaign declared and its
-    first condition. Raises UsageError when a directory holds no runs, or when what they measured differs.
+    first condition. ``read`` reads a run's files. Raises UsageError when a directory holds no runs, or when what they
+    measured differs.
     """
     directories = list({path.resolve(): path for path in directories}.values())
-    sources = [read_source(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    sources = [read_source(path, name, read) for path, name in zip(directories, _names(directories), strict=True)]
     everything = [run for source in sources for run in source.runs]
-    declared, margin, warnings = _declared(sources, metric)
-    decisive = Measure.parse(metric or declared or "final", first_set(everything)).held_out
-    if decisive:
-        _same_evaluation(sources, decisive)
-    warnings += _pool(sources)
+    declared = next((source.declared for source in sources if source.declared), {})
+    decides = str(declared.get("primary_metric", "final"))
+    measure = Measure.parse(decides, first_set(everything))
+    asked = measure if metric is None else Measure.parse(metric, first_set(everything))
+    if metric is not None:
+        require_evaluations(asked, everything)
+    if asked.held_out:
+        _same_evaluation(sources, asked.held_out)
+    warnings = [
+        *(note for source in sources for note in source.notes),
+        *_disagreements(sources, decides, metric),
+        *_pool(sources),
+    ]
     labels = list(dict.fromkeys(label for source in sources for label in source.labels))
     runs, twice = _without_repeats(everything)
     warnings += twice + _differences(runs)
-    # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
-    rule = read_manifest(directories[0]).get("sequential") if len(sources) == 1 else None
+    first = baseline or labels[0]
+    alone = len(sources) == 1
     comparison = compare_runs(
-        runs, labels, metric=metric or declared, baseline=baseline, margin=margin, warnings=warnings, sequential=rule
+        runs,
+        labels,
+        metric=metric or (None if decides == "final" else decides),
+        baseline=first,
+        margin=_margin(sources) if asked.key == measure.key else None,
+        warnings=warnings,
+        rule=declared or None,
+        # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
+        sequential=sources[0].looks if alone else None,
+        standing=standing(declared, runs, measure, asked, first) if alone else pooled(len(sources)),
     )
-    return comparison | {"directories": [str(path) for path in directories]}
+    return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
 
 
-def read_source(directory: Path, name: str = "") -> Source:
+def conclude(directory: Path) -> dict[str, Any]:
+    """The comparison of a campaign that has ended, from its files, as ``compare_directories`` makes it at any later
+    time; written to ``comparison.json``."""
+    comparison = compare_directories([directory])
+    del comparison["directories"]
+    write_json(directory / "comparison.json", comparison)
+    return comparison
+
+
+def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Source:
     """The runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
     if not (directory / MANIFEST).is_file():
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
         raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
-    entries = read_manifest(directory)["runs"]
-    runs = [read_run(directory, entry) for entry in entries]
-    return Source(name or directory.name, runs, list(dict.fromkeys(run.label for run in runs)))
+    manifest = read_manifest(directory)
+    runs = [read(directory, entry) for entry in manifest["runs"]]
+    # Before there was a record of it, the settings of the first run are what was declared.
+    campaign = next((own for run in runs if (own := run.config.get("campaign")) is not None), {})
+    declared = {key: campaign[key] for key in KEYS if key in campaign} | (manifest.get("declared") or {})
+    labels = dict.fromkeys(run.label for run in runs)
+    first = [label for label in [declared.get("baseline")] if label in labels]
+    looks = manifest.get("sequential")
+    if looks and declared.get("sequential", looks["rule"]) != looks["rule"]:
+        looks = None  # of a rule that was not declared
+    return Source(
+        name or directory.name,
+        runs,
+        list(dict.fromkeys([*first, *labels])),
+        declared,
+        _changed(directory, declared),
+        manifest.get("notes") or [],
+        looks,
+    )
+
+
+def _changed(directory: Path, declared: Mapping[str, Any]) -> list[str]:
+    """What the campaign's file says now otherwise than was declared: it decides nothing, and a reader must know."""
+    now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
+    return [
+        f"[campaign] {key} was declared as {_said(declared[key])} and is {_said(now[key])} in the file now: what was "
+        "declared decides."
+        for key in KEYS
+        if key in declared and key in now and declared[key] != now[key]
+    ]
+
+
+def _said(value: Any) -> str:
+    return "unset" if value is None else str(value)
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
@@ -81,31 +152,27 @@ def _names(directories: Sequence[Path]) -> list[str]:
     return [str(path) if names.count(name) > 1 else name for path, name in zip(directories, names, strict=True)]
 
 
-def _declared(sources: Sequence[Source], metric: str | None) -> tuple[str | None, float | None, list[str]]:
-    """What the campaigns declared as deciding, their margin, and what a reader must know of it."""
-    declared = [_declaration(source) for source in sources]
-    first, margin = next((pair for pair in declared if pair[0] is not None), (None, None))
-    notes = []
-    others = sorted({str(pair[0]) for pair in declared if pair[0] not in (None, first)})
+def _disagreements(sources: Sequence[Source], decides: str, metric: str | None) -> list[str]:
+    """In what the campaigns' declarations differ."""
+    notes = [line for source in sources for line in source.changed]
+    metrics = [str(source.declared["primary_metric"]) for source in sources if "primary_metric" in source.declared]
+    others = sorted(set(metrics) - {decides})
     if others and metric is None:
-        notes.append(f"The campaigns declared different metrics ({first}, {', '.join(others)}); {first} is compared.")
-    if len({pair[1] for pair in declared if pair[0] is not None}) > 1:
+        named = ", ".join((decides, *others))
+        notes.append(f"The campaigns declared different metrics ({named}); {decides} is compared.")
+    if len(_margins(sources)) > 1:
         notes.append("The campaigns declared different equivalence margins; none is applied.")
-        margin = None
-    held_out = first_set([run for source in sources for run in source.runs])
-    chosen, before = Measure.parse(metric or "final", held_out), Measure.parse(first or "final", held_out)
-    if metric is not None and chosen != before:
-        notes.append(f"{chosen.name} was not declared as deciding ({before.name} was): what it shows is exploratory.")
-        margin = margin if chosen.key == before.key else None
-    return (None if first == "final" else first), margin, notes
+    return notes
 
 
-def _declaration(source: Source) -> tuple[str | None, float | None]:
-    for run in source.runs:
-        campaign = run.config.get("campaign")
-        if campaign is not None:
-            return campaign.get("primary_metric", "final"), campaign.get("equivalence_margin")
-    return None, None
+def _margins(sources: Sequence[Source]) -> set[float | None]:
+    return {source.declared.get("equivalence_margin") for source in sources if source.declared}
+
+
+def _margin(sources: Sequence[Source]) -> float | None:
+    """The margin that all campaigns declared."""
+    margins = _margins(sources)
+    return margins.pop() if len(margins) == 1 else None
 
 
 def _same_evaluation(sources: Sequence[Source], held_out: str) -> None:

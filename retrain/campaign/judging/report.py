@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
+from retrain.campaign.judging.probed import campaign_probe_lines
 from retrain.campaign.judging.report_sections import (
     curves_section,
     distributions_section,
@@ -26,7 +28,7 @@ from retrain.campaign.judging.report_sections import (
     squeeze_section,
     title_of,
 )
-from retrain.campaign.judging.words import amount, probability
+from retrain.campaign.judging.words import amount, new_problems, probability
 from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
 from retrain.ownership import owner_of
@@ -145,6 +147,7 @@ def _verdicts(campaign: Campaign) -> str:
             condition["difference"],
             condition["difference_interval"] if condition["pairs"] >= MIN_BAND_SEEDS else None,
             "" if condition["p_holm"] is None else f"p = {probability(condition['p_holm'])}",
+            new_problems(condition, measure) if condition["pairs"] >= MIN_BAND_SEEDS else None,
         )
         for place, condition in enumerate(others, start=1)
         if condition["pairs"]
@@ -159,18 +162,26 @@ def _verdicts(campaign: Campaign) -> str:
         words = _difference_words(comparison, rows)
         plots.append(figure(f"{title_of(measure)}: difference to the baseline", words, chart))
     plots += _seed_plot(campaign)
-    return body + f"<div class='plots'>{''.join(plots)}</div>"
+    return body + _probed(campaign) + f"<div class='plots'>{''.join(plots)}</div>"
+
+
+def _probed(campaign: Campaign) -> str:
+    """What a probe of the file expected, where one lies beside it."""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in campaign_probe_lines(campaign.directory))
+    return f"<p>What <code>retrain probe</code> of the file said:</p><ul>{lines}</ul>" if lines else ""
 
 
 def _verdict_item(condition: dict[str, Any], baseline: str) -> str:
     verdict = condition["verdict"]
-    css = {"better": "up", "worse": "down", "cannot": "unclear"}.get(verdict.split()[0].rstrip(","), "")
+    unclear = dict.fromkeys(("cannot", INTERIM, EXPLORATORY), "unclear")
+    css = ({"better": "up", "worse": "down"} | unclear).get(verdict.split()[0].rstrip(",:"), "")
     head = f"{condition['label']} against {baseline}: {verdict[0].upper()}{verdict[1:]}"
     return f'<li class="{css}"><b>{escape(head)}</b>{escape(condition["sentence"])}</li>'
 
 
 def _difference_words(comparison: dict[str, Any], rows: Sequence[Row]) -> str:
     words = f"each dot one pair of seeds; line: mean; {interval_words('bar', any(row.interval for row in rows))}"
+    words += "; thin line: the same on new problems" if any(row.wider for row in rows) else ""
     return words + ("; grey: differences that do not matter" if comparison["margin"] else "")
 
 

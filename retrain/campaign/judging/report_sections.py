@@ -5,6 +5,7 @@ Each takes the campaign and returns HTML, "" where there is nothing to show. Tex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +22,8 @@ from retrain.campaign.judging.evidence import (
     window_of,
 )
 from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.words import brackets, difference_words, number, probability
+from retrain.campaign.judging.words import brackets, difference_words, new_problems, number, probability
+from retrain.config.evaluation import PART_EVERY
 from retrain.record import charts
 from retrain.record.charts import Series
 from retrain.record.html import escape
@@ -58,6 +60,8 @@ def title_of(measure: Measure) -> str:
     name = "correct rate while training" if measure.key == "correct_rate" else short_metric(measure.key)
     accuracy = accuracy_name(measure.key)
     name = f"{accuracy[:1].lower()}{accuracy[1:]}" or name
+    if measure.summary == "last3":
+        return f"{name[:1].upper()}{name[1:]}, mean of the last three evaluations"
     return f"Area under {name}" if measure.summary == "auc" else f"Final {name}"
 
 
@@ -101,11 +105,13 @@ def curves_section(campaign: Campaign) -> str:
             continue  # a reward of 0 and 1: the curve above once more
         if key.startswith("sepa_"):  # 0 throughout in the conditions without it
             curves = [each for each in curves if any(y > 0 for line in each.thin for _, y in line)]
-        series = [each for each in curves if each.thin]
+        series = [each for each in curves if each.thin or each.loose]
         if not series:
             continue
         limits = (0.0, 1.0) if share else (0.0, None)
         words = f"mean of the seeds, {interval_words('band', any(each.band for each in series))}, thin: every run"
+        if any(each.loose for each in series):
+            words += f"; small and open: one of {PART_EVERY} problems, which decides nothing"
         window = window_of(max(len(line) for each in series for line in each.thin)) if smooth else 1
         words += f"; moving average over {window} steps" if window > 1 else ""
         chart = charts.line_chart(
@@ -218,7 +224,10 @@ def results_section(campaign: Campaign) -> str:
             "tokens / run", "s / run")  # fmt: skip
     rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
     body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
-    words = "Intervals are over seeds, 95 %. p: exact sign-flip test, corrected for the number of conditions (Holm)."
+    words = (
+        "Intervals are 95 %: of a condition over seeds; of differences over other seeds on these problems, all of them "
+        f"at once, and in grey over other seeds and other problems like these. {_test_words(comparison['conditions'])}"
+    )
     body += f"<p class='muted'>{words}</p>"
     if comparison.get("secondary"):
         labels = campaign.labels
@@ -227,6 +236,22 @@ def results_section(campaign: Campaign) -> str:
         body += "<h3>Secondary metrics and tags</h3>" + table_of(head, rows, "tight")
         body += "<p class='muted'>No verdicts here: many numbers, none declared before, none corrected.</p>"
     return body
+
+
+TESTS = {
+    "exact": "exact sign-flip test, corrected for the number of conditions (Holm)",
+    "normal": "t by the residual that all conditions share, corrected for their number (Dunnett, stepping down)",
+    "permutation": "closed permutation within seeds",
+}
+
+
+def _test_words(conditions: Sequence[dict[str, Any]]) -> str:
+    """What p is."""
+    used = dict.fromkeys(TESTS[test] for each in conditions[1:] if (test := each.get("test")) in TESTS)
+    looks = "; with looks, the probability of so clear an end or an earlier one" * any(
+        each.get("sequential") for each in conditions[1:]
+    )
+    return f"p: {'; or '.join(used)}{looks}." if used else ""
 
 
 def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list[str]:
@@ -239,14 +264,15 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
     difference = "baseline" if index == 0 else "–"
     if condition["difference"] is not None:
         difference = difference_words(condition, measure)
-    p = condition["p_holm"]
+    p, wider = condition["p_holm"], new_problems(condition, measure)
     return [
         f"<span class='key whole' style='--series:{charts.colour(index)}'>{_breaking(condition['label'])}</span>",
         f"{len(condition['finished'])} of {len(condition['seeds'])}",
         shown(condition["before"]),
         "–" if condition["after_mean"] is None else cell(level_words(condition, measure)),
         shown(iqm.get("estimate")),
-        cell(difference),
+        cell(difference)
+        + (f" <span class='whole muted'>{escape(brackets(wider, measure)[1:])}</span>" if wider else ""),
         "–" if p is None else probability(p),
         shown(condition["smallest_p"], "{:.3g}"),
         shown(better.get("estimate"), "{:.2f}"),
@@ -273,10 +299,19 @@ def _breaking(label: str) -> str:
 
 
 def squeeze_section(campaign: Campaign) -> str:
-    """Energy by rank, and what evaluating the compressed adapter said."""
-    report = campaign.manifest.get("squeeze")
-    if not report or not report.get("rows"):
-        return f"<p>{escape(report['message'])}</p>" if report and report.get("message") else ""
+    """Energy by rank, and what evaluating the compressed adapter said: of the first finished run, and of those of the
+    other conditions where they were looked at."""
+    first, others = campaign.manifest.get("squeeze"), campaign.manifest.get("squeezes") or {}
+    if not others:
+        return _squeezed(first) if first else ""
+    reports = [report for report in (first, *others.values()) if report]
+    return "".join(f"<h3>{escape(report.get('run_id') or report['run'])}</h3>{_squeezed(report)}" for report in reports)
+
+
+def _squeezed(report: dict[str, Any]) -> str:
+    """One adapter's part of the section."""
+    if not report.get("rows"):
+        return f"<p>{escape(report['message'])}</p>" if report.get("message") else ""
     rows = report["rows"]
     series = [
         Series("energy kept, mean", 0, [(row["rank"], row["mean_variance"]) for row in rows], dots=True),
@@ -286,7 +321,7 @@ def squeeze_section(campaign: Campaign) -> str:
     chart = charts.line_chart(
         series, label="energy and weight error by rank", x_title="rank kept", unit="%", limits=(0.0, 1.0)
     )
-    plots = [figure("What a smaller rank would keep", "by singular values of the first finished run", chart)]
+    plots = [figure("What a smaller rank would keep", "by singular values of the trained adapter", chart)]
     if report.get("verified"):
         plots.append(_verified_plot(report["verified"]))
     headings = squeeze_columns(report)

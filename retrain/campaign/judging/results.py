@@ -1,11 +1,13 @@
 """What runs measured, read from their files: one number per run for any metric, with what it cost.
 
-A measure is a metric and how a run's curve becomes one number: ``final`` is the value after the last update, ``auc``
-the area under the curve over steps, divided by their number (the mean height of the curve). Nothing here compares.
+A measure is a metric and how a run's curve becomes one number: ``final`` is the value after the last update, ``last3``
+the mean over the last three evaluations that the run's schedule has, ``auc`` the area under the curve over steps,
+divided by their number (the mean height of the curve). Nothing here compares.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from retrain.config.evaluation import HELDOUT
+from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import sections
+from retrain.config.schedule import DECIDING, too_early, whole_evaluations
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.catalogue import BY_KEY
@@ -24,6 +27,8 @@ HELD_OUT_SHORT = ("correct_rate", "reward_mean", "mean_length", "pass@<k>", "avg
 """Metrics of the held-out evaluation that may be named without its prefix."""
 MERITS = r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
 """Metrics of which more is better."""
+SUMMARIES = ("final", "last3", "auc")
+"""What becomes of a curve."""
 LAST_SHARE = 10
 """The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
 
@@ -34,17 +39,17 @@ OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric's key and ``final`` or ``auc``."""
+    """A metric's key and one of ``SUMMARIES``."""
 
     summary: str = "final"
     key: str = METRIC
 
     @classmethod
     def parse(cls, text: str, held_out: str = HELDOUT) -> Measure:
-        """``final``, ``auc``, a key, or ``auc:key``; keys of the held-out set ``held_out`` may be short, as in
+        """A summary, a key, or both as in ``auc:key``; keys of the held-out set ``held_out`` may be short, as in
         ``pass@4``."""
         summary, colon, key = text.partition(":")
-        if summary not in ("final", "auc"):
+        if summary not in SUMMARIES:
             summary, key = "final", text
         elif not colon or not key:
             key = "correct_rate"
@@ -113,6 +118,22 @@ class RunResult:
         return [each["name"] for each in sets]
 
     @property
+    def schedule(self) -> str:
+        """Its `[evaluation] schedule`."""
+        return self.config.get("evaluation", {}).get("schedule", "every")
+
+    @property
+    def last_three(self) -> tuple[int, ...]:
+        """Updates done at the last evaluations of all problems that its configuration asks for, at most three; of a
+        run that was continued further, not those at its former end."""
+        training = self.config.get("training", {})
+        if "eval_every" in training and "max_steps" in training:
+            steps = whole_evaluations(self.schedule, training["max_steps"], training["eval_every"])
+        else:  # nothing says what was asked for
+            steps = sorted({int(row["step"]) for row in self.evaluations if row["step"]})
+        return tuple(steps[-DECIDING:])
+
+    @property
     def done(self) -> bool:
         """Whether it has finished."""
         return self.state == "done"
@@ -135,6 +156,12 @@ class RunResult:
                 return None
         if not curve:
             return None
+        if measure.summary == "last3":
+            values = dict(curve)
+            known = [values[step] for step in self.last_three if step in values]
+            return sum(known) / DECIDING if measure.is_held_out and len(known) == DECIDING else None
+        if measure.summary == "auc" and measure.is_held_out and self.schedule == "verdict":
+            return None  # between the start and the end there are only parts of the problems
         if measure.summary == "auc":
             return area_under(curve) if measure.is_held_out else sum(value for _, value in curve) / len(curve)
         last = curve[-1:] if measure.is_held_out else curve[-max(1, len(curve) // LAST_SHARE) :]
@@ -149,19 +176,43 @@ class RunResult:
         curve = self.curve(measure.key) if measure.is_held_out else []
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
+    def weights(self, measure: Measure) -> dict[int, float]:
+        """Of a held-out measure, the evaluations (by their step) that its number is a mean of, with their weights;
+        empty where it has none."""
+        steps = [step for step, _ in self.curve(measure.key)] if measure.is_held_out else []
+        if not steps:
+            return {}
+        if measure.summary == "auc":
+            span = steps[-1] - steps[0]
+            ends = [steps[0], *steps, steps[-1]]
+            return {step: (ends[i + 2] - ends[i]) / (2 * span) for i, step in enumerate(steps)} if span else {}
+        last = [step for step in self.last_three if step in steps] if measure.summary == "last3" else steps[-1:]
+        return {step: 1.0 / len(last) for step in last}
+
     def resolution(self, measure: Measure) -> float:
-        """The step of the scale of final held-out accuracy: one answer of one problem; 0 where it is not known."""
-        name = measure.held_out
-        if measure != Measure(key=f"eval/{name}/correct_rate"):
+        """The step of the scale of a held-out rate, pass@k, avg@k or maj@k: what one changed answer moves at most in
+        one evaluation, and of a mean of several the step that has its error of rounding. 0 where it is not known.
+
+        Of a tag it is that of all problems, which is less: how many have it stands nowhere.
+        """
+        rate = re.fullmatch(r"eval/[^/]+(?:/[^/]+)?/(correct_rate|(pass|avg|maj)@(\d+))", measure.key)
+        last = self.last_evaluations.get(measure.held_out or "", {})
+        problems, samples = last.get(f"eval/{measure.held_out}/problems") or 0, last.get("samples") or 1
+        if rate is None or not problems:
             return 0.0
-        last = self.last_evaluations.get(name or "", {})
-        answers = (last.get(f"eval/{name}/problems") or 0) * (last.get("samples") or 1)
-        return 1.0 / answers if answers else 0.0
+        kind, k = rate[2], int(rate[3] or 1)
+        answer = 1.0 / samples
+        if kind == "pass":  # the first right answer of a problem
+            answer = min(k, samples) / samples
+        elif kind == "maj":  # a block of k votes
+            answer = 1.0 / max(1, samples // k)
+        return answer / problems * math.sqrt(sum(weight**2 for weight in self.weights(measure).values()))
 
     @property
     def last_evaluations(self) -> dict[str, dict[str, Any]]:
         """The row of the last evaluation of each held-out set, in their order."""
-        return {str(row.get("name", HELDOUT)): row for row in self.evaluations}
+        rows = {str(row.get("name", HELDOUT)): row for row in self.evaluations}
+        return {name: row for name, row in rows.items() if not name.endswith(PART)}
 
     @property
     def tokens(self) -> int:
@@ -202,6 +253,20 @@ def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
     )
 
 
+Pair = tuple[int, int]
+
+
+def finished_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, tuple[RunResult, float]]:
+    """The finished runs of a condition that have a value, with it, by pair and in their order."""
+    own = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
+    return {run.pair: (run, value) for run in own if (value := run.result(measure)) is not None}
+
+
+def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, float]:
+    """Their values alone."""
+    return {pair: value for pair, (_, value) in finished_of(label, runs, measure).items()}
+
+
 def first_set(runs: Sequence[RunResult]) -> str:
     """The held-out set that short names of metrics mean."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
@@ -221,6 +286,41 @@ def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
     near = difflib.get_close_matches(measure.key.removeprefix(prefix), list(short), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}" if near else ""
     raise UsageError(f"no run has the metric {measure.key}{hint}")
+
+
+def require_evaluations(measure: Measure, runs: Sequence[RunResult]) -> None:
+    """Raise UsageError where a summary is asked for that no finished run was evaluated for."""
+    finished = [run for run in runs if run.done]
+    if measure.summary == "last3" and not measure.is_held_out:
+        raise UsageError(
+            f"{measure.name} is no mean of three evaluations: {measure.key} is a number of training, whose final value "
+            f"is its mean over the last tenth of the steps; type --metric {measure.key}"
+        )
+    if measure.summary == "last3" and finished and all(len(run.last_three) < DECIDING for run in finished):
+        raise UsageError(
+            "no run has three evaluations after the start, which last3 is the mean of; type --metric final, or train "
+            'with [evaluation] schedule = "verdict"'
+        )
+    curveless = bool(finished) and all(run.schedule == "verdict" for run in finished)
+    if measure.summary == "auc" and measure.is_held_out and curveless:
+        raise UsageError(
+            'no run has a curve to take the area under: with [evaluation] schedule = "verdict" only the last '
+            "evaluations have all problems; type --metric last3"
+        )
+
+
+def last3_notes(measure: Measure, runs: Sequence[RunResult]) -> list[str]:
+    """What a reader must know of the evaluations that ``last3`` is the mean of: that they differ between runs, or are
+    not about the end of training alone."""
+    if measure.summary != "last3":
+        return []
+    seen = {run.last_three: run for run in runs if run.done and len(run.last_three) == DECIDING}
+    listed = [f"{a}, {b} and {c}" for a, b, c in seen]
+    if len(seen) > 1:
+        return [f"last3 is not the same in all runs: the mean of the evaluations after {' or '.join(listed)} steps."]
+    if any(too_early(three[0], three[-1]) for three in seen):
+        return [f"last3 is the mean of the evaluations after {listed[0]} steps: not of the end of training alone."]
+    return []
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

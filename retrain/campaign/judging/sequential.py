@@ -1,13 +1,21 @@
-"""Early stopping that stays valid: which conditions are decided, looked at whenever whole pairs of seeds are there.
+"""Early stopping that stays valid: which conditions have left, looked at whenever whole seeds are there.
 
-The test is that of ``maths.sequential``; each comparison gets an equal part of α (Bonferroni over the conditions).
-A condition that is decided trains no further seeds; the baseline goes on while any comparison is open. What was seen
-at each look is written into the manifest before anything is stopped, and is what later processes decide from: a
-resumed campaign takes exactly the decisions that an uninterrupted one takes. Runs that are not started because of a
-decision are listed as ``stopped`` with the reason.
+What decides is ``maths.deciding`` with the declared rule. A condition that is decided, or whose going on is futile,
+trains no further seeds; the baseline goes on while any comparison is open. What was seen at each look is written into
+the manifest before anything is stopped, and is what later processes decide from: a resumed campaign takes exactly the
+decisions that an uninterrupted one takes, and what has left stays out. A run that failed and was tried again comes in
+when it is there, as a look of its own: no earlier look changes. Runs that are not started because of a decision are
+listed as ``stopped`` with the reason.
 
-    manifest["sequential"] = {rule, alpha, metric, planned, seeds, conditions: {label: {differences: [[seed, d], …],
-                              looks: [{pairs, mean, allowed, tail, p, spent, stop}, …], stopped_after: pairs | null}}}
+    manifest["sequential"] = {rule, test, futility, race, alpha, metric, resolution, planned, seeds, labels, values,
+        conditions: {label: {differences: [[seed, d], …], looks, stopped_after: pairs | null, stop_reason}}}
+
+``labels`` has the baseline first; ``differences`` are in the order in which they were looked at. A look has ``pairs``,
+``mean``, ``tested`` (the difference that the test is of: the additive fit's for the normal test, which is not the mean
+of the pairs where runs are missing), ``p`` (stage-wise, of this comparison), ``p_adjusted`` (for the family), ``by``
+(the test that spoke) and ``stop``; for the exact test also ``allowed``, ``tail`` and ``spent``
+(``maths.sequential.Look``), for the normal one ``spent``. ``values`` [[seed, {label: value | null}], …] is what the
+normal test looked at, which needs all conditions of a seed at once. Records without ``test`` are of the exact test.
 """
 
 from __future__ import annotations
@@ -16,76 +24,146 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from retrain.campaign.judging.declaration import declaration
 from retrain.campaign.judging.results import Measure, read_run
-from retrain.campaign.judging.words import SIGNIFICANT, direction, probability
+from retrain.campaign.judging.rule import rule_of
+from retrain.campaign.judging.words import SIGNIFICANT, probability
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import RunSpec
+from retrain.config.campaign import RULE_KEYS
 from retrain.errors import UsageError
-from retrain.maths.sequential import sequential_looks
+from retrain.maths.boundaries import boundaries
+from retrain.maths.deciding import Decision, Left, decide_look
+from retrain.maths.rules import Rule
 from retrain.record.observer import Observer
 
 SETTLED = ("done", "failed", "stopped")
+FIXED = (*RULE_KEYS, "primary_metric", "seeds", "baseline", "conditions")
+"""What a declaration fixes once a run has begun, where a rule looks before the end."""
 
 
 def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> None:
     """Look at every pair of seeds that has become complete, note it, and stop what is decided.
 
-    ``specs`` are all runs of the campaign in their order. Nothing happens without ``[campaign] sequential``. Raises
-    UsageError when the directory was begun with another rule, metric or number of seeds: those are fixed beforehand.
+    ``specs`` are all runs of the campaign in their order. The rule is the one that the manifest keeps as declared
+    (``declaration.freeze``); nothing happens without ``[campaign] sequential``. Raises UsageError when the file now
+    says otherwise in anything that a look depends on: that is fixed when the first run begins.
     """
-    declared = specs[0].config.campaign
-    if declared.sequential == "off":
-        if manifest.content.get("sequential"):
-            raise UsageError(_changed(manifest, "sequential", manifest.content["sequential"]["rule"]))
+    now = declaration(specs)
+    declared = now | (manifest.content.get("declared") or {})
+    if declared["sequential"] == now["sequential"] == "off":
         return
-    names = specs[0].config.evaluation.names
-    measure = Measure.parse(declared.primary_metric, *names[:1])
-    if declared.primary_metric == "final" and specs[0].config.evaluation.problems == 0:
-        measure = Measure("final", "correct_rate")
-    labels = list(dict.fromkeys(spec.label for spec in specs))
-    seeds = list(dict.fromkeys(spec.seed for spec in specs))
-    if len(labels) < 2:
+    measures = {text: _measure(specs, text) for text in (declared["primary_metric"], now["primary_metric"])}
+    _refuse_changes(manifest, declared, now, measures)
+    measure = measures[now["primary_metric"]]
+    if len(now["conditions"]) < 2:
         return
-    record = manifest.content.get("sequential") or {
-        "rule": declared.sequential,
-        "alpha": SIGNIFICANT,
-        "metric": measure.name,
-        "planned": len(seeds),
-        "seeds": seeds,
-        "conditions": {label: {"differences": [], "looks": [], "stopped_after": None} for label in labels[1:]},
-    }
-    for key, now in (("rule", declared.sequential), ("metric", measure.name), ("seeds", seeds)):
-        if record[key] != now:
-            name = {"rule": "sequential", "metric": "primary_metric"}.get(key, key)
-            raise UsageError(_changed(manifest, name, record[key]))
-    for label, condition in record["conditions"].items():
-        if condition["stopped_after"] is None:
-            _look_at(condition, _new_pairs(manifest, specs, (label, labels[0]), condition, measure), record)
+    record = _record(manifest, declared, now, measure)
+    labels = record["labels"]
+    rule = rule_of(declared, len(labels) - 1, record["planned"], measure)
+    if rule.test == "normal":
+        _look_at_seeds(manifest, specs, labels, record, measure, rule)
+    else:
+        for place, (label, condition) in enumerate(record["conditions"].items()):
+            if condition["stopped_after"] is None:
+                pairs = _new_pairs(manifest, specs, (label, labels[0]), condition, measure)
+                _look_at(record, condition, pairs, rule, place)
     manifest.note(sequential=record)
     _stop(manifest, specs, record, observer)
 
 
+def _measure(specs: Sequence[RunSpec], text: str) -> Measure:
+    evaluation = specs[0].config.evaluation
+    if text == "final" and evaluation.problems == 0:
+        return Measure("final", "correct_rate")
+    return Measure.parse(text, *evaluation.names[:1])
+
+
+def _refuse_changes(
+    manifest: Manifest, declared: Mapping[str, Any], now: Mapping[str, Any], measures: Mapping[str, Measure]
+) -> None:
+    """Raise UsageError at the first thing that the file now says otherwise than was declared."""
+    for key in FIXED:
+        was, new = declared[key], now[key]
+        if key == "primary_metric":
+            same = measures[was] == measures[new]
+        elif key == "conditions":
+            same = sorted(was) == sorted(new)
+        else:
+            same = was == new or (key == "seeds" and _grown(declared["sequential"], was, new))
+        if not same:
+            raise UsageError(_changed(manifest, key, was))
+
+
+def _grown(rule: str, was: Sequence[int], now: Sequence[int]) -> bool:
+    """Whether seeds were added behind, under the one rule that plans no number."""
+    return rule == "always_valid" and list(now[: len(was)]) == list(was)
+
+
+def _record(
+    manifest: Manifest, declared: Mapping[str, Any], now: Mapping[str, Any], measure: Measure
+) -> dict[str, Any]:
+    """The manifest's record of looks, or a new one where nothing has been looked at. Raises UsageError when it is of
+    another rule, metric, number of seeds or set of conditions than was declared."""
+    labels, seeds = [now["baseline"], *(each for each in now["conditions"] if each != now["baseline"])], now["seeds"]
+    settings = {
+        "rule": declared["sequential"],
+        "test": declared["test"],
+        "futility": declared["futility"],
+        "race": declared["race"],
+        "metric": measure.name,
+        "seeds": seeds,
+        "labels": labels,
+    }
+    record = manifest.content.get("sequential")
+    if not record or not (record.get("values") or any(own["differences"] for own in record["conditions"].values())):
+        return {
+            **settings,
+            "alpha": SIGNIFICANT,
+            "resolution": 0.0,
+            "planned": len(seeds),
+            "values": [],
+            "conditions": {
+                label: {"differences": [], "looks": [], "stopped_after": None, "stop_reason": None}
+                for label in labels[1:]
+            },
+        }
+    earlier = {"test": "exact", "futility": False, "race": False, "resolution": 0.0, "values": []}
+    record = earlier | {"labels": [declared["baseline"], *record["conditions"]]} | record
+    if _grown(record["rule"], record["seeds"], seeds):
+        record |= {"seeds": seeds, "planned": len(seeds)}
+    for key, value in settings.items():
+        same = sorted(record[key]) == sorted(value) if key == "labels" else record[key] == value
+        if not same or (key == "labels" and record[key][0] != labels[0]):
+            names = {"rule": "sequential", "metric": "primary_metric", "labels": "conditions"}
+            raise UsageError(_changed(manifest, names.get(key, key), record[key]))
+    return record
+
+
 def _changed(manifest: Manifest, key: str, before: Any) -> str:
+    said = f"conditions {', '.join(before)}" if key == "conditions" else f"[campaign] {key} = {before!r}"
+    if key == "baseline":
+        said = f"{before} as the first of its conditions, the baseline"
     return (
-        f"{manifest.directory} has looked at its results with [campaign] {key} = {before!r}: a rule of stopping is "
-        "fixed before the first look; give another directory with --out to use another"
+        f"{manifest.directory} was begun with {said}: what a rule of stopping looks at, and by what, is fixed when the "
+        "first run begins; put it back, or give another directory with --out"
     )
 
 
 def _new_pairs(
     manifest: Manifest, specs: Sequence[RunSpec], labels: Sequence[str], condition: Mapping[str, Any], measure: Measure
-) -> list[tuple[int, float | None]]:
-    """Pairs that are complete and have not been looked at, in the order of the seeds; None for one without a value.
+) -> list[tuple[int, float | None, float]]:
+    """Pairs that are complete and have not been looked at, in the order of the seeds, with the resolution of their
+    values; None for a pair without a value.
 
     A seed that is not complete holds back the later ones, so that the order of looks does not depend on which run was
     quicker. A failed run that was tried again and finished comes in when it is there.
     """
-    by_seed: dict[int, dict[str, RunSpec]] = {}
-    for spec in specs:
-        by_seed.setdefault(spec.seed, {})[spec.label] = spec
     had = dict(condition["differences"])
-    pairs: list[tuple[int, float | None]] = []
-    for seed, pair in by_seed.items():
+    pairs: list[tuple[int, float | None, float]] = []
+    for seed, pair in _by_seed(specs).items():
         if had.get(seed) is not None:
             continue
         entries = [manifest.run(pair[label].run_id) for label in labels]
@@ -93,27 +171,146 @@ def _new_pairs(
             if seed in had:  # failed before, being tried again
                 continue
             break
-        value, base = (read_run(manifest.directory, entry).result(measure) for entry in entries)
+        runs = [read_run(manifest.directory, entry) for entry in entries]
+        value, base = (run.result(measure) for run in runs)
         if value is not None and base is not None:
-            pairs.append((seed, value - base))
+            pairs.append((seed, value - base, max(run.resolution(measure) for run in runs)))
         elif seed not in had:
-            pairs.append((seed, None))
+            pairs.append((seed, None, 0.0))
     return pairs
 
 
-def _look_at(condition: dict[str, Any], new: Sequence[tuple[int, float | None]], record: Mapping[str, Any]) -> None:
-    """Add the pairs and the looks at them, up to the one that decides."""
-    alpha = record["alpha"] / len(record["conditions"])
-    for seed, difference in new:
-        if difference is not None:
-            condition["differences"] = [pair for pair in condition["differences"] if pair[0] != seed]
-        condition["differences"].append([seed, difference])
-        values = [value for _, value in condition["differences"] if value is not None]
-        looks = sequential_looks(values, record["planned"], alpha=alpha, spending=record["rule"])
-        condition["looks"] = [asdict(each) for each in looks]
-        if looks and looks[-1].stop:
-            condition["stopped_after"] = looks[-1].pairs
+def _by_seed(specs: Sequence[RunSpec]) -> dict[int, dict[str, RunSpec]]:
+    by_seed: dict[int, dict[str, RunSpec]] = {}
+    for spec in specs:
+        by_seed.setdefault(spec.seed, {})[spec.label] = spec
+    return by_seed
+
+
+def _look_at(
+    record: dict[str, Any],
+    condition: dict[str, Any],
+    new: Sequence[tuple[int, float | None, float]],
+    rule: Rule,
+    place: int,
+) -> None:
+    """Add the pairs and the looks at them, up to the one that ends the comparison, the ``place``-th of its family."""
+    fresh = np.arange(rule.family) == place
+    for seed, difference, resolution in new:
+        _add(condition, seed, difference)
+        if difference is None:
+            continue
+        record["resolution"] = max(record["resolution"], resolution)
+        path = _path(condition)
+        table = np.full((len(path), rule.family + 1), np.nan)
+        table[:, 0], table[:, place + 1] = 0.0, path
+        paths = [path if each else np.zeros(0) for each in fresh]
+        found = decide_look(table, paths, rule, [None] * rule.family, fresh, record["resolution"])[place]
+        if found is not None and _note(condition, found, {}):
             return
+
+
+def _add(condition: dict[str, Any], seed: int, difference: float | None) -> None:
+    """Put a pair behind those that were looked at; without a value it waits in its place."""
+    if difference is not None:
+        condition["differences"] = [pair for pair in condition["differences"] if pair[0] != seed]
+    condition["differences"].append([seed, difference])
+
+
+def _path(condition: Mapping[str, Any]) -> np.ndarray:
+    """The differences that were looked at, in that order."""
+    return np.array([value for _, value in condition["differences"] if value is not None], dtype=np.float64)
+
+
+def _note(condition: dict[str, Any], found: Decision, facts: Mapping[str, Any]) -> bool:
+    """Add a look, with further ``facts`` of it; whether the comparison has ended with it."""
+    condition["looks"].append(
+        {
+            **(asdict(found.look) if found.look is not None else {}),
+            "pairs": found.pairs,
+            "mean": found.difference,
+            "tested": found.tested,
+            "p": found.p,
+            "p_adjusted": found.p_adjusted,
+            "by": found.by,
+            "stop": found.different,
+            **facts,
+        }
+    )
+    if found.reason not in ("decided", "futility"):
+        return False
+    condition["stopped_after"], condition["stop_reason"] = found.pairs, found.reason
+    return True
+
+
+def _look_at_seeds(
+    manifest: Manifest,
+    specs: Sequence[RunSpec],
+    labels: Sequence[str],
+    record: dict[str, Any],
+    measure: Measure,
+    rule: Rule,
+) -> None:
+    """Look at every seed of which the conditions still in the comparison have ended, in their order, and once more at
+    one whose failed run was tried again and finished."""
+    conditions, base = record["conditions"], labels[0]
+    for seed, of_seed in _by_seed(specs).items():
+        here = [label for label in labels if label == base or conditions[label]["stopped_after"] is None]
+        if len(here) < 2:
+            return
+        row = next((values for known, values in record["values"] if known == seed), None)
+        wanted = here if row is None else [label for label in here if row.get(label, 0.0) is None]
+        entries = {label: manifest.run(of_seed[label].run_id) for label in wanted if label in of_seed}
+        if row is None and any(entry["state"] not in SETTLED for entry in entries.values()):
+            return
+        runs = {label: read_run(manifest.directory, entry) for label, entry in entries.items()}
+        record["resolution"] = max([record["resolution"], *(run.resolution(measure) for run in runs.values())])
+        if row is None:
+            record["values"].append([seed, row := {}])
+        row |= {label: run.result(measure) for label, run in runs.items()}
+        _look_at_row(record, seed, row, [label for label in here if label != base], labels, rule)
+
+
+def _look_at_row(
+    record: dict[str, Any],
+    seed: int,
+    row: Mapping[str, float | None],
+    here: Sequence[str],
+    labels: Sequence[str],
+    rule: Rule,
+) -> None:
+    """Add what a seed has new for the conditions that are ``here`` still, and look at those that have a new pair."""
+    conditions, base, fresh = record["conditions"], row[labels[0]], set()
+    for label in here:
+        had, mine = dict(conditions[label]["differences"]), row.get(label)
+        lead = None if mine is None or base is None else mine - base
+        if seed not in had or (lead is not None and had[seed] is None):
+            _add(conditions[label], seed, lead)
+        if lead is not None and had.get(seed) is None:
+            fresh.add(label)
+    if not fresh:
+        return
+    values = [[np.nan if (v := own.get(label)) is None else v for label in labels] for _, own in record["values"]]
+    looked = decide_look(
+        np.array(values, dtype=np.float64),
+        [_path(conditions[label]) for label in labels[1:]],
+        rule,
+        [_left(conditions[label]) for label in labels[1:]],
+        np.array([label in fresh for label in labels[1:]]),
+        record["resolution"],
+    )
+    spent = boundaries(rule.planned, rule.family, rule.looks, rule.alpha).spent
+    for label, found in zip(labels[1:], looked, strict=True):
+        if found is not None:
+            _note(conditions[label], found, {"spent": float(spent[min(found.pairs, rule.planned) - 1, -1])})
+
+
+def _left(condition: Mapping[str, Any]) -> Left | None:
+    """What the record says ended a comparison."""
+    if condition["stopped_after"] is None:
+        return None
+    adjusted = condition["looks"][-1]["p_adjusted"]
+    return Left(condition["stop_reason"] == "decided", 1.0 if adjusted is None else adjusted)
 
 
 def _stop(manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any], observer: Observer) -> None:
@@ -127,52 +324,14 @@ def _stop(manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any
             continue
         reason = "sequential rule: every comparison is decided"
         if spec.label in decided:
-            last = conditions[spec.label]["looks"][-1]
-            reason = (
-                f"sequential rule: decided after {last['pairs']} of {record['planned']} pairs, "
-                f"p = {probability(last['p'])} at level {record['alpha'] / len(conditions):.3g}"
-            )
+            own = conditions[spec.label]
+            last, after = own["looks"][-1], f"after {own['stopped_after']} of {record['planned']} pairs"
+            exact = record.get("test", "exact") == "exact"
+            if own.get("stop_reason") == "futility":
+                reason = f"sequential rule: stopped for futility {after}"
+            else:
+                level = record["alpha"] / len(conditions) if exact else record["alpha"]
+                p = last["p"] if exact else last["p_adjusted"]
+                reason = f"sequential rule: decided {after}, p = {probability(p)} at level {level:.3g}"
         manifest.update(spec.run_id, state="stopped", reason=reason)
         observer.run_finished(spec, "stopped", reason)
-
-
-def overlay(conditions: Sequence[dict[str, Any]], record: Mapping[str, Any], measure: Measure) -> None:
-    """Put the rule's p-values and verdicts into a comparison's conditions (all but the first), before words are made.
-
-    The p-value of one look at the end is not valid after several looks; the stage-wise one is. ``p_holm`` is it times
-    the number of comparisons.
-    """
-    for condition in conditions:
-        own = record["conditions"].get(condition["label"])
-        if own is None:
-            continue
-        looks, decided = own["looks"], own["stopped_after"] is not None
-        ended = decided or len(own["differences"]) == record["planned"]
-        last = looks[-1] if looks and ended else None
-        condition["p_value"] = last["p"] if last else None
-        condition["p_holm"] = min(1.0, last["p"] * len(record["conditions"])) if last else None
-        condition["sequential"] = {
-            "rule": record["rule"],
-            "planned": record["planned"],
-            "looks": len(looks),
-            "stopped_after": own["stopped_after"],
-            "spent": looks[-1]["spent"] if looks else 0.0,
-            "level": record["alpha"] / len(record["conditions"]),
-        }
-        if decided and looks:
-            condition["verdict"] = direction(looks[-1]["mean"], measure)
-        elif not ended:
-            condition["verdict"] = "cannot tell: the sequential rule has not decided yet"
-        else:
-            condition["verdict"] = "no difference shown"
-
-
-def words(condition: Mapping[str, Any]) -> str:
-    """What the rule did, as a sentence; "" without one."""
-    facts = condition.get("sequential")
-    if not facts:
-        return ""
-    spent = f"{facts['spent']:.2g} of {facts['level']:.3g} spent"
-    if facts["stopped_after"] is not None:
-        return f" Stopped after {facts['stopped_after']} of {facts['planned']} pairs by the sequential rule, {spent}."
-    return f" Sequential rule: not stopped in {facts['looks']} looks, {spent}."

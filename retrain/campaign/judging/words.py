@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.results import Measure
-from retrain.maths.statistics import pairs_for_verdict
 from retrain.record.numbers import minus, points
 from retrain.wording import listed, plural
 
@@ -15,12 +15,18 @@ NAMED_RUNS = 6
 """Missing runs that are named one by one; further ones are counted."""
 
 
-def verdict(condition: Mapping[str, Any], measure: Measure, family: int, margin: float | None) -> str:
+def verdict(condition: Mapping[str, Any], measure: Measure, margin: float | None) -> str:
     """The finding about one condition, compared with the baseline, in a few words.
 
-    ``family`` is the number of conditions compared with the baseline, this one included.
+    Only what was declared gets a verdict; what a stopping rule has decided stands in the condition already.
     """
-    pairs, needed = condition["pairs"], pairs_for_verdict(family)
+    pairs, needed = condition["pairs"], condition["pairs_needed"]
+    if condition["standing"] == EXPLORATORY:
+        return EXPLORATORY
+    if condition["standing"] == INTERIM:
+        return f"{INTERIM}: {pairs} of {plural(condition['pairs_planned'], 'pair')}"
+    if condition["verdict"]:
+        return condition["verdict"]
     if pairs == 0:
         return "cannot tell: no pair of finished runs"
     if pairs < needed:
@@ -29,7 +35,7 @@ def verdict(condition: Mapping[str, Any], measure: Measure, family: int, margin:
     small = condition["equivalence_p_holm"] is not None and condition["equivalence_p_holm"] <= SIGNIFICANT
     within = f"beyond {amount(margin or 0.0, measure)}"
     if different:
-        return direction(condition["difference"], measure) + (f", though not {within}" if small else "")
+        return direction(condition["difference_tested"], measure) + (f", though not {within}" if small else "")
     return f"no difference {within}" if small else "no difference shown"
 
 
@@ -41,23 +47,42 @@ def direction(difference: float, measure: Measure) -> str:
 
 
 def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int) -> str:
-    """Difference, interval, p, pairs, verdict, what is excluded, and the cost, in one sentence."""
+    """Difference, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost, in
+    one sentence."""
     start, pairs = f"{condition['label']} − {baseline}: ", condition["pairs"]
     if not pairs:
         return f"{start}{condition['verdict']}."
     text = difference_words(condition, measure)
+    if wider := new_problems(condition, measure):
+        text += f" (on new problems too{brackets(wider, measure)})"
     if condition["p_holm"] is not None:
         text += f", p = {probability(condition['p_holm'])}"
         text += f" (corrected for {family} comparisons)" if family > 1 else ""
-    finding = condition["verdict"]
-    if finding.startswith("cannot tell") and "sequential" not in condition:
-        finding = f"cannot tell, {pairs_for_verdict(family)} are needed"
-    text += f", {plural(pairs, 'pair')}: {finding}"
-    excluded = exclusion(condition, measure)
     cost = condition["cost_ratio"]
-    text += f"; {excluded}" if excluded else ""
+    text += f", {_finding(condition, measure)}"
     text += f"; {cost:.2f} times the device time per run" if cost is not None else ""
     return f"{start}{text}."
+
+
+def _finding(condition: Mapping[str, Any], measure: Measure) -> str:
+    """How many pairs there are, and what may be concluded from them."""
+    pairs, found = plural(condition["pairs"], "pair"), condition["verdict"]
+    if condition["standing"] == INTERIM:
+        return f"{condition['pairs']} of {plural(condition['pairs_planned'], 'pair')}: interim, no verdict yet"
+    if condition["standing"] == EXPLORATORY:
+        return f"{pairs}: exploratory, no verdict ({'; '.join(condition['standing_reasons'])})"
+    if found.startswith("cannot tell"):
+        needed = condition["pairs_needed"]
+        return f"{pairs}: cannot tell, {needed} are needed" if "sequential" not in condition else f"{pairs}: {found}"
+    open_yet, alike = remaining(condition, measure), condition.get("equivalence_p_holm")
+    if alike is not None and alike <= SIGNIFICANT:  # said, since the 95 % interval may reach beyond the margin
+        found += f", equivalence p = {probability(alike)}"
+    return f"{pairs}: {found} ({population(measure)})" + (f"; {open_yet}" if open_yet else "")
+
+
+def population(measure: Measure) -> str:
+    """Of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, not how problems do."""
+    return "other seeds, these problems" if measure.is_held_out else "other seeds"
 
 
 def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
@@ -65,26 +90,27 @@ def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
     return amount(condition["difference"], measure, sign=True) + brackets(condition["difference_interval"], measure)
 
 
+def new_problems(condition: Mapping[str, Any], measure: Measure) -> list[float] | None:
+    """The ends of the interval of a difference that holds for new problems too; None without one, as in comparisons of
+    earlier releases, and where it reads as the one for these problems does."""
+    own = condition.get("difference_new_problems")
+    if not own or own["low"] is None:
+        return None
+    ends = [own["low"], own["high"]]
+    return None if brackets(ends, measure) == brackets(condition["difference_interval"], measure) else ends
+
+
 def brackets(ends: Sequence[float] | None, measure: Measure) -> str:
     """An interval behind its estimate; "" where there is none."""
     return f" [{', '.join(number(end, measure) for end in ends)}]" if ends else ""
 
 
-def exclusion(condition: Mapping[str, Any], measure: Measure) -> str:
-    """What the 95 % interval of the difference rules out, where there are enough pairs for a verdict, else "".
-
-    Without a difference shown those are larger ones, in either direction; with one, smaller ones in its direction.
-    """
+def remaining(condition: Mapping[str, Any], measure: Measure) -> str:
+    """Without a difference shown: what the 95 % interval leaves open, in either direction; else ""."""
     ends = condition["difference_interval"]
-    if condition["p_holm"] is None or not ends or condition["verdict"].startswith("cannot tell"):
+    if not ends or condition["verdict"] != "no difference shown":
         return ""
-    low, high = ends
-    if condition["verdict"].startswith("no difference"):
-        return f"differences above {amount(max(abs(low), abs(high)), measure)} are excluded"
-    if low <= 0.0 <= high:
-        return ""
-    up, down = ("gains", "losses") if measure.higher_is_better else ("rises", "falls")
-    return f"{up if low > 0.0 else down} below {amount(min(abs(low), abs(high)), measure)} are excluded"
+    return f"the interval leaves {amount(max(abs(end) for end in ends), measure)} open"
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from retrain.campaign.planning.plan import RunSpec
+from retrain.config import Config
 from retrain.config.base import Role
 from retrain.config.root import role_of
 from retrain.errors import UsageError
@@ -74,12 +76,23 @@ def counts(key: str) -> bool:
     return role is None or role not in QUIET
 
 
+@cache
+def _defaults() -> dict[str, Any]:
+    """The default of every dotted key."""
+    return dict(flat(Config().to_dict()))
+
+
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = counts
 ) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by dotted key, for every key that matters and differs. Absent, unset and empty are the same."""
+    """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
+    record does not have, because there was none when it was made, has its default."""
     before, now = dict(flat(old)), dict(flat(new))
-    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if matters(key)}
+    pairs = {
+        key: (before.get(key, _defaults().get(key)), now.get(key, _defaults().get(key)))
+        for key in {**before, **now}
+        if matters(key)
+    }
     empty = (None, [], {})
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config.base import Role
+from retrain.config.campaign import Campaign
 from retrain.config.root import keys, role_of, value_at
 from retrain.errors import UsageError
 
@@ -14,7 +15,8 @@ CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
 
 LOOK_SEEDS = 2
-"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped."""
+"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped.
+A race, which stops most of them, goes seed by seed."""
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int) -> list[list[RunSpec]]:
@@ -40,9 +42,14 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool) -> int:
     if asked != "auto":
         return int(asked)
     if specs[0].config.campaign.sequential != "off":
-        return LOOK_SEEDS * conditions
+        return seeds_together(specs[0].config.campaign) * conditions
     most = GPU_LANES if on_gpu else CPU_LANES
     return max(1, most // conditions * conditions if conditions <= most else most)
+
+
+def seeds_together(campaign: Campaign) -> int:
+    """Whole seeds that train together under a rule that may stop conditions, unless ``lanes`` says otherwise."""
+    return 1 if campaign.race else LOOK_SEEDS
 
 
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:

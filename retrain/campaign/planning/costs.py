@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.modes import Need
+from retrain.config.schedule import part_evaluations, whole_evaluations
 from retrain.files import read_json
 from retrain.gpus import usable_gpu
 from retrain.models import find_file
@@ -22,6 +23,7 @@ from retrain.models.sizes import (
     critic_bytes,
     decoding_copies,
     kept_bytes,
+    update_copy,
 )
 from retrain.models.targets import DENSE_FAMILIES, targeted
 
@@ -268,6 +270,8 @@ class Memory:
     process: int = 0
     head_copy: int = 0
     block_copy: int = 0
+    update_copy: int = 0
+    """The weights in bfloat16, as `update_dtype` has it; it stays as well."""
 
     def least(self, lanes: int = 1) -> int:
         """What ``lanes`` runs like this one need that step together; they train one after the other."""
@@ -278,7 +282,7 @@ class Memory:
         return self._staying(lanes) + max(self.training, self.block_copy + lanes * self.sampling)
 
     def _staying(self, lanes: int) -> int:
-        return self.process + self.base + self.head_copy + lanes * self.adapter
+        return self.process + self.base + self.head_copy + self.update_copy + lanes * self.adapter
 
 
 def shared_memory(runs: Sequence[Memory]) -> Memory:
@@ -288,6 +292,7 @@ def shared_memory(runs: Sequence[Memory]) -> Memory:
         adapter=sum(run.adapter for run in runs),
         training=max(run.training for run in runs),
         sampling=sum(run.sampling for run in runs),
+        update_copy=max(run.update_copy for run in runs),
     )
 
 
@@ -349,7 +354,8 @@ def reference_gpu() -> Device:
 @dataclass(frozen=True)
 class Work:
     """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
-    evaluation, of which there are ``evaluations`` after the start and, with ``at_start``, one before it."""
+    evaluation, of which there are ``evaluations`` after the start and, with ``at_start``, one before it; there are
+    ``parts`` more, of ``part`` completions each, for the curve alone."""
 
     prompt: int
     tokens: int
@@ -358,6 +364,8 @@ class Work:
     evaluated: int
     evaluations: int
     at_start: bool
+    part: int = 0
+    parts: int = 0
 
     @property
     def length(self) -> int:
@@ -372,22 +380,24 @@ class Work:
     @property
     def evaluation_completions(self) -> int:
         """Completions of all held-out evaluations."""
-        return (self.at_start + self.evaluations) * self.evaluated
+        return (self.at_start + self.evaluations) * self.evaluated + self.parts * self.part
 
 
 def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
     """The work of one resolved run configuration; prompts are taken to be typical where they were not measured."""
     training, evaluation = config.training, config.evaluation
     evaluated = sum(each.problems * each.samples for each in config.held_out)
-    between = (training.max_steps - 1) // training.eval_every if training.eval_every > 0 else 0
+    asked = (evaluation.schedule, training.max_steps, training.eval_every)
     return Work(
         prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=min(training.max_tokens * config.environment.turns, config.environment.max_episode_tokens or 2**62),
         rows=training.batch_size * training.group_size,
         steps=training.max_steps,
         evaluated=evaluated,
-        evaluations=between + 1 if evaluated else 0,
+        evaluations=len(whole_evaluations(*asked)) if evaluated else 0,
         at_start=evaluation.at_start and evaluated > 0,
+        part=sum(each.part.problems * each.part.samples for each in config.held_out),
+        parts=len(part_evaluations(*asked)) if evaluated else 0,
     )
 
 
@@ -420,6 +430,7 @@ def estimate_run(
         process=PROCESS_BYTES[device.kind],
         head_copy=head_copy,
         block_copy=0 if served else block_copy,
+        update_copy=update_copy(weights, width, config.training.update_dtype),
     )
     return Estimate(
         adapter_parameters=adapter,
@@ -450,6 +461,8 @@ def cohort_seconds(
     evaluated = [run for run in runs if run.evaluated]
     if evaluated:
         seconds += evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
+        if evaluated[0].parts:
+            seconds += evaluated[0].parts * decode(sum(run.part for run in evaluated))
         seconds += evaluated[0].at_start * decode(evaluated[0].evaluated)  # of the base, once for all
     return seconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from retrain.record.states import MANIFEST, is_name, read_manifest
 from retrain.record.writer import RecordFiles
 
 PLAN = "plan.json"
-CONCLUSIONS = ("comparison", "squeeze", "report")
+CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
 
 
@@ -37,6 +37,11 @@ def fingerprint(spec: RunSpec) -> str:
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     given = {key: value for key, value in config if counts(key) and value not in ({}, [])}
     return hashlib.sha256(dumps(given).encode()).hexdigest()[:16]
+
+
+def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any of a manifest's runs has begun."""
+    return any(run["state"] != "pending" or run["step"] for run in entries)
 
 
 class Manifest:
@@ -62,12 +67,16 @@ class Manifest:
     def open(cls, directory: Path, name: str, specs: Sequence[RunSpec]) -> Manifest:
         """Create the directory's manifest, or continue the one that is there.
 
-        New runs of an extended plan are added. Settings of known runs become those of the plan, which the caller has
-        had accepted; a finished run that is to take more steps is pending again, and what was concluded is forgotten.
+        New runs of an extended plan are added; until one has begun, runs that are no longer planned are left out.
+        Settings of known runs become those of the plan, which the caller has had accepted; a finished run that is to
+        take more steps is pending again, and what was concluded is forgotten.
         """
         path = directory / MANIFEST
         new = {"format": 1, "name": name, "created": time.time(), "runs": []}
         content = read_manifest(directory) if path.exists() else new
+        if not begun(content["runs"]):
+            planned = {spec.run_id for spec in specs}
+            content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
         known = {run["run_id"]: run for run in content["runs"]}
         for spec in specs:
             digest, run = fingerprint(spec), known.get(spec.run_id)

@@ -301,6 +301,7 @@ def _build_run(
         )
         recorder.log(note)
         shared.observer.message(f"{spec.run_id}: {note}")
+    fresh = getattr(run.policy, "fingerprint", lambda: None)()  # a backend of the user's need not have one
     lines = _restored(run, model, begin)
     if run.restored_step is not None and config.inference.served:
         lines.append(
@@ -316,6 +317,7 @@ def _build_run(
         condition=spec.label,
         seeds={"campaign": stream[0], "run": stream[1]},
         ranges=dict(recorder.context.ranges),
+        **({"initial_adapter": fresh} if fresh and not config.resume.from_ else {}),
         **begin.facts,
     )
     recorder.start(facts, begin.system)

@@ -6,13 +6,14 @@ the cohorts, and all that is known of them here are its events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
+from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.design import without_sepa
 from retrain.campaign.judging.sequential import look
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
@@ -107,7 +108,8 @@ def _open(plan: Plan, observer: Observer, approval: Approval) -> Manifest:
     entries = {}
     if (directory / MANIFEST).is_file():
         entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
-    asked, extensions = settings_changes(plan.specs, planned_configs(directory), entries)
+    configs = planned_configs(directory)
+    asked, extensions = settings_changes(plan.specs, configs, entries)
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
@@ -115,7 +117,13 @@ def _open(plan: Plan, observer: Observer, approval: Approval) -> Manifest:
     approval(directory, asked)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
-    return Manifest.open(directory, plan.name, plan.specs)
+    manifest = Manifest.open(directory, plan.name, plan.specs)
+    freeze(manifest.content, plan.specs, list(entries.values()), configs)
+    manifest.content.pop("notes", None)
+    if notes := [f"{words}." for words in without_sepa(plan.specs)]:
+        manifest.content["notes"] = notes
+    manifest.write()
+    return manifest
 
 
 class Controller:
@@ -130,11 +138,12 @@ class Controller:
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(self.directory)
         self._by_id = {spec.run_id: spec for spec in plan.specs}
+        self._squeezed: set[tuple[str, str]] = set()
+        """Runs and places whose analysis this process has tried; one that fails is not tried again."""
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
-        _declared(manifest, specs)  # kept from now on
         observer.plan(specs)
         look(manifest, specs, observer)  # killed between the last run of a seed and the look at it
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
@@ -153,17 +162,16 @@ class Controller:
             try:
                 for group, how in self._jobs(retry_failed) if todo else ():
                     self._train(group, how)
-                    self._squeeze_once()
+                    self._squeeze_due()
                     look(manifest, specs, observer)
-                self._squeeze_once()  # killed after the last run and before its analysis
+                self._squeeze_due()  # killed after the last run and before its analysis
             except (Interrupted, KeyboardInterrupt) as end:
                 return self._interrupted(todo, saved=isinstance(end, Interrupted))
         if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
-            from retrain.campaign.judging.comparison import compare
+            from retrain.campaign.judging.pooling import conclude
 
-            runs, labels = manifest.content["runs"], [spec.label for spec in specs]
-            rule, declared = manifest.content.get("sequential"), _declared(manifest, specs)
-            manifest.note(comparison=compare(self.directory, runs, labels, sequential=rule, **declared))
+            manifest.files.flush()  # read from there, as by everybody later
+            manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
         failed = any(run["state"] == "failed" for run in manifest.content["runs"])
@@ -264,6 +272,8 @@ class Controller:
                     changes["log"] = str(Path(manifest.run(run_id)["path"]) / "run.log")
                 manifest.update(run_id, **changes)
                 observer.run_finished(self._by_id[run_id], status, reason)
+            case Facts({"squeezes": more}):
+                manifest.note(squeezes={**manifest.content.get("squeezes", {}), **more})
             case Facts(facts):
                 manifest.note(**facts)
             case Message(text, level):
@@ -271,39 +281,40 @@ class Controller:
             case JobEnded():
                 pass
 
-    def _squeeze_once(self) -> None:
-        """After the first finished run: what rank would have been enough."""
-        manifest = self.manifest
-        if manifest.content.get("squeeze"):
+    def _squeeze_due(self) -> None:
+        """What rank would have been enough, of each adapter of which it is to be known and is not yet.
+
+        The first finished run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
+        ``squeezes`` by label.
+        """
+        content = self.manifest.content
+        done = [spec for spec in self.specs if self.manifest.run(spec.run_id)["state"] == "done"]
+        done = [spec for spec in done if spec.config.squeeze.enabled]
+        if not done:
             return
-        for spec in self.specs:
-            if spec.config.squeeze.enabled and manifest.run(spec.run_id)["state"] == "done":
-                weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
-                if spec.config.backend.backend == "local" or weights.is_file():
-                    # else a backend of the user's that trains something else than a LoRA adapter
-                    self._follow(SqueezeJob.of(self.plan, spec), ())
-                return
+        of_condition = {spec.label: spec for spec in reversed(done)}
+        first, known = _squeezed_label(content) or done[0].label, set(content.get("squeezes") or ())
+        due = [] if content.get("squeeze") else [(of_condition[first], "squeeze")]
+        if done[0].config.squeeze.runs == "one per condition":
+            others = [label for label in dict.fromkeys(spec.label for spec in done) if label not in {first, *known}]
+            due += [(of_condition[label], f"squeeze/{label}") for label in others]
+        for spec, place in due:
+            if (spec.run_id, place) in self._squeezed:
+                continue
+            weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
+            if spec.config.backend.backend == "local" or weights.is_file():
+                # else a backend of the user's that trains something else than a LoRA adapter
+                self._squeezed.add((spec.run_id, place))
+                self._follow(SqueezeJob.of(self.plan, spec, place), ())
 
 
-def _declared(manifest: Manifest, specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """Metric and margin that decide, as ``compare`` takes them; a change since the first start is among the warnings.
-
-    The manifest keeps what was declared first: what is chosen after results were there is exploratory.
-    """
-    campaign = specs[0].config.campaign
-    now = {"primary_metric": campaign.primary_metric, "equivalence_margin": campaign.equivalence_margin}
-    first = manifest.content.setdefault("declared", now)
-    changed = [
-        f"{key} was {first[key]} at the first start and is {now[key]} now" for key in now if first[key] != now[key]
-    ]
-    return {
-        "metric": None if campaign.primary_metric == "final" else campaign.primary_metric,
-        "margin": campaign.equivalence_margin,
-        "warnings": [
-            *(f"{words}: what it shows is exploratory." for words in changed),
-            *(f"{words}." for words in without_sepa(specs)),
-        ],
-    }
+def _squeezed_label(content: Mapping[str, Any]) -> str | None:
+    """The condition whose adapter ``squeeze`` is about; records of earlier releases say only where the adapter is."""
+    report = content.get("squeeze")
+    if not report:
+        return None
+    name = Path(report["run"]).parent.name
+    return report.get("label") or next((run["label"] for run in content["runs"] if run["run_id"] == name), None)
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
@@ -316,7 +327,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
     if done:
         paths["adapter"] = str(directory / done[0]["path"] / "final")
         paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
-    return {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze")} | {"paths": paths}
+    return {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")} | {"paths": paths}
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

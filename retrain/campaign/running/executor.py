@@ -183,8 +183,9 @@ class InProcess:
 
         spec, longest = RunSpec.from_json(job.run), Longest(**job.longest)
         try:
-            analysis = squeeze_after_run(Path(job.directory), spec, Path(job.folder), longest, self._own_bases())
-            outbox.put(Facts({"squeeze": analysis}))
+            where = Path(job.directory), job.place
+            analysis = squeeze_after_run(*where, spec, Path(job.folder), longest, self._own_bases())
+            outbox.put(Facts({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}}))
         except RetrainError as error:
             if lost(error):
                 raise

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrain.campaign.planning.plan import RunSpec
-from retrain.models.sizes import adapter_bytes, critic_bytes
+from retrain.models.sizes import adapter_bytes, critic_bytes, update_copy
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
+from retrain.policy.rounded import copied_bytes
 
 USABLE_SHARE = 0.85
 """Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
@@ -45,7 +46,10 @@ def check_memory(
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
     usable = int(USABLE_SHARE * available_memory(base.device))
-    fitting = own = caches = 0
+    fitting = caches = 0
+    weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
+    copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
+    own = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
     for spec in specs:
         training = spec.config.training
         rows = min(LEAST_ROWS, training.batch_size * training.group_size)

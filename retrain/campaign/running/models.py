@@ -24,7 +24,7 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.watch import Watch
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
-from retrain.policy.device import bfloat16_advice, described, gpu_facts
+from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
@@ -82,7 +82,9 @@ def local_model(
     dtype = str(base.dtype).removeprefix("torch.")
 
     def watch(config: Config) -> Watch:
-        return Watch(base, lanes, config.training.temperature, config.inference.mismatch_limit_in(dtype))
+        rounded = config.training.update_dtype
+        limit = config.inference.mismatch_limit_in(dtype if rounded == "model" else rounded)
+        return Watch(base, lanes, config.training.temperature, limit)
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     built |= gpu_facts(base.device)
@@ -205,6 +207,8 @@ class Bases:
                 larger = self._base.device.type == "cpu" and not self._base.small
                 if larger and (advice := bfloat16_advice(config.inference.dtype)):
                     tell(advice)
+            if self._base.device.type == "cpu" and (advice := update_advice(config.training.update_dtype)):
+                tell(advice)
         if self._lanes is None or targets != self._targets:
             self._lanes = self._engine = None
             self._base.release()

@@ -41,18 +41,22 @@ class CohortJob:
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of ``run``, which has finished; the other fields are those of ``CohortJob``. The
-    event is Facts, with the key ``squeeze``."""
+    """Analyse and compress the adapter of ``run``, which has finished; the other fields are those of ``CohortJob``.
+
+    ``place`` is where below the directory. The event is Facts: for the place ``squeeze`` with that key, for another one
+    with the key ``squeezes``, whose value has the run's label as its key.
+    """
 
     directory: str
     folder: str
     run: dict[str, Any]
     longest: dict[str, Any]
+    place: str = "squeeze"
 
     @classmethod
-    def of(cls, plan: Plan, spec: RunSpec) -> SqueezeJob:
+    def of(cls, plan: Plan, spec: RunSpec, place: str = "squeeze") -> SqueezeJob:
         """The job of this run of a plan."""
-        return cls(**_facts_of(plan), run=spec.to_json())
+        return cls(**_facts_of(plan), run=spec.to_json(), place=place)
 
 
 def _facts_of(plan: Plan) -> dict[str, Any]:

@@ -162,14 +162,10 @@ def _answers(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
 
 
 def _episodes(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
-    """Whole episodes; each has the mean of the seconds that their environments took. Raises what the chat template or a
-    grader raises."""
+    """Whole episodes; each has the mean of the seconds that their environments took. Raises RunFailed with what the
+    chat template or a grader raises."""
     collected = collect(cohort.engine, asked)
-    groups = []
-    for group in collected.groups:
-        if isinstance(group, Exception):
-            raise group
-        groups.append(group)
+    groups = collected.graded()
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
     each = seconds["score"] / max(1, sum(len(group.rollouts) for group in groups))
     graded = [([one.reward for one in group.rollouts], [each] * len(group.rollouts)) for group in groups]

@@ -1,0 +1,90 @@
+"""``ui``: a local web page over directories of runs."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retrain.extras import is_installed, missing
+
+if TYPE_CHECKING:
+    from retrain.ui.library import Library
+
+PORT = 8571
+
+
+def ui(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="DIR...", help="Campaigns, runs, or directories of those; logs without any.", show_default=False
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 is any that is free.")] = PORT,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Any but this machine's own asks for a token.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="OUT", help="Write a copy that opens without a server, and end."),
+    ] = None,
+) -> None:
+    """Look at campaigns and runs on a local web page, live while they train. Nothing in them is changed.
+
+    Prints the address of the page. Reads what retrain, the Tinker cookbook and TRL write. Ctrl-C ends it.
+    """
+    for module in ("starlette", "uvicorn", "jinja2"):
+        if not is_installed(module):
+            raise missing("retrain ui", module, "ui")
+    from retrain.serving.listening import Server, listening_socket
+    from retrain.serving.local import is_local
+    from retrain.ui.library import Library
+    from retrain.ui.numbers import Pool, cache_directory
+    from retrain.ui.places import Places
+    from retrain.ui.server import app_of
+
+    library = Library(Places(directories or [Path("logs")]), Pool(cache_directory()))
+    if bundle is not None:
+        write_copy(library, bundle)
+        return
+    token = None if is_local(host) else secrets.token_urlsafe(24)
+    with listening_socket(host, port) as bound:
+        url = address_of(bound, token)
+        server: Server | None = None
+
+        def ready() -> None:
+            print(f"retrain ui at {url}", flush=True)
+            if browser:
+                import webbrowser
+
+                webbrowser.open(url)
+
+        app = app_of(
+            library, host=host, port=bound.getsockname()[1], token=token,
+            closing=lambda: server is not None and server.should_exit,
+        )  # fmt: skip
+        server = Server(app, ready)
+        server.run(sockets=[bound])
+
+
+def write_copy(library: Library, out: Path) -> None:
+    """The copy, with a line for what it is."""
+    from retrain.commands.output import note
+    from retrain.ui.bundle import write_bundle
+
+    size = write_bundle(library, out, lambda done, of: note(f"copied {done} of {of}"))
+    print(f"{out / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")
+
+
+def address_of(bound: socket.socket, token: str | None) -> str:
+    """What a person opens; of a server that listens everywhere, under this machine's name."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")

@@ -1,0 +1,88 @@
+"""Score intervals of a mean that has bounds: of two models' differences on the same problems, of scores in [0, 1].
+
+Wilson (1927) asks which shares θ the data do not contradict, with the variance that θ would have rather than that of
+the data; Tango (1998) asks the same of the difference of two paired shares, with the most likely probabilities of the
+answers gained and lost that have this difference. Here the unit is the problem, and a problem's value may be any
+number between the bounds: the mean of several samples, a pass@k. The most likely distribution with the mean θ then
+tilts the values that were seen, and puts on the bound beyond them what tilting cannot reach (Owen's 1988 empirical
+likelihood with two more possible values). With values 0 and 1 this is Wilson's interval, with −1, 0 and 1 Tango's.
+
+What was never seen therefore counts: n equal values leave q²/(n + q²) of the way to each bound open. Coverage:
+``benchmarks/intervals.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from retrain.maths.arrays import Table, Values
+from retrain.maths.statistics import Interval, _t_quantile, _vector
+
+ROUNDING = 1e-12
+"""Values may pass the bounds by so much."""
+HALVINGS = 45
+
+
+def bounded_mean_interval(values: Values, low: float, high: float, level: float = 0.95, *, t: bool = False) -> Interval:
+    """Mean of independent values in [low, high] with its score interval, within the bounds.
+
+    The quantile is the normal one, as in Tango's interval; with ``t`` Student's and the variance that goes with it, as
+    in ``statistics.accuracy_interval``. Ends are None with one value. Raises ValueError for no value, or one outside
+    the bounds.
+    """
+    x = _vector(values, "values")
+    if not len(x) or x.min() < low - ROUNDING or x.max() > high + ROUNDING:
+        raise ValueError(f"an interval needs at least one value, all within [{low:g}, {high:g}]")
+    n, estimate = len(x), float(x.mean())
+    if n < 2:
+        return Interval(estimate, None, None)
+    support, counts = np.unique(np.clip(x, low, high), return_counts=True)
+    rooms = np.stack([high - support, support - low])
+    size, quantile = (n - 1, _t_quantile(level, n - 1)) if t else (n, _t_quantile(level, math.inf))
+    left = smallest_room(rooms, np.stack([counts, counts]) / n, size, quantile)
+    return Interval(estimate, low + float(left[1]), high - float(left[0]))
+
+
+def tango_interval(gained: int, lost: int, n: int, level: float = 0.95) -> Interval:
+    """(gained − lost)/n with Tango's (1998) score interval: of n problems that two models answered once each,
+    ``gained`` only the first one solved and ``lost`` only the second one. Raises ValueError for impossible counts."""
+    if min(gained, lost) < 0 or n < 1 or gained + lost > n:
+        raise ValueError(f"gained and lost are parts of n ≥ 1 problems: got {gained}, {lost} and {n}")
+    return same_problems_interval(np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost]), level)
+
+
+def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
+    """Mean difference of two models' scores on the same problems, each in [−1, 1], with its score interval: Tango's
+    for one sample of each problem. Ends are None with one problem; raises as ``bounded_mean_interval``."""
+    return bounded_mean_interval(gains, -1.0, 1.0, level)
+
+
+def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> Table:
+    """The smallest mean distance to a bound that is no further than ``quantile`` standard errors of its own from the
+    data, for each row of ``shares`` [N, values]; ``rooms`` [N or 1, values] are the values' distances, ``size`` their
+    number. The upper end of a score interval is the upper bound less this.
+
+    The distributions that are most likely for their mean form one path: weights share/(room + e), from e = ∞ (the data
+    as they are) to 0, then that mixed with 0 to 1 of the bound itself. The end is found on it by bisection.
+    """
+    scale = np.maximum(rooms.max(axis=1, keepdims=True), 1e-300)
+    within, beyond = np.zeros(len(shares)), np.full(len(shares), 2.0)
+    observed = (shares * rooms).sum(axis=1)
+    for _ in range(HALVINGS):
+        middle = 0.5 * (within + beyond)
+        mean, variance = _on_path(rooms, shares, middle, scale)
+        outside = size * (observed - mean) ** 2 > quantile**2 * variance
+        within, beyond = np.where(outside, within, middle), np.where(outside, middle, beyond)
+    return _on_path(rooms, shares, within, scale)[0]
+
+
+def _on_path(rooms: np.ndarray, shares: np.ndarray, at: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance at places of the path [N]: 0 to 1 is e from ∞ to 0, 1 to 2 the share of the bound."""
+    tilt = np.clip(at, 1e-15, 1.0)[:, None]
+    offset = scale * (1.0 - tilt) / tilt
+    weights = np.where(shares > 0.0, shares / np.maximum(rooms + offset, 1e-300), 0.0)
+    weights *= (1.0 - np.clip(at - 1.0, 0.0, 1.0)[:, None]) / weights.sum(axis=1, keepdims=True)
+    mean = (weights * rooms).sum(axis=1)
+    return mean, np.maximum((weights * rooms**2).sum(axis=1) - mean**2, 0.0)

@@ -1,0 +1,125 @@
+"""The spectra of trained LoRA adapters, one module in memory at a time, and how far two of them span the same space.
+
+As ``maths.squeeze`` computes them, with numpy: a page server is to stay far below the memory that torch takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from retrain.files import read_json
+
+DIRECTIONS = 4
+"""Leading directions of an update that two adapters are compared in."""
+KEPT_DIRECTIONS = 32
+"""Modules whose directions are kept: those of a large model would take its memory many times."""
+MOST_HEADER, MOST_FACTOR = 8 << 20, 1 << 28
+TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """One module: singular values of ΔW, descending, and its leading left directions [out, k] of unit length."""
+
+    values: np.ndarray
+    directions: np.ndarray
+
+    @property
+    def energy(self) -> np.ndarray:
+        """Share of Σs² in the first k values, for k = 1 … rank; all 0 of an untrained module."""
+        squares = np.cumsum(self.values.astype(np.float64) ** 2)
+        return squares / squares[-1] if len(squares) and squares[-1] > 0 else np.zeros(len(squares))
+
+
+def spectra(weights: Path, settings: Path) -> dict[str, Spectrum]:
+    """Every module's spectrum, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises ValueError for
+    files that are none of an adapter."""
+    found = weights.stat()
+    return _spectra(weights, settings, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(32)
+def _spectra(weights: Path, settings: Path, size: int, written: int) -> dict[str, Spectrum]:
+    config = read_json(settings)
+    if not isinstance(config, dict):
+        raise ValueError("adapter_config.json is no object")
+    out: dict[str, Spectrum] = {}
+    factors = _factors(weights)
+    kept = set(sorted(factors)[:: max(1, -(-len(factors) // KEPT_DIRECTIONS))])
+    for name, read in factors.items():
+        a, b = read()
+        if a.ndim == 2 and b.ndim == 2 and a.shape[0] == b.shape[1] and np.isfinite(a.sum()) and np.isfinite(b.sum()):
+            out[name] = _spectrum(a, b, _scale(config, name, a.shape[0]), DIRECTIONS if name in kept else 0)
+    return out
+
+
+def overlap(one: Spectrum, other: Spectrum) -> float | None:
+    """‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance; None where one has none."""
+    k = min(one.directions.shape[1], other.directions.shape[1])
+    if not k or one.directions.shape[0] != other.directions.shape[0]:
+        return None
+    return float(np.sum((one.directions[:, :k].T @ other.directions[:, :k]) ** 2) / k)
+
+
+def norm(spectrum: Spectrum) -> float:
+    """The Frobenius norm of ΔW."""
+    return math.sqrt(float(np.sum(spectrum.values.astype(np.float64) ** 2)))
+
+
+def _spectrum(a: np.ndarray, b: np.ndarray, scale: float, directions: int) -> Spectrum:
+    q, r = np.linalg.qr(b)
+    _, other = np.linalg.qr(a.T)
+    u, values, _ = np.linalg.svd(r @ other.T)
+    trained = int(np.sum(values > 1e-12 * values[0])) if len(values) and values[0] > 0 else 0
+    return Spectrum(values * abs(scale), (q @ u[:, : min(directions, trained)]).astype(np.float32))
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    alphas = config.get("alpha_pattern") if isinstance(config.get("alpha_pattern"), dict) else {}
+    own = next((alpha for pattern, alpha in (alphas or {}).items() if name.endswith(pattern)), None)
+    alpha = own if own is not None else config.get("lora_alpha", rank)
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _factors(weights: Path) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
+    """What reads A [r, in] and B [out, r] in float32, by module."""
+    with open(weights, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < length <= MOST_HEADER:
+            raise ValueError("no safetensors file")
+        tensors = json.loads(file.read(length))
+    if not isinstance(tensors, dict):
+        raise ValueError("no safetensors file")
+    found: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {}
+    for key in sorted(tensors):
+        other = key.replace(".lora_A", ".lora_B")
+        if other != key and other in tensors:
+            name = key.partition(".lora_A")[0].removeprefix("base_model.model.")
+            found[name] = partial(_pair, weights, 8 + length, tensors[key], tensors[other])
+    return found
+
+
+def _pair(path: Path, begin: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    with open(path, "rb") as file:
+        return _tensor(file, begin, a), _tensor(file, begin, b)
+
+
+def _tensor(file: IO[bytes], begin: int, facts: Mapping[str, Any]) -> np.ndarray:
+    kind, shape, (start, end) = TYPES[facts["dtype"]], facts["shape"], facts["data_offsets"]
+    if not 0 <= end - start <= MOST_FACTOR:
+        raise ValueError("a factor is too large")
+    file.seek(begin + start)
+    data = np.frombuffer(file.read(end - start), kind)
+    if facts["dtype"] == "BF16":
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    return data.reshape(shape).astype(np.float32)

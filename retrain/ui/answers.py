@@ -1,0 +1,132 @@
+"""Answers of the API: JSON with an ETag, errors of one sentence, and what is asked for in a query."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from retrain.errors import RetrainError
+from retrain.files import dumps
+
+MOST_VALUE = 4096
+"""Characters of one value of a query."""
+DIGITS = 7
+"""Significant digits of numbers that are float32 on the disk."""
+
+
+class Refusal(Exception):
+    """What cannot be answered: an HTTP status and one sentence."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status, self.text = status, text
+
+
+class Query:
+    """The values of a request's query; those that are no such value raise Refusal (400)."""
+
+    def __init__(self, asked: Request | QueryParams):
+        self._values = asked.query_params if isinstance(asked, Request) else asked
+        for name, value in self._values.multi_items():
+            if len(value) > MOST_VALUE or "\0" in value:
+                raise Refusal(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """One value; without it the default, and a refusal where there is none."""
+        value = self._values.get(name, default)
+        if value is None:
+            raise Refusal(400, f"the query needs {name}=…")
+        return value
+
+    def texts(self, name: str, most: int) -> list[str]:
+        """Every value of a name that may be repeated, each once; at least one."""
+        values = list(dict.fromkeys(self._values.getlist(name)))
+        if not values:
+            raise Refusal(400, f"the query needs {name}=…")
+        if len(values) > most:
+            raise Refusal(400, f"{name} may be given {most} times")
+        return values
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        """A whole number from ``low`` to ``high``."""
+        value = self._values.get(name)
+        if value is None or value == "":
+            return default
+        digits = value.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 19 and low <= int(value) <= high):
+            raise Refusal(400, f"{name} is a whole number from {low} to {high}")
+        return int(value)
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """One of these words, the first by default."""
+        value = self._values.get(name) or choices[0]
+        if value not in choices:
+            raise Refusal(400, f"{name} is one of {', '.join(choices)}")
+        return value
+
+
+class JsonRoute(Route):
+    """A route with what it answers, for who asks without a request."""
+
+    def __init__(self, path: str, answer: Callable[[Query], Any]):
+        def endpoint(request: Request) -> Response:
+            return guarded(lambda: json_answer(request, answer(Query(request))))
+
+        super().__init__(path, endpoint, methods=["GET"])
+        self.answer = answer
+
+
+def json_route(path: str, answer: Callable[[Query], Any]) -> Route:
+    """A GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; what it refuses, and what
+    a file refuses, becomes one sentence."""
+    return JsonRoute(path, answer)
+
+
+def guarded(answer: Callable[[], Response]) -> Response:
+    """The answer, or the sentence of why there is none."""
+    try:
+        return answer()
+    except Refusal as error:
+        return refused(error.status, error.text)
+    except RetrainError as error:
+        return refused(400, str(error))
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        return refused(404, f"a file could not be read: {reason}; it may have been moved or replaced just now")
+
+
+def refused(status: int, text: str) -> JSONResponse:
+    """An error as every endpoint gives it."""
+    return JSONResponse({"error": " ".join(text.split())}, status)
+
+
+def json_answer(request: Request, value: Any) -> Response:
+    """``value`` as strict JSON, or 304 where the asker has it already."""
+    body = dumps(value).encode()
+    tag = f'W/"{zlib.crc32(body):08x}{len(body):x}"'
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    """Numbers for JSON: rounded to the digits that float32 has, NaN and infinities as None."""
+    numbers = np.asarray(values, np.float64)
+    finite = np.isfinite(numbers)
+    whole = finite & (numbers == np.rint(numbers)) & (np.abs(numbers) < 1e15)
+    if not whole.all():
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            power = DIGITS - 1 - np.floor(np.log10(np.abs(np.where(finite & (numbers != 0), numbers, 1.0))))
+            scale = 10.0 ** np.clip(power, -300, 300)
+            numbers = np.where(whole, numbers, np.rint(numbers * scale) / scale)
+    if finite.all():
+        return numbers.tolist()
+    return [number if known else None for number, known in zip(numbers.tolist(), finite.tolist(), strict=True)]

@@ -1,0 +1,1 @@
+"""The JSON of the page, one file for each group of endpoints: ``routes(library)`` of each."""

@@ -1,0 +1,77 @@
+"""``/api/campaign``: one campaign with its comparison, how many more seeds would tell, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.routing import Route
+
+from retrain.ui.answers import Query, json_route
+from retrain.ui.findings import Findings
+from retrain.ui.library import Library
+from retrain.ui.sources import Home
+from retrain.ui.summary import summary_of
+
+WAIT_MS = 400
+"""For so long a page waits for a comparison that is being made anew before it is shown the one before."""
+SAME = ("data_hash", "heldout_hash")
+
+
+def routes(library: Library, findings: Findings) -> list[Route]:
+    """The routes of this group."""
+
+    def campaign(query: Query) -> dict[str, Any]:
+        home = library.home(query.text("at"))
+        found = findings.comparison(home, query.number("wait_ms", WAIT_MS, 0, 60_000) / 1000.0)
+        comparison = found.comparison
+        return {
+            "summary": summary_of(library, findings, home),
+            "runs": [run.to_json() for run in home.runs],
+            "comparison": comparison,
+            "why": found.why,
+            "fresh": found.fresh,
+            "sets": sets_of(library, home),
+            "metric": comparison["metric"] if comparison else None,
+            "power": found.power,
+            "cost": costs_of(comparison) if comparison else [],
+            "checksums": checksums_of(library, home),
+        }
+
+    return [json_route("/api/campaign", campaign)]
+
+
+def sets_of(library: Library, home: Home) -> list[str]:
+    """Names of the held-out sets, in their order."""
+    names: dict[str, None] = {}
+    for run in home.runs:
+        rows = library.numbers(run, refresh=False).evaluations()
+        names |= dict.fromkeys(str(row.get("name", "heldout")) for row in rows)
+    return [name for name in names if not name.endswith("~part")]
+
+
+def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a finished run of every condition cost, and what it gained."""
+    keys = ("label", "seconds_per_run", "tokens_per_run", "cost_ratio", "difference", "difference_interval")
+    return [{key: condition.get(key) for key in keys} for condition in comparison["conditions"]]
+
+
+def checksums_of(library: Library, home: Home) -> dict[str, Any]:
+    """What was the same for all runs: one value where it was, else those of the runs."""
+    found: dict[str, dict[str, str]] = {}
+    for run in home.runs:
+        facts = library.settings(run)
+        for name, value in _facts(facts).items():
+            if value:
+                found.setdefault(name, {})[run.run_id] = value
+    return {name: next(iter(values.values())) if len(set(values.values())) == 1 else values
+            for name, values in found.items()}  # fmt: skip
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, str | None]:
+    base, code, git = (facts.get(key) if isinstance(facts.get(key), dict) else {} for key in ("base", "code", "git"))
+    assert base is not None
+    assert code is not None
+    assert git is not None
+    named = {"base": base.get("fingerprint"), "code": code.get("sha256"), "revision": git.get("revision")}
+    return {key: facts.get(key) if isinstance(facts.get(key), str) else None for key in SAME} | named

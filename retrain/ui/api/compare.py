@@ -1,0 +1,107 @@
+"""``/api/compare``: in what two runs or campaigns differ: settings, code, machine, data, what they began from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.routing import Route
+
+from retrain.campaign.planning.changes import flat
+from retrain.ui.answers import Query, json_route
+from retrain.ui.library import Library
+from retrain.ui.sources import Run, json_of
+
+MOST_DIFF = 400_000
+"""Bytes of a patch that are compared; longer ones are only told apart."""
+MOST_LINES = 4_000
+FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
+         "heldout_hashes")  # fmt: skip
+"""Entries of a run's ``config.json`` that are no settings."""
+NAMES = ("run_id", "logging.", "data_hash", "heldout_hash", "initial_adapter")
+HASHES = ("data_hash", "heldout_hash", "initial_adapter")
+
+
+def routes(library: Library) -> list[Route]:
+    """The routes of this group."""
+
+    def compare(query: Query) -> dict[str, Any]:
+        a, b = (_first(library, query.text(side)) for side in ("a", "b"))
+        facts = [library.settings(run) for run in (a, b)]
+        machines = [json_of(library.file(run, "environment.json")) for run in (a, b)]
+        return {
+            "a": a.to_json(),
+            "b": b.to_json(),
+            "config": differing(*({key: value for key, value in flat(_settings(each))} for each in facts)),
+            "code": code_of(library, a, b, facts),
+            "environment": differing(*(dict(flat(_without(each, ("packages", "git")))) for each in machines)),
+            "packages": differing(*(_table(each, "packages") for each in machines)),
+            "hashes": [_hash(name, one, other) for name, one, other in _hashes(facts[0], facts[1])],
+        }
+
+    return [json_route("/api/compare", compare)]
+
+
+def _first(library: Library, place: str) -> Run:
+    """A run, or the first one of a campaign."""
+    runs = library.home(place).runs
+    return runs[0] if runs else library.run(place)
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every key whose values differ; null where one side has none."""
+    return [
+        {"key": key, "a": a.get(key), "b": b.get(key)} for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
+    ]
+
+
+def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Version, revision and the patches of what was not committed, with the lines in which these differ."""
+    texts = [_text(library.file(run, "code.diff")) for run in (a, b)]
+    same = texts[0] == texts[1]
+    lines: list[str] = []
+    if not same and max(map(len, texts)) <= MOST_DIFF:
+        one, other = (text.splitlines() for text in texts)
+        lines = list(difflib.unified_diff(one, other, "a/code.diff", "b/code.diff", lineterm="", n=1))
+    return {
+        "facts": differing(*(_table(each, "code") | {f"git.{key}": value for key, value in _table(each, "git").items()}
+                             for each in facts)),
+        "same_diff": same,
+        "diff": lines[:MOST_LINES],
+        "cut": len(lines) > MOST_LINES or (not same and not lines),
+    }  # fmt: skip
+
+
+def _settings(facts: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in facts.items() if key not in FACTS and key not in NAMES}
+    return {key: value for key, value in known.items() if key != "logging"}
+
+
+def _hashes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    rows = [(name, a.get(name), b.get(name)) for name in HASHES]
+    for name in ("base", "heldout_hashes", "seeds"):
+        one, other = (dict(flat(_table(each, name))) for each in (a, b))
+        rows += [(f"{name}.{key}", one.get(key), other.get(key)) for key in dict.fromkeys([*one, *other])]
+    return rows
+
+
+def _hash(name: str, a: Any, b: Any) -> dict[str, Any]:
+    return {"name": name, "a": a, "b": b, "same": None if a is None and b is None else a == b}
+
+
+def _table(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = facts.get(name)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _without(facts: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in names}
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(4 << 20)

@@ -1,0 +1,199 @@
+"""``/api/curves``: a metric by condition, its mean with the interval over seeds, and its differences to the baseline.
+
+Means and bands are made by the report's own function (``judging.evidence.curve``), at so many steps as a chart shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.routing import Route
+
+from retrain.campaign.judging.evidence import curve, window_of
+from retrain.campaign.judging.results import Measure
+from retrain.config.evaluation import PART
+from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.decimation import MOST_POINTS, extremes
+from retrain.ui.library import Library
+from retrain.ui.measured import ColumnRun, points_of
+from retrain.ui.metrics import about
+from retrain.ui.numbers import AXES, axis_of, steps_of
+from retrain.ui.sources import Home, Run
+
+GRID = 160
+"""Steps at which a long mean and its band are made."""
+THIN_POINTS = 16_000
+"""Points of the lines of all runs together."""
+
+
+@dataclass
+class Line:
+    """One run's line: ``xs`` is where the chart has it, ``steps`` is what runs share."""
+
+    run: Run
+    steps: np.ndarray
+    values: np.ndarray
+    xs: np.ndarray
+
+
+def routes(library: Library) -> list[Route]:
+    """The routes of this group."""
+
+    def curves(query: Query) -> dict[str, Any]:
+        home = library.home(query.text("at"))
+        key, x = query.text("key"), query.choice("x", AXES)
+        smooth = query.number("smooth", -1, -1, 100_000)
+        return curves_of(library, home, key, x, smooth)
+
+    return [json_route("/api/curves", curves)]
+
+
+def curves_of(library: Library, home: Home, key: str, x: str, smooth: int) -> dict[str, Any]:
+    """The answer; ``smooth``: steps that a point is the mean of, -1 for what a report takes."""
+    lines = [line for run in home.runs if (line := line_of(library, run, key, x)) is not None]
+    reading = sum(library.numbers(run, refresh=False).reading for run in home.runs)
+    held_out = Measure(key=key).is_held_out
+    longest = max((len(line.steps) for line in lines), default=0)
+    window = (1 if held_out else window_of(longest)) if smooth < 0 else max(1, smooth)
+    for line in lines:
+        line.values = smoothed(line.values, window)
+    shown = max(200, min(MOST_POINTS, THIN_POINTS // max(1, len(lines))))
+    share = Measure(key=key).is_share
+    conditions, differences = [], []
+    baseline = [line for line in lines if line.run.index == 0]
+    for index, label in enumerate(home.labels):
+        own = [line for line in lines if line.run.index == index]
+        mean, band, of = mean_and_band(label, index, own, key, share)
+        conditions.append({
+            "label": label, "index": index, "mean": mean, "band": band, "of": of, "count": counts(own),
+            "runs": [{"place": line.run.place, "seed": line.run.seed, "points": thin(line, shown)} for line in own],
+        })  # fmt: skip
+        if index:
+            pairs = paired(own, baseline)
+            mean, band, of = mean_and_band(label, index, pairs, key, False)
+            differences.append({"label": label, "index": index, "pairs": len(pairs), "mean": mean, "band": band,
+                                "of": of})  # fmt: skip
+    return {"key": key, "x": x, "smooth": window, "about": about(key), "share": share, "reading": reading,
+            "conditions": conditions,
+            "differences": differences}  # fmt: skip
+
+
+def line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
+    """The points of a run; None where it has none."""
+    numbers = library.numbers(run)
+    steps, values = points_of(numbers, key)
+    if not len(steps):
+        return None
+    xs = steps
+    if x != "step":
+        done, rows = axis_of(numbers, x), steps_of(numbers)
+        if Measure(key=key).is_held_out:  # of so many updates: what they took
+            xs = np.concatenate([[0.0], done])[np.searchsorted(rows, steps - 0.5)]
+        else:
+            xs = done[np.minimum(np.searchsorted(rows, steps), len(done) - 1)]
+    return Line(run, steps, values, xs)
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """Trailing moving average over at most ``window`` values, as ``judging.evidence.smoothed``."""
+    if window < 2 or not len(values):
+        return values
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def mean_and_band(
+    label: str, index: int, lines: Sequence[Line], key: str, share: bool
+) -> tuple[list[Any], list[Any], str]:
+    """Mean and band over the finished runs, or over all as far as all have come while none is finished; of which."""
+    finished = [line for line in lines if line.run.state == "done"]
+    taken, of = (finished, "finished") if finished else (list(lines), "all")
+    grid = grid_of(taken) if taken else np.empty(0)
+    if not len(grid):
+        return [], [], of
+    found = curve(label, index, [shown_at(line, grid) for line in taken], key, share=share, smooth=False)
+    xs = np.mean([line.xs[np.searchsorted(line.steps, grid)] for line in taken], axis=0)
+    at = dict(zip(grid.astype(int).tolist(), xs.tolist(), strict=True))
+    mean = np.array([(at[int(step)], value) for step, value in found.points]).reshape(-1, 2)
+    band = np.array([(at[int(step)], low, high) for step, low, high in found.band]).reshape(-1, 3)
+    return _table(mean), _table(band), of
+
+
+def grid_of(lines: Sequence[Line]) -> np.ndarray:
+    """The steps that all of these lines have, at most ``GRID`` of them, the first and the last included."""
+    common = lines[0].steps
+    for line in lines[1:]:
+        if not np.array_equal(common, line.steps):  # most runs have the same
+            common = np.intersect1d(common, line.steps)
+    if len(common) > GRID:
+        common = common[np.unique(np.linspace(0, len(common) - 1, GRID).astype(int))]
+    return common
+
+
+@dataclass
+class Shown(ColumnRun):
+    """A run whose curve are these points, of whatever metric; it has no evaluations of a part of the problems."""
+
+    points: Sequence[tuple[int, float]] = ()
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """The points."""
+        return [] if PART in key else list(self.points)
+
+
+def shown_at(line: Line, grid: np.ndarray) -> Shown:
+    """A line at these steps, for the report's function; that function is to take it in, finished or not."""
+    values = line.values[np.searchsorted(line.steps, grid)]
+    points = list(zip(grid.astype(int).tolist(), values.tolist(), strict=True))
+    run = line.run
+    return Shown(run.run_id, run.label, run.seed or 0, "done", None, run.path, run.pair, points=points)
+
+
+def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
+    """The difference of every pair of runs with the same seed, at the steps that both have; of finished pairs alone
+    once there is one."""
+    base = {line.run.pair: line for line in baseline}
+    pairs = [(line, base[line.run.pair]) for line in lines if line.run.pair in base]
+    both = [pair for pair in pairs if all(line.run.state == "done" for line in pair)]
+    out = []
+    for mine, other in both or pairs:
+        if np.array_equal(mine.steps, other.steps):
+            out.append(Line(mine.run, mine.steps, mine.values - other.values, mine.xs))
+            continue
+        steps, own, its = np.intersect1d(mine.steps, other.steps, return_indices=True)
+        if len(steps):
+            out.append(Line(mine.run, steps, mine.values[own] - other.values[its], mine.xs[own]))
+    return out
+
+
+def counts(lines: Sequence[Line]) -> list[Any]:
+    """How many runs have a value, wherever that changes."""
+    if not lines:
+        return []
+    if all(np.array_equal(line.steps, lines[0].steps) for line in lines):
+        ends = lines[0].xs[[0, -1]] if len(lines[0].xs) > 1 else lines[0].xs
+        return _table(np.column_stack([ends, np.full(len(ends), len(lines))]))
+    steps, count = np.unique(np.concatenate([line.steps for line in lines]), return_counts=True)
+    longest = max(lines, key=lambda line: line.steps[-1])
+    changes = np.flatnonzero(np.diff(count, prepend=-1))
+    places = np.unique(np.append(changes[-GRID:], len(steps) - 1))
+    xs = np.interp(steps[places], longest.steps, longest.xs)
+    return _table(np.column_stack([xs, count[places]]))
+
+
+def thin(line: Line, most: int) -> list[Any]:
+    """One run's line, its extremes kept."""
+    places = extremes(line.values, most)
+    return _table(np.column_stack([line.xs[places], line.values[places]]))
+
+
+def _table(rows: np.ndarray) -> list[Any]:
+    """Rows of numbers for JSON."""
+    if not rows.size:
+        return []
+    return [list(row) for row in zip(*(plain(rows[:, place]) for place in range(rows.shape[1])), strict=True)]

@@ -1,0 +1,140 @@
+"""``/api/lora``: energy by rank, by module and over the checkpoints, and the directions that seeds share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.routing import Route
+
+from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
+from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.library import Library
+from retrain.ui.sources import Home, Run
+
+MOST_RUNS, MOST_CHECKPOINTS = 12, 12
+MOST_BYTES = 1 << 30
+"""Bytes of adapters that one page reads."""
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+def routes(library: Library) -> list[Route]:
+    """The routes of this group."""
+
+    def lora(query: Query) -> dict[str, Any]:
+        home = library.home(query.text("at"))
+        shown = shown_runs(library, home)
+        return {
+            "runs": [run_of(library, run, len(home.runs) == 1) for run in shown],
+            "squeeze": squeezed(home),
+            "overlap": overlaps(library, shown),
+            "directions": DIRECTIONS,
+            "left_out": len(home.runs) - len(shown),
+        }
+
+    return [json_route("/api/lora", lora)]
+
+
+def shown_runs(library: Library, home: Home) -> list[Run]:
+    """The first runs, as many as can be read while somebody waits."""
+    chosen, size = [], 0
+    for run in home.runs[:MOST_RUNS]:
+        adapters = adapters_of(library, run)
+        weights = library.places.file(adapters[-1][1], WEIGHTS) if adapters else None
+        with suppress(OSError):
+            size += weights.stat().st_size if weights is not None else 0
+        if chosen and size > MOST_BYTES:
+            break
+        chosen.append(run)
+    return chosen
+
+
+def run_of(library: Library, run: Run, whole: bool) -> dict[str, Any]:
+    """One run's newest adapter by module; with ``whole`` also its earlier checkpoints."""
+    adapters = adapters_of(library, run)
+    newest = adapters[-1:] if not whole else adapters
+    found = [(step, read) for step, path in newest if (read := _read(library, path))]
+    head = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
+    if not found:
+        return head | {"step": None, "modules": [], "energy": [], "checkpoints": []}
+    step, modules = found[-1]
+    return head | {
+        "step": step,
+        "modules": [
+            {"name": name, "norm": norm(spectrum), "energy": plain(spectrum.energy)}
+            for name, spectrum in modules.items()
+        ],
+        "energy": plain(mean_energy(modules)),
+        "checkpoints": [
+            {"step": step, "norm": float(np.sqrt(sum(norm(each) ** 2 for each in read.values()))),
+             "energy": plain(mean_energy(read))}
+            for step, read in found
+        ],
+    }  # fmt: skip
+
+
+def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
+    """Mean over the trained modules of the energy in the first k directions; a lower rank keeps all of it."""
+    curves = [curve for each in modules.values() if len(curve := each.energy) and curve[-1] > 0]
+    rank = max(map(len, curves), default=0)
+    return np.mean([np.pad(curve, (0, rank - len(curve)), constant_values=1.0) for curve in curves], axis=0) \
+        if curves else np.empty(0)  # fmt: skip
+
+
+def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
+    """(updates done, directory) of the checkpoints in their order, and of the final adapter; at most a dozen."""
+    found: list[tuple[int | None, Path]] = []
+    folder = library.places.folder(run.path, "checkpoints")
+    if folder is not None:
+        with suppress(OSError):
+            names = sorted((entry.name for entry in folder.iterdir()), key=_number)
+            found = [(_number(name), path) for name in names
+                     if _number(name) >= 0 and (path := library.places.folder(folder, name))]  # fmt: skip
+    if len(found) > MOST_CHECKPOINTS:
+        places = np.unique(np.linspace(0, len(found) - 1, MOST_CHECKPOINTS).astype(int))
+        found = [found[place] for place in places]
+    final = library.places.folder(run.path, "final")
+    return [*found, (run.step, final)] if final is not None and (not found or found[-1][0] != run.step) else found
+
+
+def overlaps(library: Library, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """For every two runs the mean over modules of the overlap of their leading directions, beside chance."""
+    read = [(run, modules) for run in runs
+            if (adapters := adapters_of(library, run)) and (modules := _read(library, adapters[-1][1]))]  # fmt: skip
+    out: list[dict[str, Any]] = []
+    for (a, mine), (b, its) in combinations(read, 2):
+        shared = [(value, DIRECTIONS / mine[name].directions.shape[0]) for name in mine
+                  if name in its and (value := overlap(mine[name], its[name])) is not None]  # fmt: skip
+        if shared:
+            mean, chance = (float(np.mean([pair[i] for pair in shared])) for i in (0, 1))
+            out.append({"a": a.place, "b": b.place, "same_condition": a.label == b.label, "overlap": mean,
+                        "chance": min(1.0, chance), "modules": len(shared)})  # fmt: skip
+    return out
+
+
+def squeezed(home: Home) -> list[dict[str, Any]]:
+    """The squeeze tables of the campaign, with the accuracy by rank where it was verified."""
+    tables = [home.manifest.get("squeeze"), *(home.manifest.get("squeezes") or {}).values()]
+    return [{key: value for key, value in table.items() if key not in ("run", "compressed")}
+            for table in tables if isinstance(table, dict)]  # fmt: skip
+
+
+def _read(library: Library, adapter: Path) -> dict[str, Spectrum]:
+    """The spectra of an adapter; {} where its files are none, or are just being written."""
+    weights, settings = (library.places.file(adapter, name) for name in (WEIGHTS, SETTINGS))
+    if weights is None or settings is None:
+        return {}
+    try:
+        return spectra(weights, settings)
+    except (ValueError, KeyError, TypeError, OSError, RecursionError, np.linalg.LinAlgError):
+        return {}
+
+
+def _number(name: str) -> int:
+    match = re.fullmatch(r"step_(\d{1,12})", name)
+    return int(match[1]) if match else -1

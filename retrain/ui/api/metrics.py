@@ -1,0 +1,55 @@
+"""``/api/metrics`` and ``/api/why``: what the numbers of runs are called, what they mean, and what an odd one says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.routing import Route
+
+from retrain.ui.answers import Query, json_route
+from retrain.ui.library import Library
+from retrain.ui.metrics import about, listed, tags_of, watched
+from retrain.ui.sources import Home
+from retrain.ui.summary import notes_of
+
+MOST_KEYS = 5_000
+
+
+def routes(library: Library) -> list[Route]:
+    """The routes of this group."""
+
+    def metrics(query: Query) -> dict[str, Any]:
+        home = library.home(query.text("at"))
+        keys = keys_of(library, home)
+        ranges: dict[str, Any] = {}
+        for run in home.runs:
+            declared = library.settings(run).get("ranges")
+            ranges |= declared if isinstance(declared, dict) else {}
+        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys)}
+
+    def why(query: Query) -> dict[str, Any]:
+        run, key = library.run(query.text("at")), query.text("key")
+        notes = [note for note in notes_of(library, run) if concerns(note, key)]
+        last = library.numbers(run).last.get(key)
+        return {"metric": about(key), "value": last if isinstance(last, int | float) else None,
+                "step": library.numbers(run, refresh=False).last.get("step"), "notes": notes}  # fmt: skip
+
+    return [json_route("/api/metrics", metrics), json_route("/api/why", why)]
+
+
+def keys_of(library: Library, home: Home) -> list[str]:
+    """Every key that any of the runs has, in their order."""
+    found: dict[str, None] = {}
+    for run in home.runs:
+        found |= dict.fromkeys(library.numbers(run).keys)
+    return list(found)[:MOST_KEYS]
+
+
+def concerns(note: dict[str, Any], key: str) -> bool:
+    """Whether a note is about this metric: its rule looks at it."""
+    from retrain.record.notes import RULES
+
+    rule = RULES.get(str(note.get("key")))
+    name = about(key)["alias_of"] or key
+    named = f" {note.get('text')} {note.get('remedy')} "
+    return note.get("key") == key or f" {name} " in named or bool(rule and any(name == need for need, _ in rule.needs))

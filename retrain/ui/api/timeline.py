@@ -1,0 +1,115 @@
+"""``/api/timeline``: what some steps of a run spent their time on, by lane."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from starlette.routing import Route
+
+from retrain.record.timeline import Step, phases_of, steps_of
+from retrain.ui.answers import Query, json_route
+from retrain.ui.library import Library
+
+MOST_STEPS, USUAL_STEPS, MOST_SPANS = 1_000, 100, 40_000
+CHUNK = 1 << 22
+SEAM = 64
+
+
+class Lines:
+    """Where every whole line of a growing file begins; found again when the file is another one."""
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, Lock()
+        self._begins: list[int] = [0]
+        self._seam = 0
+
+    def refresh(self) -> int:
+        """Read what is new; how many whole lines there are."""
+        with self._lock, open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self._begins[-1] or self._checksum(file.fileno(), self._begins[-1]) != self._seam:
+                self._begins = [0]
+            file.seek(self._begins[-1])
+            at = self._begins[-1]
+            while chunk := file.read(CHUNK):
+                place = -1
+                while (place := chunk.find(b"\n", place + 1)) >= 0:
+                    self._begins.append(at + place + 1)
+                at += len(chunk)
+            self._seam = self._checksum(file.fileno(), self._begins[-1])
+            return len(self._begins) - 1
+
+    def read(self, start: int, end: int) -> list[dict[str, Any]]:
+        """The objects in these lines, damaged ones left out."""
+        with self._lock:
+            begins = self._begins[start : end + 1]
+        if len(begins) < 2:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(begins[0])
+            text = file.read(begins[-1] - begins[0])
+        rows = []
+        for line in text.split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                if isinstance(row := json.loads(line), dict):
+                    rows.append(row)
+        return rows
+
+    def _checksum(self, file: int, end: int) -> int:
+        return zlib.crc32(os.pread(file, min(SEAM, end), max(0, end - SEAM)))
+
+
+def routes(library: Library) -> list[Route]:
+    """The routes of this group."""
+    kept: dict[Path, Lines] = {}
+
+    def timeline(query: Query) -> dict[str, Any]:
+        run = library.run(query.text("at"))
+        path = library.file(run, "timing_spans.jsonl")
+        lines = kept.setdefault(path, Lines(path)) if path is not None else None
+        count = lines.refresh() if lines is not None else 0
+        # A row is a step; after a resume a row's place may be before its number, never behind it.
+        start = query.number("from", max(0, count - USUAL_STEPS), 0, 1 << 40)
+        end = query.number("to", start + USUAL_STEPS, 0, 1 << 40)
+        start, end = min(start, count), min(end, start + MOST_STEPS, count)
+        rows = [row for row in lines.read(start, end) if _is_whole(row)] if lines is not None else []
+        return {"place": run.place, "steps": count, "from": start, "to": end, **told(steps_of(rows))}
+
+    return [json_route("/api/timeline", timeline)]
+
+
+def told(steps: Sequence[Step]) -> dict[str, Any]:
+    """Steps, their phases in seconds, and their spans: [lane, begin, end] in seconds since the first of them."""
+    if not steps:
+        return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}
+    phases = list(phases_of(steps))
+    lanes = list(dict.fromkeys([*(name for name in phases if name != "other"),
+                                *(span[0] for step in steps for span in step.spans)]))  # fmt: skip
+    origin = min(min(step.start, *(span[1] for span in step.spans)) for step in steps)
+    place, left, shown = {name: i for i, name in enumerate(lanes)}, MOST_SPANS, []
+    for step in steps:
+        spans = step.spans[: max(0, left)]
+        left -= len(spans)
+        shown.append({
+            "step": step.number, "start": round(step.start - origin, 4), "end": round(step.end - origin, 4),
+            "seconds": {name: round(value, 4) for name, value in step.seconds.items()},
+            "spans": [[place[name], round(begin - origin, 4), round(stop - origin, 4)] for name, begin, stop in spans],
+        })  # fmt: skip
+    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": shown, "cut": left <= 0}
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Whether a row has what ``steps_of`` reads."""
+    spans = row.get("spans")
+    if not isinstance(row.get("step"), int) or not isinstance(spans, list):
+        return False
+    ends = ("wall_start", "wall_end")
+    return all(isinstance(span, dict) and "name" in span and all(isinstance(span.get(end), int | float) for end in ends)
+               for span in spans)  # fmt: skip

@@ -1,0 +1,155 @@
+"""What changed, told to open pages as it happens: server-sent events from the files' sizes and times.
+
+Files are looked at once a second, and only while somebody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from retrain.files import dumps
+from retrain.ui.answers import Refusal
+from retrain.ui.findings import Findings
+from retrain.ui.library import Library
+from retrain.ui.sources import Home, Run
+
+LOOK_EVERY_S = 1.0
+BEAT_S = 15.0
+"""A comment is sent so often when nothing happens, so that nobody between takes the connection for dead."""
+MOST_LISTENERS = 64
+WATCHED = {
+    "metrics.jsonl": "metrics", "trainer_state.json": "metrics", "evals.jsonl": "evals", "notes.jsonl": "notes",
+    "run.log": "log", "iterations.jsonl": "rollouts", "timing_spans.jsonl": "timeline",
+}  # fmt: skip
+"""Files of a run that grow, and what a page calls it."""
+
+Looked = dict[str, dict[str, Any]]
+
+
+class Pages:
+    """The pages that listen, to be moved to a view all together."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[str]] = set()
+
+    def check(self) -> None:
+        """Raise Refusal where there are too many."""
+        if len(self._queues) >= MOST_LISTENERS:
+            raise Refusal(503, f"{MOST_LISTENERS} pages listen already: close some")
+
+    @contextmanager
+    def joined(self) -> Iterator[asyncio.Queue[str]]:
+        """A listener's queue of views, for as long as it listens."""
+        queue: asyncio.Queue[str] = asyncio.Queue(8)
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    def move(self, url: str) -> int:
+        """Move every page to this view; how many there are."""
+        for queue in self._queues:
+            if not queue.full():
+                queue.put_nowait(url)
+        return len(self._queues)
+
+
+async def stream(
+    library: Library, findings: Findings, place: str | None, pages: Pages, closing: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """The events of one listener, about one place, or about everything there is. It is counted while it is read."""
+    with pages.joined() as queue:
+        before, beat = await run_in_threadpool(look, library, findings, place), time.monotonic()
+        yield "retry: 2000\n\n"
+        while not closing():
+            try:
+                url = await asyncio.wait_for(queue.get(), LOOK_EVERY_S)
+                yield event("view", {"url": url})
+                continue
+            except TimeoutError:
+                pass
+            now = await run_in_threadpool(look, library, findings, place)
+            told = await run_in_threadpool(changes, library, before, now)
+            for each in told:
+                yield event("changed", each)
+            before = now
+            if told:
+                beat = time.monotonic()
+            elif time.monotonic() - beat > BEAT_S:
+                beat = time.monotonic()
+                yield ": still here\n\n"
+
+
+def event(name: str, data: Any) -> str:
+    """One event as text."""
+    return f"event: {name}\ndata: {dumps(data)}\n\n"
+
+
+def look(library: Library, findings: Findings, place: str | None) -> Looked:
+    """Sizes, times and states of the runs by place; of all campaigns where no place is named."""
+    try:
+        homes = library.homes() if place is None else [library.home(place)]
+    except (Refusal, OSError):  # taken away: it may come back
+        return {}
+    found: Looked = {}
+    for home in homes:
+        if place is not None:
+            findings.ask([home])
+        for run in home.runs:
+            found[run.place] = _look(library, home, run)
+        if home.runs and home.manifest:
+            found.setdefault(home.place, {})["comparison"] = findings.version(home)
+    return found
+
+
+def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any]]:
+    """What is different, by run; ``rows`` where numbers came."""
+    out = []
+    for place, facts in now.items():
+        old = before.get(place, {})
+        names = ("metrics.jsonl", "trainer_state.json")
+        what = list(dict.fromkeys(WATCHED.get(name, name) for name, value in facts.items()
+                                  if name != "run" and old.get(name) != value))  # fmt: skip
+        if not what:
+            continue
+        told: dict[str, Any] = {"place": place, "what": what}
+        if "run" in facts and any(old.get(name) != facts[name] for name in names):
+            told["rows"] = _rows(library, facts["run"])
+        out.append(told)
+    return out + [{"place": place, "what": ["state"]} for place in before if place not in now]
+
+
+def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {name: _size(library.file(run, name)) for name in WATCHED}
+    facts["metrics.jsonl"] = facts["metrics.jsonl"], _is_reading(library, run)
+    return facts | {"state": (home.state, run.state), "run": run}
+
+
+def _size(path: Path | None) -> tuple[int, int] | None:
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return (found.st_size, found.st_mtime_ns) if found else None
+
+
+def _is_reading(library: Library, run: Run) -> bool:
+    try:
+        return library.numbers(run, refresh=False).reading
+    except Refusal:
+        return False
+
+
+def _rows(library: Library, run: Run) -> int | None:
+    try:
+        return len(library.numbers(run))
+    except (Refusal, OSError):
+        return None

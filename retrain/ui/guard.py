@@ -1,0 +1,133 @@
+"""What every request passes first: the name under which the server is asked, the token, and that it only reads.
+
+A page of somebody else's that the same browser has open must neither read nor move anything here: it cannot name this
+server as its own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read
+across origins, and cannot post, since that takes this page's origin and JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from retrain.serving.local import is_local
+from retrain.ui.answers import refused
+
+POSTS = ("/api/view",)
+"""Paths that may be posted to."""
+MOST_QUERY = 16_384
+"""Bytes of a query."""
+CSP = "; ".join((
+    "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'",
+    "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+))  # fmt: skip
+HEADERS = {
+    "Content-Security-Policy": CSP,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class Guard:
+    """The outermost layer of the application. ``host`` is where it listens; ``token``: what a request must bring."""
+
+    def __init__(self, app: ASGIApp, host: str, token: str | None = None, port: int = 0):
+        self.app, self.host, self.token = app, host, token
+        self.cookie = f"retrain_ui_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that must not pass, else let the application do so."""
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        answer = self._stopped(scope, headers) or self._without_token(scope, headers)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await (answer or self.app)(scope, receive, with_headers)
+
+    def _stopped(self, scope: Scope, headers: Headers) -> Response | None:
+        """Why the request must not pass, whoever it is from."""
+        method, path = scope["method"], scope["path"]
+        if not self._is_ours(name_in(headers.get("host", ""))):
+            return refused(403, "this server is asked under another name than the one that it listens at")
+        if method == "POST" and path in POSTS:
+            return _foreign(headers)
+        if method not in ("GET", "HEAD"):
+            return refused(405, f"{method[:20]} {path[:100]} is not answered: this server only reads")
+        if len(scope["query_string"]) > MOST_QUERY:
+            return refused(414, f"the query is longer than {MOST_QUERY} bytes")
+        return None
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a name is this server's. A number cannot be rebound; the port may be that of a tunnel's other end."""
+        if is_local(self.host):
+            return is_local(name)
+        names = {self.host, "localhost", socket.gethostname(), socket.getfqdn()}
+        return _is_number(name) or name in {each.lower() for each in names}
+
+    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+        """None where the token is right: in the cookie, as a Bearer, or in the query, which makes the cookie."""
+        if self.token is None:
+            return None
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_right(bearer) or self._is_right(_cookies(headers).get(self.cookie, "")):
+            return None
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if any(name == "token" and self._is_right(value) for name, value in query):
+            rest = urlencode([(name, value) for name, value in query if name != "token"])
+            path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+            target = "/" + path.lstrip("/") + (f"?{rest}" if rest else "")
+            answer = RedirectResponse(target, 303, {"Cache-Control": "no-store"})
+            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
+            return answer
+        return refused(401, "this server needs the token that it printed when it began: open the address with ?token=…")
+
+    def _is_right(self, token: str) -> bool:
+        return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+
+
+def name_in(host: str) -> str:
+    """The name in a Host header, in small letters, without its port and a number's brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, colon, port = host.partition(":")
+    return name.lower().rstrip(".") if not colon or port.isdecimal() else ""
+
+
+def _foreign(headers: Headers) -> Response | None:
+    """Why a post must not pass: it is another page's, or no JSON. A program that is no browser sends no Origin."""
+    origin = headers.get("origin")
+    ours = {f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")}
+    if origin is not None and origin not in ours:
+        return refused(403, "another page must not move this one")
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return refused(403, "another page must not move this one")
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return refused(415, 'send JSON: Content-Type: application/json, {"url": "/metrics/…"}')
+    return None
+
+
+def _cookies(headers: Headers) -> Mapping[str, str]:
+    pairs = (part.partition("=") for line in headers.getlist("cookie") for part in line.split(";"))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""Runs as comparisons and reports see them (``RunResult``), from columns where their rows would not fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.campaign.judging.results import Measure, RunResult, read_run
+from retrain.ui.library import Library
+from retrain.ui.numbers import Numbers, own_seconds, steps_of
+from retrain.ui.sources import Run
+
+WHOLE_BYTES = 2 << 20
+"""Bytes of ``metrics.jsonl`` up to which a run is compared from its rows, exactly as ``retrain compare`` does."""
+GRADED = ("reward_min", "reward_max", "mean_reward", "reward_std")
+
+
+@dataclass
+class ColumnRun(RunResult):
+    """A run whose numbers of training are read one column at a time; ``rows`` holds its last row alone, and one that
+    tells whether rewards are graded."""
+
+    numbers: Numbers | None = field(default=None, repr=False)
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """As ``RunResult``; of a long run's training from float32."""
+        if self.numbers is None or Measure(key=key).held_out:
+            return super().curve(key)
+        steps, values = points_of(self.numbers, key)
+        return list(zip(steps.astype(int).tolist(), values.tolist(), strict=True))
+
+    @property
+    def device_seconds(self) -> float:
+        """As ``RunResult``."""
+        seconds = own_seconds(self.numbers) if self.numbers is not None else None
+        return float(np.nansum(seconds)) if seconds is not None else 0.0
+
+
+def result_of(library: Library, run: Run) -> ColumnRun:
+    """A run for curves and for costs."""
+    numbers = library.numbers(run)
+    settings = library.settings(run)
+    last = dict(numbers.last)
+    return ColumnRun(
+        run.run_id, run.label, run.seed or 0, run.state, run.reason, run.path, run.pair, [last] if last else [],
+        numbers.evaluations(), settings, settings, numbers=numbers,
+    )  # fmt: skip
+
+
+def reader(library: Library, runs: Mapping[str, Run]) -> Any:
+    """How a comparison reads the runs of a campaign: small ones from their rows, others from columns."""
+
+    def read(directory: Path, entry: Mapping[str, Any]) -> RunResult:
+        run = runs.get(str(entry["run_id"]))
+        if run is None:  # its files lie elsewhere
+            return RunResult(entry["run_id"], entry["label"], entry["seed"], "failed", "outside", directory)
+        metrics = library.file(run, "metrics.jsonl")
+        whole = read_run(directory, dict(entry) | {"state": run.state}) if _is_small(metrics) else None
+        if whole is not None:
+            return whole
+        numbers = library.numbers(run)
+        bare = _without_rows(directory, dict(entry) | {"state": run.state}, numbers)
+        return bare
+
+    return read
+
+
+def _is_small(metrics: Path | None) -> bool:
+    return metrics is None or metrics.stat().st_size <= WHOLE_BYTES
+
+
+def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
+    """As ``read_run``, with columns in the place of rows."""
+    from retrain.campaign.judging.results import SECTIONS
+    from retrain.files import read_json
+
+    path = directory / entry["path"]
+    facts = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
+    last = dict(numbers.last)
+    rows = [row for row in (_graded_row(numbers), last) if row]
+    pair = (config.get("campaign", {}).get("seed", 0), entry["seed"])
+    return ColumnRun(
+        entry["run_id"], entry["label"], entry["seed"], entry["state"], entry.get("reason"), path, pair, rows,
+        numbers.evaluations(), config, facts, numbers=numbers,
+    )  # fmt: skip
+
+
+def _graded_row(numbers: Numbers) -> dict[str, float]:
+    """A row in which rewards had values other than 0 and 1, where there is one (``record.notes.is_graded``)."""
+    low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
+    with np.errstate(invalid="ignore"):
+        ends = np.isin(low, (0.0, 1.0)) & np.isin(high, (0.0, 1.0))
+        other = np.isfinite(low + high + mean + std) & (~ends | (np.abs(std**2 - mean * (1 - mean)) > 1e-5))
+    places = np.flatnonzero(other)
+    return {key: float(column[places[0]]) for key, column in zip(GRADED, (low, high, mean, std), strict=True)} \
+        if len(places) else {}  # fmt: skip
+
+
+def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """float64 steps and values wherever a metric has one: of an evaluation the updates done when it ran."""
+    rows = numbers.evaluations()
+    name = Measure(key=key).held_out
+    if name is not None and rows:
+        pairs = [(row["step"], value) for row in rows
+                 if row.get("name") == name and isinstance(value := row.get(key), int | float)]  # fmt: skip
+        table = np.array(pairs, np.float64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+    column = numbers.column(key)
+    steps, known = steps_of(numbers), np.isfinite(column)
+    return steps[: len(column)][known], column[known].astype(np.float64)

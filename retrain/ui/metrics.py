@@ -1,0 +1,186 @@
+"""What the catalogue says of a key, also by another tool's name; of keys that it does not know, what they say."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from retrain.record.catalogue import METRICS, SECTIONS, Metric
+
+WATCH = (
+    "eval/<name>/correct_rate", "correct_rate", "mean_reward", "env/all/by_group/frac_mixed", "entropy",
+    "optim/grad_norm", "kl_sample_train_v2", "policy/clipfrac_avg", "max_token_hit_rate", "completions/mean_length",
+    "discarded_zero_advantage_pct", "val/ratio", "kl", "off_policy_steps_mean", "step_time_s",
+    "perf/completion_tokens_per_s",
+)  # fmt: skip
+"""What is worth watching, in this order, as far as runs have it."""
+MOST_WATCHED = 12
+OTHERS = "Other"
+"""The section of keys that no catalogue has."""
+STATISTICS = ("std", "min", "max")
+HISTOGRAMS = {
+    "mean_reward": "reward", "advantage_mean": "advantage", "completions/mean_length": "length",
+    "length_prompt_mean": "prompt_length",
+}  # fmt: skip
+"""Metrics that are the mean of a number which every rollout has, by its name in ``/api/histogram``."""
+
+
+@functools.cache
+def about(key: str) -> dict[str, Any]:
+    """The ``Metric`` of the API."""
+    metric, alias = _found(key)
+    section = _SECTION_OF[metric.key] if metric else OTHERS
+    head, _, name = key.rpartition("/")
+    return {
+        "key": key,
+        "section": section,
+        "group": head,
+        "name": name,
+        "unit": metric.unit if metric else "",
+        "definition": _plain(metric.definition) if metric else "",
+        "note": f"another name of {metric.key}" if metric and alias else None,
+        "healthy": healthy_of(metric) if metric else None,
+        "aliases": [name for names in metric.aliases.values() for name in names] if metric else [],
+        "alias_of": metric.key if metric and alias else None,
+    }
+
+
+def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All metrics of these keys in the catalogue's order, without further names of one that is there."""
+    there = set(keys)
+    out = []
+    for key in keys:
+        facts = about(key)
+        named = any(metric.key in there for metric in _BY_ALIAS.get(key, ())) and not _is_own(key, there)
+        if named or _repeats(key, there):
+            continue
+        spread = {name: other for name in STATISTICS if (other := _statistic(key, name)) in there}
+        histogram = HISTOGRAMS.get(key) or _component(key)
+        facts = facts | {"range": _range_of(key, ranges), "sample": len(spread) == len(STATISTICS),
+                         "spread": spread or None, "histogram": histogram}  # fmt: skip
+        out.append(facts)
+    return sorted(out, key=lambda facts: _ORDER.get(facts["section"], len(_ORDER)))
+
+
+def watched(keys: Collection[str]) -> list[str]:
+    """The keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
+    found: dict[str, None] = {}
+    for pattern in WATCH:
+        own = [key for key in keys if re.fullmatch(_regex(pattern), key)]
+        metric = _BY_PATTERN.get(pattern)
+        named = [name for names in metric.aliases.values() for name in names] if metric else []
+        found |= dict.fromkeys(own or [name for name in named if name in keys][:1])
+    return list(found)[:MOST_WATCHED]
+
+
+def tags_of(keys: Collection[str]) -> list[str]:
+    """The tags and environments by which numbers are told apart."""
+    found = dict.fromkeys(parts[1] for key in keys if len(parts := key.split("/")) > 2 and parts[0] == "env")
+    return [tag for tag in found if tag != "all"]
+
+
+def healthy_of(metric: Metric) -> dict[str, Any] | None:
+    """The catalogue's words, with the ends that they name."""
+    text = metric.healthy
+    if not text:
+        return None
+    low, high = None, None
+    number = r"(-?\d+(?:\.\d+)?)"
+    per_cent = 100.0 if metric.unit == "share" and "%" in text else 1.0
+    if match := re.match(rf"below {number}(?! % of the step)", text):
+        high = float(match[1]) / per_cent
+    elif match := re.match(rf"above {number}", text):
+        low = float(match[1]) / per_cent
+    elif match := re.fullmatch(rf"{number} to {number}", text):
+        low, high = float(match[1]), float(match[2])
+    elif match := re.fullmatch(rf"{number}(?: (?:on-policy|with|when|in)\b.*)?", text):
+        low = high = float(match[1])
+    return {"text": _plain(text), "low": low, "high": high}
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")
+
+
+def _regex(key: str) -> str:
+    """A key of the catalogue as a pattern: ``<k>`` is a number, any other placeholder a part between slashes."""
+    parts = re.split(r"(<\w+>)", key)
+    return "".join(r"\d+" if part == "<k>" else r"[^/]+" if part.startswith("<") else re.escape(part) for part in parts)
+
+
+_SECTION_OF = {metric.key: section for section, metrics in SECTIONS.items() for metric in metrics}
+_ORDER = {section: place for place, section in enumerate(SECTIONS)}
+_BY_PATTERN = {metric.key: metric for metric in METRICS}
+_BY_ALIAS: dict[str, list[Metric]] = {}
+for _metric in METRICS:
+    for _name in (name for names in _metric.aliases.values() for name in names):
+        _BY_ALIAS.setdefault(_name, []).append(_metric)
+_FAMILIES = [(re.compile(_regex(metric.key)), metric) for metric in METRICS if "<" in metric.key]
+_ALIAS_FAMILIES = [(re.compile(_regex(name)), metrics[0]) for name, metrics in _BY_ALIAS.items() if "<" in name]
+
+
+def _found(key: str) -> tuple[Metric | None, bool]:
+    """The catalogue's entry of a key, and whether the key is another tool's name for it."""
+    if key in _BY_PATTERN:
+        return _BY_PATTERN[key], False
+    if key in _BY_ALIAS:
+        return _BY_ALIAS[key][0], True
+    for families, alias in ((_FAMILIES, False), (_ALIAS_FAMILIES, True)):
+        found = [metric for pattern, metric in families if pattern.fullmatch(key)]
+        if found:
+            return max(found, key=lambda metric: len(re.sub(r"<\w+>", "", metric.key))), alias
+    return None, False
+
+
+def _names_of(key: str, metric: Metric) -> Iterator[str]:
+    """The catalogue's own key, with this alias's names filled in."""
+    for names in metric.aliases.values():
+        for name in names:
+            match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
+            if match is not None:
+                filled = metric.key
+                for part in match.groups():
+                    filled = re.sub(r"<\w+>", lambda _, part=part: part, filled, count=1)
+                yield filled
+
+
+def _repeats(key: str, there: set[str]) -> bool:
+    """Whether a key is an alias of a family's member that is there too."""
+    metric, alias = _found(key)
+    return metric is not None and alias and any(name in there for name in _names_of(key, metric))
+
+
+def _is_own(key: str, there: set[str]) -> bool:
+    """Whether a key that is also an alias stands for itself: what it belongs to, such as a critic, is there."""
+    metric = _BY_PATTERN.get(key)
+    return metric is not None and any(
+        other.requires == metric.requires and other.key in there and other.key not in _BY_ALIAS for other in METRICS
+    )
+
+
+def _statistic(key: str, name: str) -> str | None:
+    """The key of another statistic of the same quantity, where this one is its mean."""
+    if key == "mean_reward":
+        return f"reward_{name}"
+    for pattern, to in ((r"(.*)/mean", r"\1/{}"), (r"(.*)_mean", r"\1_{}"), (r"(.*/)mean_(.*)", r"\1{}_\2")):
+        if match := re.fullmatch(pattern, key):
+            return match.expand(to.replace("{}", name))
+    return None
+
+
+def _component(key: str) -> str | None:
+    match = re.fullmatch(r"rewards/([^/]+)/mean", key)
+    return match[1] if match else None
+
+
+def _range_of(key: str, ranges: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The range that the run declared for what a metric measures."""
+    name = "reward" if key in ("mean_reward", "reward_min", "reward_max") or key.endswith("reward/total") else None
+    if name is None and (match := re.fullmatch(r"(?:rewards|env)/(?:all/)?([^/]+)(?:/(?:mean|min|max))?", key)):
+        name = match[1]
+    found = ranges.get(name) if name else None
+    if not isinstance(found, Mapping):
+        return None
+    return {"min": found.get("min"), "max": found.get("max"), "invert": bool(found.get("invert"))}

@@ -1,0 +1,331 @@
+"""The numbers of runs as the page needs them: one column at a time, kept while their files do not change.
+
+``metrics.f32`` beside ``metrics.jsonl`` is read where the run wrote one. Where not, the columns are made once, in the
+user's own cache directory: below the directories that are looked at nothing is ever written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any, Protocol
+
+import numpy as np
+
+from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
+from retrain.errors import StorageError
+from retrain.record.columns import BLOCK, Columns, ColumnWriter
+from retrain.record.status import Tail, last_row
+from retrain.ui.answers import Refusal
+
+AXES = ("step", "tokens", "device", "wall")
+"""What a chart may have from left to right; ``device`` and ``wall`` in seconds. Runs that do not record their wall
+clock have the seconds of their steps added up, without the pauses between them."""
+MADE = ".made"
+"""Ending of the empty file beside a cache that says how new it is; one that is being written has none."""
+WALL_CLOCK = "timing_wall_clock"
+STEP_KEYS = ("step", "progress/batch")
+TOKEN_KEYS = ("num_tokens",)
+STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
+CACHED_FROM = 1 << 20
+"""Bytes of ``metrics.jsonl`` from which columns are worth a file of the cache."""
+MANY = 4 * BLOCK
+"""Rows that no block has, from which blocks are worth writing."""
+KEPT_BYTES = 48 << 20
+"""Bytes of columns kept in memory, over all runs."""
+UNUSED_S = 30 * 86400.0
+
+
+class Numbers(Protocol):
+    """The numbers of one run."""
+
+    reading: bool
+    """Whether its rows are still being read for the first time: there are none before that."""
+
+    def refresh(self, make: bool = False) -> None:
+        """Read what is new; with ``make`` also what takes seconds."""
+        ...
+
+    def __len__(self) -> int:
+        """Rows: steps that are finished."""
+        ...
+
+    @property
+    def keys(self) -> Collection[str]:
+        """Every key that has been a number, those of evaluations included; quick to look up in."""
+        ...
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest row, whole."""
+        ...
+
+    def column(self, key: str) -> np.ndarray:
+        """float32 [rows], NaN where a row has no such number."""
+        ...
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of held-out evaluations."""
+        ...
+
+
+class Store:
+    """Columns in memory, over all runs, the least recently used given up first."""
+
+    def __init__(self, most: int = KEPT_BYTES):
+        self._kept: OrderedDict[tuple[Path, str], tuple[int, np.ndarray]] = OrderedDict()
+        self._bytes, self._most, self._lock = 0, most, RLock()
+
+    def get(self, path: Path, key: str, version: int) -> np.ndarray | None:
+        """What was put, if it is of this version."""
+        with self._lock:
+            found = self._kept.get((path, key))
+            if found is None or found[0] != version:
+                return None
+            self._kept.move_to_end((path, key))
+            return found[1]
+
+    def put(self, path: Path, key: str, version: int, column: np.ndarray) -> None:
+        """Keep a column."""
+        with self._lock:
+            _, before = self._kept.pop((path, key), (0, np.empty(0)))
+            self._kept[path, key] = version, column
+            self._bytes += column.nbytes - before.nbytes
+            while self._bytes > self._most and self._kept:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self._bytes -= dropped.nbytes
+
+
+class RunNumbers:
+    """The numbers of a directory with ``metrics.jsonl`` and ``evals.jsonl``; safe to use from several threads.
+
+    ``metrics`` and ``evals`` are real paths inside the given directories, or paths of nothing.
+    """
+
+    def __init__(self, metrics: Path, evals: Path, store: Store, cache: Path | None = None):
+        self.metrics, self._store, self._cache = metrics, store, cache
+        self._lock = RLock()
+        self._columns = Columns(metrics)
+        self._evals, self._rows = Tail(evals), list[dict[str, Any]]()
+        self._version, self._length = 0, -1
+        self._signature: tuple[Any, Any] | None = None
+        self._cached = self._tried = self.reading = False
+        self._making = RLock()
+        self._keys: dict[str, None] | None = None
+
+    def refresh(self, make: bool = False) -> None:
+        """Read what is new. Columns that a long run lacks are made only where somebody has the time (``make``)."""
+        left = self._bare() and not make and not self._is_made()
+        if not left and self._bare():
+            self._make()
+        with self._lock:
+            self.reading = left and self._bare()  # made since by another thread
+            if not self.reading:
+                self._refresh()
+            replaced, rows = self._evals.rows()
+            if replaced or rows:
+                self._rows, self._keys = rows if replaced else self._rows + rows, None
+
+    def _refresh(self) -> None:
+        signature = _signature(self.metrics), _signature(self._columns.columns)
+        if signature == self._signature:
+            return
+        if self._cached and self._columns.uncovered > MANY:
+            self._write_cache()
+        replaced = self._columns.refresh()
+        if not self._cached and self._columns.uncovered > MANY and _size(self.metrics) > CACHED_FROM:
+            self._use_cache()  # what lies beside is of other rows
+            replaced |= self._columns.refresh()
+        if replaced or len(self._columns) < self._length:
+            self._version += 1
+        self._length, self._keys = len(self._columns), None
+        self._signature = _signature(self.metrics), _signature(self._columns.columns)
+
+    def _bare(self) -> bool:
+        """Whether this is a long run that nothing has the columns of."""
+        beside = self.metrics.with_name("metrics.f32")
+        beside_there = beside.is_file() and not beside.is_symlink()
+        return not self._tried and not beside_there and _size(self.metrics) > CACHED_FROM
+
+    def _is_made(self) -> bool:
+        """Whether the cache has all rows, from an earlier time."""
+        made = _signature(self._cache.with_suffix(MADE)) if self._cache is not None else None
+        metrics = _signature(self.metrics)
+        return made is not None and metrics is not None and made[2] >= metrics[2]
+
+    def _make(self) -> None:
+        """Have the columns in the cache; others go on with what there is meanwhile."""
+        with self._making:
+            if self._bare():
+                made = self._write_cache()
+                with self._lock:
+                    self._tried = True
+                    if made:
+                        self._use_cache(written=True)
+
+    def _use_cache(self, written: bool = False) -> None:
+        if self._cache is not None and (written or self._write_cache()):
+            self._columns, self._cached, self._signature = Columns(self.metrics, self._cache), True, None
+            self._version += 1
+
+    def _write_cache(self) -> bool:
+        """Whether the columns are in the cache; where they cannot be, all rows are held in memory."""
+        if self._cache is None:
+            return False
+        try:
+            with _only_one(self._cache):
+                ColumnWriter(self.metrics, self._cache).follow()
+                os.utime(self._cache)
+                self._cache.with_suffix(MADE).touch()
+        except (StorageError, OSError):
+            return False
+        return True
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._columns)
+
+    @property
+    def keys(self) -> Collection[str]:
+        """Of the rows, then of the evaluations."""
+        with self._lock:
+            if self._keys is None:
+                of_sets = (key for row in self._rows for key, value in row.items()
+                           if key.startswith("eval/") and isinstance(value, int | float | None))  # fmt: skip
+                self._keys = dict.fromkeys([*self._columns.keys, *of_sets])
+            return self._keys
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest row, whole; {} where it is damaged."""
+        with self._lock:
+            if row := self._columns.last:
+                return row
+        with suppress(Exception):
+            return last_row(self.metrics)
+        return {}
+
+    def column(self, key: str) -> np.ndarray:
+        """float32 [rows]."""
+        with self._lock:
+            found = self._store.get(self.metrics, key, self._version)
+            if found is None or len(found) < len(self._columns):
+                before = np.empty(0, np.float32) if found is None else found
+                found = np.concatenate([before, self._columns.column(key, since=len(before))])
+                found.setflags(write=False)
+                self._store.put(self.metrics, key, self._version, found)
+            return found
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of ``evals.jsonl``."""
+        with self._lock:
+            return self._rows
+
+
+class Pool:
+    """The numbers of all runs, one object for each directory."""
+
+    def __init__(self, cache: Path | None = None):
+        self._cache, self._store, self._lock = cache, Store(), RLock()
+        self._runs: dict[Path, RunNumbers] = {}
+        if cache is not None:
+            _tidy(cache)
+
+    def of(self, run: Path) -> RunNumbers:
+        """Of the run in this real directory; the caller has looked that its files lie inside."""
+        with self._lock:
+            if run not in self._runs:
+                name = f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:32]}.f32"
+                cache = self._cache / name if self._cache is not None else None
+                self._runs[run] = RunNumbers(run / "metrics.jsonl", run / "evals.jsonl", self._store, cache)
+            return self._runs[run]
+
+
+def cache_directory() -> Path:
+    """Where the user keeps what can be made again."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "retrain" / "columns"
+
+
+def steps_of(numbers: Numbers) -> np.ndarray:
+    """float64 [rows]: the number of every row's step; rows without one go on counting."""
+    column = _first(numbers, STEP_KEYS)
+    count = np.arange(len(numbers), dtype=np.float64)
+    if column is None:
+        return count
+    return np.where(np.isfinite(column), column, count[: len(column)]).astype(np.float64)
+
+
+def axis_of(numbers: Numbers, x: str) -> np.ndarray:
+    """float64 [rows]: how far the run was at each row. Raises Refusal where its files do not say."""
+    if x == "step":
+        return steps_of(numbers)
+    if x == "tokens":
+        column = _first(numbers, TOKEN_KEYS)
+        if column is None:
+            raise Refusal(400, "these runs do not count their tokens: take x=step")
+        return np.maximum.accumulate(np.nan_to_num(column.astype(np.float64)))
+    clock = _first(numbers, (WALL_CLOCK,)) if x == "wall" else None
+    if clock is not None and np.isfinite(clock).any():
+        return np.maximum.accumulate(np.nan_to_num(clock.astype(np.float64)))
+    seconds = own_seconds(numbers) if x == "device" else _first(numbers, STEP_TIME_KEYS)
+    if seconds is None:
+        raise Refusal(400, "these runs do not say how long their steps took: take x=step")
+    return np.cumsum(np.nan_to_num(seconds.astype(np.float64)))
+
+
+def own_seconds(numbers: Numbers) -> np.ndarray | None:
+    """float64 [rows]: what each step cost the device for this run alone, as comparisons count it; of other tools' runs
+    the step's time. None where nothing is said of either."""
+    keys = numbers.keys
+    if f"time/{SHARED_SPANS[0]}" not in keys:
+        return _first(numbers, STEP_TIME_KEYS)
+
+    def total(parts: tuple[str, ...]) -> np.ndarray:
+        columns = [numbers.column(f"time/{part}").astype(np.float64) for part in parts if f"time/{part}" in keys]
+        return np.nansum(columns, axis=0) if columns else np.zeros(len(numbers))
+
+    cohort = np.nan_to_num(numbers.column("cohort_size").astype(np.float64))
+    return total(OWN_SPANS) + total(SHARED_SPANS) / np.where(cohort > 0, cohort, 1.0)
+
+
+def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
+    keys = numbers.keys
+    return next((numbers.column(name) for name in names if name in keys), None)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _size(path: Path) -> int:
+    found = _signature(path)
+    return found[1] if found else 0
+
+
+@contextmanager
+def _only_one(cache: Path) -> Iterator[None]:
+    """Of several servers, one writes a file of the cache at a time."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with open(cache.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _tidy(cache: Path) -> None:
+    """Remove what was not used for a month."""
+    for path in cache.glob("*.*") if cache.is_dir() else ():
+        with suppress(OSError):
+            if path.suffix in (".f32", ".lock", MADE) and time.time() - path.stat().st_mtime > UNUSED_S:
+                path.unlink()

@@ -1,0 +1,110 @@
+"""Names of directories in URLs, and their confinement: nothing outside of the given directories is ever opened.
+
+A place is ``<root>/<relative path>``, where the root is the name of a directory given on the command line. A path that
+leads out of its root, over ``..`` or a symbolic link, is refused as if there were nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrain.errors import UsageError
+from retrain.ui.answers import Refusal
+
+MOST = 4096
+"""Characters of a place."""
+
+
+READ = (
+    "metrics.jsonl", "metrics.f32", "evals.jsonl", "config.json", "environment.json", "code.diff", "notes.jsonl",
+    "run.log", "timing_spans.jsonl", "emergence/evaluations.jsonl", "emergence/generations.jsonl",
+)  # fmt: skip
+"""Files of a run that are read by others than this page's own code; none of them may lead elsewhere."""
+
+
+class Places:
+    """The given directories by name. Raises UsageError for one that is no directory."""
+
+    def __init__(self, directories: Sequence[Path]):
+        self.roots: dict[str, Path] = {}
+        for directory in directories:
+            if not directory.is_dir():
+                problem = "is not a directory" if directory.exists() else "does not exist"
+                raise UsageError(f"{directory} {problem}; type: retrain ui logs, or the directory of a campaign or run")
+            real = Path(os.path.realpath(directory))
+            if real not in self.roots.values():
+                self.roots[_free(real.name or "root", self.roots)] = real
+
+    def find(self, place: str) -> Path:
+        """The directory of a place, as its real path. Raises Refusal (404) for everything that is none."""
+        parts = place.split("/")
+        odd = not place or len(place) > MOST or "\0" in place or any(part in ("", ".", "..") for part in parts)
+        root = self.roots.get(parts[0])
+        if odd or root is None:
+            raise nothing(place)
+        path = self._real(root.joinpath(*parts[1:]))
+        if path is None or not path.is_dir():
+            raise nothing(place)
+        return path
+
+    def file(self, directory: Path, name: str) -> Path | None:
+        """A regular file below ``directory``, by its real path; None where there is none, or it lies elsewhere. What
+        is no regular file (a pipe, say) is none: opening it could wait for ever."""
+        path = self._real(directory / name)
+        try:
+            return path if path is not None and stat.S_ISREG(path.stat().st_mode) else None
+        except OSError:
+            return None
+
+    def folder(self, directory: Path, name: str) -> Path | None:
+        """The same of a directory."""
+        path = self._real(directory / name)
+        return path if path is not None and path.is_dir() else None
+
+    def inside(self, path: Path) -> bool:
+        """Whether a path that is there leads to something in one of the roots; true of one that is not there."""
+        return not os.path.lexists(path) or self._real(path) is not None
+
+    def place_of(self, path: Path) -> str:
+        """The place of a directory below a root, under the root that is nearest to it."""
+        near = [(len(root.parts), name, root) for name, root in self.roots.items() if path.is_relative_to(root)]
+        _, name, root = max(near)
+        relative = path.relative_to(root).as_posix()
+        return name if relative == "." else f"{name}/{relative}"
+
+    def _real(self, path: Path) -> Path | None:
+        """Where a path leads, links followed; None where that is outside of all roots, or nothing."""
+        try:
+            real = Path(os.path.realpath(path, strict=True))
+        except (OSError, ValueError):
+            return None
+        return real if any(real.is_relative_to(root) for root in self.roots.values()) else None
+
+
+def stays_inside(run: Path, places: Places) -> bool:
+    """Whether none of the files that others read for us leads out of the given directories, or is a pipe."""
+    if not places.inside(run) or not places.inside(run / "emergence"):
+        return False
+    return all(_is_plain(run, name, places) for name in READ)
+
+
+def _is_plain(run: Path, name: str, places: Places) -> bool:
+    """Whether a file is a regular one inside, or not there; most are neither linked nor odd, which one look tells."""
+    try:
+        mode = (run / name).lstat().st_mode
+    except OSError:
+        return True
+    return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and places.file(run, name) is not None)
+
+
+def nothing(place: str) -> Refusal:
+    """The refusal of a place at which there is nothing to show."""
+    return Refusal(404, f"there is nothing to show at {place[:200]!r}")
+
+
+def _free(name: str, taken: dict[str, Path]) -> str:
+    numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
+    return name if name not in taken else next(each for each in numbered if each not in taken)

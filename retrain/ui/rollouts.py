@@ -1,0 +1,208 @@
+"""Rollouts as the page shows them: a table to sort and filter, groups as strips, and one rollout token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrain.errors import UsageError
+from retrain.record.tokens import RolloutTokens
+from retrain.ui.iterations import Index, Iteration, Line, rollouts_of
+
+SHOWN = 400
+"""Characters of a text in the table."""
+BINS = 24
+SORTS: Mapping[str, Callable[[Line], Any]] = {
+    "index": lambda one: one["index"],
+    "reward": lambda one: one["reward"],
+    "advantage": lambda one: one["advantage"],
+    "length": lambda one: one["length"],
+    "turns": lambda one: one["turns"],
+    "errors": lambda one: one["tool_errors"] + bool(one["error"]),
+}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which rollouts of an iteration are shown; None and "" let all through.
+
+    ``kept``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: in the text,
+    whatever the case; ``errors``: only those with a failed tool call, or that could not be graded; rewards and lengths
+    lie between two ends, both included.
+    """
+
+    reward: tuple[float | None, float | None] = (None, None)
+    length: tuple[float | None, float | None] = (None, None)
+    group: int | None = None
+    problem: str = ""
+    tag: str = ""
+    stop: str = ""
+    kept: str = ""
+    text: str = ""
+    errors: bool = False
+
+    def passes(self, one: Line) -> bool:
+        """Whether this rollout is shown."""
+        return (
+            _between(one["reward"], self.reward)
+            and _between(one["length"], self.length)
+            and (self.group is None or one["group"] == self.group)
+            and (not self.problem or one["problem_id"] == self.problem)
+            and (not self.tag or self.tag in one["tags"])
+            and (not self.stop or self.stop in (one["stop_reason"], one["ended"]))
+            and (not self.kept or (one["discarded"] is not None) == (self.kept == "discarded"))
+            and (not self.text or self.text.casefold() in one["text"].casefold())
+            and (not self.errors or bool(one["tool_errors"] or one["error"]))
+        )
+
+
+def table(
+    run: Index,
+    one: Iteration,
+    chosen: Filter,
+    sort: str = "index",
+    down: bool = False,
+    first: int = 0,
+    count: int = 200,
+) -> Line:
+    """An iteration: a histogram of all its rewards, its groups as strips of them, and the rollouts that pass, sorted.
+
+    Raises UsageError for a sort that is none.
+    """
+    if sort not in SORTS:
+        raise UsageError(f'sort = "{sort}" is none of {", ".join(SORTS)}')
+    every = rollouts_of(run, one)
+    passing = [each for each in every if chosen.passes(each)]
+    known = [each for each in passing if SORTS[sort](each) is not None]
+    unknown = [each for each in passing if SORTS[sort](each) is None]
+    ordered = sorted(known, key=SORTS[sort], reverse=down) + unknown
+    return {
+        "about": one.as_json(),
+        "histogram": histogram([each["reward"] for each in every]),
+        "groups": _groups(every),
+        "stops": sorted({str(each[key]) for each in every for key in ("stop_reason", "ended") if each[key]}),
+        "tags": sorted({tag for each in every for tag in each["tags"]}),
+        "total": len(every),
+        "passing": len(passing),
+        "rollouts": [each | {"text": _short(each["text"])} for each in ordered[first : first + count]],
+    }
+
+
+def histogram(values: Sequence[float | None], bins: int = BINS) -> Line:
+    """Counts between the ends: {"ends": [bins + 1], "counts": [bins], "absent"}. Few distinct values have a bin each,
+    around them, with the values themselves as ``at``."""
+    known = np.array([value for value in values if value is not None and math.isfinite(value)], np.float64)
+    absent = len(values) - len(known)
+    distinct = np.unique(known)
+    if not len(known):
+        return {"ends": [], "counts": [], "at": None, "absent": absent}
+    if len(distinct) <= bins:
+        counts = [int((known == value).sum()) for value in distinct]
+        return {"ends": [], "counts": counts, "at": distinct.tolist(), "absent": absent}
+    counts, ends = np.histogram(known, bins=bins)
+    return {"ends": ends.tolist(), "counts": counts.tolist(), "at": None, "absent": absent}
+
+
+def _groups(every: Sequence[Line]) -> list[Line]:
+    found: dict[int, Line] = {}
+    for one in every:
+        empty = {"problem_id": one["problem_id"], "tags": one["tags"], "discarded": one["discarded"], "samples": []}
+        own = found.setdefault(one["group"], {"group": one["group"], **empty})
+        own["samples"].append({key: one[key] for key in ("index", "reward", "correct", "advantage", "length")})
+    return list(found.values())
+
+
+def whole(run: Index, one: Iteration, index: int) -> Line:
+    """One rollout with its tokens, as ``shown_tokens``, and the others of its group without; without tokens where they
+    were not recorded. Raises UsageError where there is no such rollout."""
+    if (tokens := run.tokens(one)) is not None:
+        with tokens as file:
+            if not 0 <= index < len(file):
+                raise UsageError(f"{one.name} has {len(file)} rollouts, counted from 0: there is no {index}")
+            found = file.rollout(index)
+            siblings = [
+                {"index": i, "sample": line["sample"], "reward": line["reward"], "correct": line["correct"]}
+                for i, line in enumerate(file.lines())
+                if line["group"] == found.line["group"]
+            ]
+        return {"about": one.as_json(), "siblings": siblings} | shown_tokens(found)
+    every = rollouts_of(run, one)
+    if not 0 <= index < len(every):
+        raise UsageError(f"{one.name} has {len(every)} rollouts, counted from 0: there is no {index}")
+    chosen = every[index]
+    siblings = [
+        {key: each[key] for key in ("index", "sample", "reward", "correct")}
+        for each in every
+        if each["group"] == chosen["group"]
+    ]
+    turn = {"messages": [], "text": chosen["text"], "tokens": chosen["length"], "stop_reason": chosen["stop_reason"]}
+    prompt = {"problem_id": chosen["problem_id"], "tags": chosen["tags"], "messages": [], "reference": None}
+    return {
+        "about": one.as_json(),
+        "siblings": siblings,
+        "prompt": prompt,
+        "line": chosen | {"turns": [turn]},
+        "pieces": None,
+        "numbers": {},
+    }
+
+
+NUMBERS = (
+    "surprisal",
+    "entropy",
+    "advantage",
+    "credit",
+    "mismatch",
+    "planning",
+    "trained",
+    "version",
+    "value",
+    "target",
+)
+"""What a token can be coloured by."""
+
+
+def shown_tokens(found: RolloutTokens) -> Line:
+    """A rollout and, for each token that was sampled, its text (``pieces``, turn by turn) and ``numbers`` [T]:
+
+    ``surprisal`` −log π of the sampler (nats); ``entropy``; ``advantage``, what it trains with; ``credit``, by how much
+    that differs from the advantage of the rollout (or turn); ``mismatch``, trainer minus sampler log-probability;
+    ``planning``, ``trained`` 0 or 1; ``version`` of the weights; ``value`` and ``target`` of a critic. Only what was
+    recorded is there.
+    """
+    arrays, line = found.arrays, found.line
+    numbers: dict[str, np.ndarray] = {"surprisal": -arrays["logprobs"]}
+    renamed = {"entropy": "entropy", "advantages": "advantage", "planning": "planning", "trained": "trained"}
+    renamed |= {"versions": "version", "values": "value", "value_targets": "target"}
+    numbers |= {name: arrays[key] for key, name in renamed.items() if key in arrays}
+    if "advantages" in arrays and line["advantage"] is not None:
+        own = line["turn_advantages"] or [line["advantage"]] * len(line["turns"])
+        numbers["credit"] = arrays["advantages"] - np.repeat(own, [turn["tokens"] for turn in line["turns"]])
+    if "trainer_logprobs" in arrays:
+        numbers["mismatch"] = arrays["trainer_logprobs"] - arrays["logprobs"]
+    listed = {name: _listed(numbers[name]) for name in NUMBERS if name in numbers}
+    return {"prompt": found.prompt, "line": line, "pieces": found.pieces(), "numbers": listed}
+
+
+def _listed(values: np.ndarray) -> list[float | int | None] | None:
+    """As JSON, six digits; None where none of them is known."""
+    if values.dtype.kind in "iu":
+        return values.tolist()
+    if len(values) and not np.isfinite(values).any():
+        return None
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} […] {text[-SHOWN // 3 :]}"
+
+
+def _between(value: float | None, ends: tuple[float | None, float | None]) -> bool:
+    low, high = ends
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)

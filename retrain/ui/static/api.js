@@ -1,0 +1,50 @@
+// The server's JSON, and what it says by itself (server-sent events); in a copy without a server, what was kept of it.
+
+import {answer as kept, isCopy} from "./copy.js";
+
+export class ApiError extends Error {
+  constructor(status, sentence) {
+    super(sentence);
+    this.status = status;
+    this.sentence = sentence;
+  }
+}
+
+// get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence.
+export async function get(name, params, signal) {
+  if (isCopy()) {
+    const body = await kept(name, params || {});
+    if (body === null) throw new ApiError(404, "This copy does not hold that: retrain ui shows it from the run's own files.");
+    return body;
+  }
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(params || {})) {
+    if (value === null || value === undefined || value === "") continue;
+    for (const each of Array.isArray(value) ? value : [value]) query.append(key, each);
+  }
+  const answer = await fetch(`/api/${name}?${query}`, {signal, headers: {Accept: "application/json"}});
+  let body = null;
+  try { body = await answer.json(); } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(answer.status, `The server's answer to /api/${name} is no JSON (status ${answer.status}).`);
+  }
+  if (!answer.ok) throw new ApiError(answer.status, body && body.error || `The server answered with status ${answer.status}.`);
+  return body;
+}
+
+// Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to stop.
+export function listen(place, {changed, view, state}) {
+  if (isCopy()) {
+    state("copy");
+    return () => {};
+  }
+  const source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
+  const read = (run) => (event) => {
+    try { run(JSON.parse(event.data)); } catch (error) { console.warn("an event that is no JSON", error); }
+  };
+  source.addEventListener("open", () => state("live"));
+  source.addEventListener("error", () => state("lost"));
+  source.addEventListener("changed", read(changed));
+  source.addEventListener("view", read(view));
+  return () => source.close();
+}

@@ -1,0 +1,144 @@
+// A chart with its frame: title, what the cursor stands on, files to save, "Why?", and room for the view's own buttons.
+
+import {swatch} from "../colours.js";
+import {button, el, failed, loading, put} from "../dom.js";
+import {amount as written, difference, plural} from "../format.js";
+import {last, valueAt} from "./data.js";
+import {figure, saveCsv, savePng, saveSvg} from "./figure.js";
+import {Plot, X_TITLES, xText} from "./plot.js";
+
+const NAMED = 6;
+
+// The menu that saves a chart: `get` gives what figure() takes.
+export function saveMenu(get) {
+  const menu = el("details", {class: "menu"}, el("summary", {title: "save", "aria-label": "save this chart"}, "⤓"),
+    el("div", null, [["CSV", (it) => saveCsv(it)], ["PNG", (it) => savePng(it.title, figure(it))], ["SVG", (it) => saveSvg(it.title, figure(it))]]
+      .map(([text, run]) => button(text, () => { menu.open = false; run(get()); }))));
+  menu.addEventListener("focusout", (event) => { if (!menu.contains(event.relatedTarget)) menu.open = false; });
+  return menu;
+}
+
+// A value in the unit of its chart: a share, points of a difference, a number.
+function amount(value, share) {
+  return share === "points" ? difference(value, true) : written(value, share);
+}
+
+// options: those of Plot, and {title, words, tools: [node], share}.
+export class Card {
+  constructor(options) {
+    this.options = options;
+    this.lines = [];
+    this.reading = el("div", {class: "readout"});
+    this.area = el("div", {class: "plot"});
+    this.caption = el("small", null, options.words || "");
+    this.heading = el(options.level || "h3", {class: "heading"}, options.title, this.caption);
+    this.root = el("figure", {class: "card chartcard", tabindex: "-1"},
+      el("div", {class: "head"}, this.heading,
+        el("div", {class: "no-print buttons"}, options.tools || null, saveMenu(() => this.export()))),
+      this.reading, this.area);
+    this.area.append(loading());
+    this.plot = null;
+  }
+
+  title(text) {
+    this.options.title = text;
+    put(this.heading, text, this.caption);
+  }
+
+  words(text) {
+    this.caption.textContent = text;
+  }
+
+  // The lines that stand in the legend: means where there are any.
+  leading() {
+    const means = this.lines.filter((line) => line.kind === "mean");
+    return means.length ? means : this.lines.filter((line) => line.kind !== "shade");
+  }
+
+  set(lines, changes) {
+    Object.assign(this.options, changes);
+    this.lines = lines;
+    const empty = !lines.some((line) => line.x.length && line.y.some((y) => y !== null && y !== undefined));
+    if (empty) {
+      this.empty();
+      put(this.area, el("p", {class: "state"}, this.options.emptyWords || "No values yet"));
+      put(this.reading);
+      return;
+    }
+    if (!this.plot) {
+      put(this.area);
+      this.plot = new Plot(this.area, {...this.options, onCursor: (x, y) => this.read(x, y)});
+    }
+    this.plot.set(lines, this.options);
+    this.area.setAttribute("role", "img");
+    this.area.setAttribute("aria-label", this.spoken());
+    this.read(null, null);
+  }
+
+  fail(error, retry) {
+    this.empty();
+    put(this.reading);
+    put(this.area, failed(error, retry));
+  }
+
+  empty() {
+    if (this.plot) this.plot.stop();
+    this.plot = null;
+    this.area.removeAttribute("role");
+    this.area.removeAttribute("aria-label");
+  }
+
+  spoken() {
+    const {title, share, x} = this.options;
+    const parts = this.leading().slice(0, 8).map((line) => { const end = last(line); return end ? `${line.name} ${amount(end.y, share)}` : null; });
+    return `${title} over ${X_TITLES[x] || x}, ${plural(this.leading().length, "line")}. Last values: ${parts.filter(Boolean).join(", ")}.`;
+  }
+
+  // The values under the cursor, else the last ones; of many runs, the one next to the pointer.
+  read(x, y) {
+    const {share, x: kind, counts} = this.options;
+    const lead = this.leading();
+    const shown = lead.length <= NAMED ? lead : [];
+    const ends = this.lines.map(last).filter(Boolean).map((end) => end.x);
+    const parts = [el("span", {class: "at"}, x !== null ? xText(kind, x) : ends.length ? `at ${xText(kind, Math.max(...ends))}` : "")];
+    for (const line of shown) {
+      const found = x === null ? last(line) : valueAt(line, x);
+      const of = counts && counts.find((each) => each.index === line.index);
+      const n = of && found ? countAt(of, found.x) : null;
+      const band = found && line.low && line.low[found.i] !== null && line.low[found.i] !== undefined
+        ? ` [${amount(line.low[found.i], share)}, ${amount(line.high[found.i], share)}]` : "";
+      parts.push(el("span", {class: "item", title: line.name}, swatch(line.index), el("span", {class: "label"}, line.name),
+        el("b", null, found ? amount(found.y, share) : "–"), el("span", {class: "muted"}, band, n ? ` n ${n}` : "")));
+    }
+    const others = this.lines.filter((line) => !shown.includes(line) && line.kind !== "shade");
+    if (others.length && x !== null && y !== null) {
+      let best = null;
+      for (const line of others) {
+        const found = valueAt(line, x);
+        if (found && (!best || Math.abs(found.y - y) < Math.abs(best.found.y - y))) best = {line, found};
+      }
+      if (best) parts.push(el("span", {class: "item"}, swatch(best.line.index), el("span", {class: "label"}, best.line.name), el("b", null, amount(best.found.y, share))));
+    } else if (!shown.length) {
+      const values = lead.map((line) => (x === null ? last(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
+      if (values.length) parts.push(el("span", {class: "item"}, el("span", {class: "label"}, `${lead.length} runs`), el("b", null, `${amount(Math.min(...values), share)} … ${amount(Math.max(...values), share)}`)));
+    }
+    if (this.plot && this.plot.limits && this.plot.limits.outside) parts.push(el("span", {class: "muted"}, `${this.plot.limits.outside} values outside`));
+    put(this.reading, parts);
+  }
+
+  export() {
+    const {title, x, unit, logX, logY, zoom, zero} = this.options;
+    return {title, xKind: x, unit, lines: this.lines, logX, logY, zoom, zero, limits: this.plot && this.plot.limits};
+  }
+
+  stop() {
+    if (this.plot) this.plot.stop();
+  }
+}
+
+// The count that holds at x: the one of the last change before it.
+function countAt({x: xs, n}, x) {
+  let found = 0;
+  for (let i = 0; i < xs.length && xs[i] <= x; i += 1) found = n[i];
+  return found;
+}

@@ -1,0 +1,83 @@
+// A copy of the page without a server (retrain ui --bundle): its answers are files beside it, read when they are asked for.
+
+const KEPT = globalThis.RETRAIN_COPY || null;
+const loaded = new Map(), known = new Map();
+// What changes how much of an answer there is, or when it comes: a copy has one of each.
+const FREE = new Set(["points", "wait_ms", "since", "count"]);
+// What is the same as leaving it out.
+const PLAIN = new Set(["first=0", "down=0", "sort=index", "sample=0"]);
+
+if (KEPT) globalThis.retrainAnswers = (answers) => { for (const [key, value] of Object.entries(answers)) known.set(key, value); };
+
+export function isCopy() {
+  return KEPT !== null;
+}
+
+export function madeAt() {
+  return KEPT.made;
+}
+
+function nameOf(name, params) {
+  const pairs = Object.entries(params).filter(([key, value]) => !FREE.has(key) && value !== null && value !== undefined && value !== "");
+  const texts = pairs.map(([key, value]) => `${key}=${value}`).filter((each) => !PLAIN.has(each));
+  return `${name}?${texts.sort().join("&")}`;
+}
+
+function load(file) {
+  if (!loaded.has(file)) {
+    loaded.set(file, new Promise((done, failed) => {
+      const script = document.createElement("script");
+      script.src = file;
+      script.addEventListener("load", done);
+      script.addEventListener("error", () => failed(new Error(`${file} is missing beside this page.`)));
+      document.head.append(script);
+    }));
+  }
+  return loaded.get(file);
+}
+
+async function one(name, params) {
+  const key = nameOf(name, params);
+  if (!(key in KEPT.files)) return null;
+  await load(`data/${KEPT.files[key]}.js`);
+  return known.has(key) ? known.get(key) : null;
+}
+
+// The campaign whose answers hold those of one of its runs.
+function homeOf(place) {
+  return KEPT.homes.filter((home) => place === home || place.startsWith(`${home}/`)).sort((a, b) => b.length - a.length)[0];
+}
+
+// Columns are kept key by key for a whole campaign; those of several keys, or of one run, are put together here.
+async function columns(params) {
+  const places = [params.at].flat(), keys = [params.key].flat(), runs = new Map();
+  for (const at of places) {
+    for (const key of keys) {
+      const body = await one("columns", {at: homeOf(at) || at, key, x: params.x || "step"});
+      for (const run of body ? body.runs : []) {
+        if (run.place !== at && !run.place.startsWith(`${at}/`)) continue;
+        if (!runs.has(run.place)) runs.set(run.place, {...run, columns: {}});
+        const column = run.columns[key];
+        if (column) runs.get(run.place).columns[key] = {...column, x: column.x || run.x};
+      }
+    }
+  }
+  return runs.size ? {runs: [...runs.values()]} : null;
+}
+
+// The same prompt is kept for the newest steps alone.
+async function samePrompt({step_a, step_b, ...about}) {
+  const kept = await one("prompt", about), steps = {a: step_a, b: step_b};
+  return kept && ["a", "b"].every((side) => [undefined, null, kept[side].about.iteration].includes(steps[side])) ? kept : null;
+}
+
+// The answer that was kept, the nearest there is, or null.
+export async function answer(name, params) {
+  if (name === "columns") return columns(params);
+  const exact = await one(name, params);
+  if (exact) return exact;
+  if (name === "curves") return one(name, {at: params.at, key: params.key, x: params.x || "step"});
+  if (name === "prompt") return samePrompt(params);
+  if (name === "metrics" || name === "why") return one(name, {...params, at: homeOf(params.at || "")});
+  return null;
+}

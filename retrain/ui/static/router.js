@@ -1,0 +1,65 @@
+// The URL is the whole state: /<view>/<place>?<query>. Views read it and change it through here only. A copy without a
+// server has one address, so there the state stands behind a #.
+
+import {isCopy} from "./copy.js";
+
+const listeners = [];
+
+// Segments of a path may keep what is safe there, so that links stay readable.
+function segment(text) {
+  return encodeURIComponent(text).replace(/%(2B|3D|40|3A|2C|24|26)/g, (code) => decodeURIComponent(code));
+}
+
+function plain(text) {
+  try { return decodeURIComponent(text); } catch (error) { return text; }
+}
+
+export function link(view, place, query) {
+  const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
+  const text = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== ""))
+    .toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
+  return (isCopy() ? "#" : "") + (text ? `${path}?${text}` : path);
+}
+
+// Path and query of this view, wherever they stand.
+function address() {
+  if (!isCopy()) return [location.pathname, location.search];
+  const [path, ...query] = (location.hash.slice(1) || "/").split("?");
+  return [path, query.join("?")];
+}
+
+export function here() {
+  const [path, search] = address(), [, view, ...rest] = path.split("/");
+  const query = Object.fromEntries(new URLSearchParams(search));
+  delete query.token;
+  return {view: view || "campaigns", place: rest.map(plain).join("/").replace(/\/+$/, ""), query};
+}
+
+export function go(url, {replace = false} = {}) {
+  if (url !== (isCopy() ? location.hash : location.pathname + location.search)) history[replace ? "replaceState" : "pushState"](null, "", url);
+  listeners.forEach((run) => run(here()));
+}
+
+// Changes some keys of the query; null takes a key away. Typing and sliding replace, choosing pushes.
+export function patch(changes, options) {
+  const state = here();
+  go(link(state.view, state.place, {...state.query, ...changes}), options);
+}
+
+export function onRoute(run) {
+  listeners.push(run);
+}
+
+export function startRouter() {
+  addEventListener("popstate", () => listeners.forEach((run) => run(here())));
+  document.addEventListener("click", (event) => {
+    const anchor = event.target.closest && event.target.closest("a[href]");
+    if (!anchor || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
+    if (anchor.target || anchor.hasAttribute("download") || anchor.origin !== location.origin) return;
+    const target = anchor.getAttribute("href");
+    if (target.startsWith("#") && !(isCopy() && target.startsWith("#/"))) return;
+    event.preventDefault();
+    go(isCopy() ? target : anchor.pathname + anchor.search);
+  });
+  listeners.forEach((run) => run(here()));
+}

@@ -1,0 +1,199 @@
+"""The numbers of a run as columns: the same as in its lines, whatever happened to either file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from record_cases import context, group, step
+
+from retrain.errors import StorageError
+from retrain.files import append_jsonl, truncate_jsonl
+from retrain.record.columns import BLOCK, Columns, ColumnWriter
+from retrain.record.recorder import RunRecorder
+
+
+def row(number: int) -> dict:
+    """A row with every kind of value; some keys come late, one is a text at times."""
+    known = {"step": number, "loss": 0.1 * number, "skipped": number % 3 == 0, "condition": "a+b"}
+    known["kl"] = None if number % 5 else 1e-9 * number
+    known["mixed"] = "x" if number == 70 else 1.5
+    if number >= 30:
+        known["late"] = -float(number)
+    if number >= 2 * BLOCK + 5:
+        known["later"] = 1e300
+    return known
+
+
+def written(folder: Path, count: int, each: int = 1) -> ColumnWriter:
+    """Rows that a run wrote, ``each`` at a time, and the columns beside them."""
+    writer = ColumnWriter(folder / "metrics.jsonl")
+    for begin in range(0, count, each):
+        append_jsonl(folder / "metrics.jsonl", [row(number) for number in range(begin, min(count, begin + each))])
+        writer.follow()
+    return writer
+
+
+def read(folder: Path) -> Columns:
+    columns = Columns(folder / "metrics.jsonl")
+    columns.refresh()
+    return columns
+
+
+def assert_same(columns: Columns, folder: Path) -> None:
+    """Every number of the lines, as float32."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(columns) == len(rows)
+    for key in {key for each in rows for key in each if key not in ("condition", "mixed")}:
+        assert key in columns.keys
+        values = [each.get(key) for each in rows]
+        wanted = [np.nan if value is None else min(value, np.inf) for value in values]
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(columns.column(key), np.array(wanted, np.float64).astype(np.float32), key)
+
+
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+@pytest.mark.parametrize("each", [1, 50])
+def test_columns_hold_what_the_lines_hold(tmp_path, count, each):
+    written(tmp_path, count, each)
+    columns = read(tmp_path)
+    assert_same(columns, tmp_path)
+    assert columns.uncovered == count % BLOCK  # the rest was read from the blocks
+    assert "condition" not in columns.keys
+    assert np.isnan(columns.column("condition")).all()
+    assert np.isnan(columns.column("nowhere")).all()
+
+
+def test_a_key_that_is_a_text_at_times_has_no_numbers_there(tmp_path):
+    written(tmp_path, 3 * BLOCK)
+    mixed = read(tmp_path).column("mixed")
+    assert (mixed[:BLOCK] == 1.5).all()
+    assert np.isnan(mixed[BLOCK : 2 * BLOCK]).all()  # row 70 of this block
+    assert (mixed[2 * BLOCK :] == 1.5).all()
+
+
+def test_a_text_of_long_ago_hides_no_later_number(tmp_path):
+    columns, writer = Columns(tmp_path / "metrics.jsonl"), ColumnWriter(tmp_path / "metrics.jsonl")
+    for number in range(2 * BLOCK + 5):  # row 70 has a text
+        append_jsonl(tmp_path / "metrics.jsonl", [row(number)])
+        writer.follow()
+        columns.refresh()
+    np.testing.assert_array_equal(columns.column("mixed"), read(tmp_path).column("mixed"))
+    assert (columns.column("mixed")[2 * BLOCK :] == 1.5).all()
+
+
+def test_a_reader_follows_a_writer(tmp_path):
+    columns, writer = Columns(tmp_path / "metrics.jsonl"), ColumnWriter(tmp_path / "metrics.jsonl")
+    assert not columns.refresh()
+    assert (len(columns), columns.keys) == (0, [])
+    for number in range(2 * BLOCK + 3):
+        append_jsonl(tmp_path / "metrics.jsonl", [row(number)])
+        if number % 2:
+            writer.follow()
+        assert not columns.refresh()
+        assert len(columns) == number + 1
+        assert columns.column("step")[-1] == number
+    assert_same(columns, tmp_path)
+    assert columns.last["step"] == 2 * BLOCK + 2
+
+
+@pytest.mark.parametrize("kept", [0, 10, BLOCK, BLOCK + 30, 2 * BLOCK + 1])
+def test_a_resume_continues_the_file_as_if_it_had_never_stopped(tmp_path, kept):
+    (whole := tmp_path / "whole").mkdir()
+    (cut := tmp_path / "cut").mkdir()
+    written(whole, 3 * BLOCK + 5)
+    writer, reader = written(cut, 2 * BLOCK + 20), read(cut)
+    truncate_jsonl(cut / "metrics.jsonl", kept)
+    assert reader.refresh()  # rows were cut: what was read is told to be gone
+    for _ in range(3):  # nor do blocks of what was cut come back, while nobody has cut them
+        assert_same(reader, cut)
+        assert not reader.refresh()
+    writer.forget()
+    for number in range(kept, 3 * BLOCK + 5):
+        append_jsonl(cut / "metrics.jsonl", [row(number)])
+        writer.follow()
+        reader.refresh()
+    assert (cut / "metrics.f32").read_bytes() == (whole / "metrics.f32").read_bytes()
+    assert_same(reader, cut)
+    assert_same(read(cut), cut)
+
+
+def test_a_torn_file_is_read_as_far_as_it_is_whole_and_then_mended(tmp_path):
+    written(tmp_path, 2 * BLOCK + 9)
+    whole = (tmp_path / "metrics.f32").read_bytes()
+    for size in [*range(0, 60), len(whole) // 2, *range(len(whole) // 2 - 40, len(whole) // 2 + 40), len(whole) - 1]:
+        (tmp_path / "metrics.f32").write_bytes(whole[:size])
+        assert_same(read(tmp_path), tmp_path)
+    (tmp_path / "metrics.f32").write_bytes(whole + b"rubbish" * 100)
+    assert_same(read(tmp_path), tmp_path)
+    ColumnWriter(tmp_path / "metrics.jsonl").follow()
+    assert (tmp_path / "metrics.f32").read_bytes() == whole
+    assert_same(read(tmp_path), tmp_path)
+
+
+def test_the_columns_of_other_lines_are_not_believed(tmp_path):
+    """A release that knows nothing of columns continued the lines after a cut."""
+    written(tmp_path, 2 * BLOCK + 3)
+    other = [row(number) | {"loss": -7.0} for number in range(2 * BLOCK + 3)]
+    (tmp_path / "metrics.jsonl").unlink()
+    append_jsonl(tmp_path / "metrics.jsonl", other)
+    assert_same(read(tmp_path), tmp_path)
+    ColumnWriter(tmp_path / "metrics.jsonl").follow()
+    assert read(tmp_path).uncovered == 3
+    assert_same(read(tmp_path), tmp_path)
+
+
+def test_files_that_vanish_or_are_replaced_under_a_reader(tmp_path):
+    written(tmp_path, BLOCK + 5)
+    columns = read(tmp_path)
+    (tmp_path / "metrics.f32").unlink()
+    assert len(columns.column("loss")) == BLOCK + 5  # what cannot be read is no number, not an error
+    assert columns.refresh()
+    assert_same(columns, tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert columns.refresh()
+    assert (len(columns), columns.keys) == (0, [])
+    written(tmp_path, 3)
+    columns.refresh()
+    assert_same(columns, tmp_path)
+
+
+def test_half_a_line_waits_and_a_damaged_one_keeps_its_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": \n[1]\n{"step": 3}\n{"st')
+    columns = read(tmp_path)
+    np.testing.assert_array_equal(columns.column("step"), [0, np.nan, np.nan, 3])
+    with open(path, "a") as file:
+        file.write('ep": 4}\n')
+    assert not columns.refresh()
+    assert columns.column("step")[-1] == 4
+
+
+def test_a_full_disk_is_told(tmp_path):
+    append_jsonl(tmp_path / "metrics.jsonl", [row(number) for number in range(BLOCK)])
+    with pytest.raises(StorageError, match="full"):
+        ColumnWriter(tmp_path / "metrics.jsonl", Path("/dev/full")).follow()
+
+
+def test_a_recorder_writes_them_and_cuts_them(tmp_path):
+    with RunRecorder(tmp_path, context(max_steps=200), {}) as recorder:
+        for number in range(BLOCK + 6):
+            recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
+        recorder.flush()
+        size = os.stat(tmp_path / "metrics.f32").st_size
+        state = recorder.state()
+        columns = read(tmp_path)
+        assert (len(columns), columns.uncovered) == (BLOCK + 6, 6)
+        seconds = [number + 4.0 for number in range(BLOCK + 6)]
+        np.testing.assert_array_equal(columns.column("timing_wall_clock"), seconds)
+        recorder.truncate(BLOCK - 4)
+        recorder.restore(state)
+        for number in range(BLOCK - 4, BLOCK + 6):
+            recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
+        recorder.flush()
+        assert os.stat(tmp_path / "metrics.f32").st_size == size
+        assert columns.refresh()
+        np.testing.assert_array_equal(columns.column("step"), range(BLOCK + 6))

@@ -1,0 +1,189 @@
+"""Every token of recorded steps, read back piece by piece."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from record_cases import completion, context, evaluation, group, step
+
+from retrain.errors import CheckpointError
+from retrain.files import read_jsonl
+from retrain.record.recorder import RunRecorder
+from retrain.record.rollouts import TRAIN, Batch
+from retrain.record.tokens import TokenFile, tokens_name, write_tokens
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+
+
+def words(token_ids):
+    """Token n is written as the letter n."""
+    text = "".join(chr(97 + token) for token in token_ids)
+    return text, [(i, i + 1) for i in range(len(text))]
+
+
+def episode() -> Rollout:
+    """Two turns, the second after a rewritten conversation, and one with a hostile text."""
+    said = Action([0, 1], "ab", np.array([-1.0, -2.0]), np.array([0.1, 0.2]), "stop", policy_version=3)
+    then = Action([2, 3, 4], "cde", np.array([-3.0, -4.0, -5.0]), np.array([0.3, 0.4, 0.5]), "length", policy_version=4)
+    message = {"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}
+    turns = [Turn((7, 8, 9), said), Turn((5,), then, (message,), reward=0.5, metrics={"calls": 1.0})]
+    rollout = Rollout(Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)), turns, RewardResult(1.0))
+    rollout.token_advantages_T, rollout.advantage = np.arange(5.0), 2.0
+    rollout.planning_T = np.array([0, 1, 0, 0, 0], bool)
+    rollout.loss_mask_T = np.array([1, 1, 1, 1, 0], bool)
+    rollout.trainer_logprobs_T = np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32)
+    return rollout
+
+
+def batch(split: str, groups: list[Group], **more) -> Batch:
+    return Batch(split, 10, groups, "run", "grpo+none", 1000.0, **{"token_text": words} | more)
+
+
+def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
+    first = group([1.0, 0.0, None], [3, 4, 2])
+    one = episode()
+    path = write_tokens(tmp_path, batch(TRAIN, [first, Group(one.prompt, [one])]))
+    assert path.name == "tokens_000010.safetensors"
+    with TokenFile(path) as file:
+        assert len(file) == 4
+        assert file.about["condition"] == "grpo+none"
+        found = file.rollout(3)
+        arrays = {name: array.tolist() for name, array in found.arrays.items()}
+        assert arrays["ids"] == [7, 8, 9, 0, 1, 5, 2, 3, 4]
+        assert arrays["action"] == [0, 0, 0, 1, 1, 0, 1, 1, 1]
+        assert arrays["logprobs"] == [-1, -2, -3, -4, -5]
+        assert arrays["trainer_logprobs"] == [-1.5, -2, -3, -4, -5]
+        np.testing.assert_allclose(arrays["entropy"], [0.1, 0.2, 0.3, 0.4, 0.5])
+        assert arrays["advantages"] == [0, 1, 2, 3, 4]
+        assert arrays["planning"] == [0, 1, 0, 0, 0]
+        assert arrays["trained"] == [1, 1, 1, 1, 0]
+        assert arrays["versions"] == [3, 3, 4, 4, 4]
+        assert found.pieces() == [["a", "b"], ["c", "d", "e"]]
+        assert found.prompt["reference"] == "42"
+        assert found.prompt["messages"] == [{"role": "user", "content": "ask"}]
+        turn = found.line["turns"][1]
+        assert turn["messages"] == [{"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}]
+        assert (turn["reward"], turn["metrics"], turn["stop_reason"]) == (0.5, {"calls": 1.0}, "length")
+        ungraded = file.rollout(2)
+        assert (ungraded.line["reward"], ungraded.line["error"]) == (None, "timed out")
+        assert np.isnan(ungraded.arrays["advantages"]).all()
+        assert np.isnan(ungraded.arrays["trainer_logprobs"]).all()
+        assert not ungraded.arrays["trained"].any()
+        lines = list(file.lines())
+        assert [(line["group"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        assert list(file.lines(1, 2)) == lines[1:2]
+        assert [prompt["problem_id"] for prompt in file.prompts()] == ["p0", "p"]
+        with pytest.raises(IndexError, match="has 4 rollouts"):
+            file.rollout(4)
+
+
+def test_numpy_reads_the_same_file_as_plain_safetensors(tmp_path):
+    from safetensors.numpy import load_file
+
+    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0], [3, 4])]))
+    tensors = load_file(path)
+    with TokenFile(path) as file:
+        for name in file.names:
+            np.testing.assert_array_equal(file.array(name), tensors[name])
+    lines = bytes(tensors["rollouts"])
+    begins = tensors["rollout_at"]
+    assert json.loads(lines[begins[1] : begins[2]])["sample"] == 1
+
+
+def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
+    with TokenFile(write_tokens(tmp_path, batch("eval/hard set", [group([1.0], [3])]))) as file:
+        assert file.path.name == tokens_name("eval/hard set", 10) == "tokens_eval_hard_set_000010.safetensors"
+        assert sorted(file.names) == ["action", "ends", "entropy", "ids", "logprobs"]
+    with TokenFile(write_tokens(tmp_path, batch(TRAIN, []))) as file:
+        assert (len(file), list(file.lines()), file.prompts()) == (0, [], [])
+    prompt = Prompt(Problem("p", "ask", "42"), "ask", (7,))
+    nothing = Rollout(prompt, [], RewardResult(None, error="raised"), ended="raised")
+    blind = group([1.0], [3])
+    blind.rollouts[0].turns[0].action = completion(3, entropy=None)
+    whole = batch(TRAIN, [Group(prompt, [nothing]), blind], token_text=None)
+    with TokenFile(write_tokens(tmp_path, whole)) as file:
+        assert "entropy" not in file.names  # an engine that gives none
+        assert file.rollout(0).pieces() == []
+        assert file.rollout(1).pieces() == [["so \\boxed{4}", "", ""]]  # nobody can place its tokens
+
+
+def test_what_is_no_file_of_tokens_is_told_and_nothing_outside_of_it_is_read(tmp_path):
+    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0], [3, 4])]))
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    for size in (0, 4, 8, 20, 8 + length, 8 + length + 5, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="no file of tokens, or cut short"):
+            TokenFile(path)
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError):
+        TokenFile(path)
+    header = json.loads(whole[8 : 8 + length])
+    header["ids"]["data_offsets"] = [0, 10**9]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    with pytest.raises(CheckpointError, match="outside"):
+        TokenFile(path)
+
+
+def test_the_index_names_every_iteration_and_its_lines_and_is_cut_with_them(tmp_path):
+    recorder = RunRecorder(tmp_path, context(max_steps=20), {}, token_text=words)
+    for number in range(12):
+        if number % 5 == 0:
+            recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4])], number))
+        recorder.record_step(step([group([1.0, None], [3, 4]), group([0.0, 0.0], [2, 2])], number))
+    recorder.flush()
+
+    def check(steps: int, evaluations: list[int]) -> None:
+        index = read_jsonl(tmp_path / "iterations.jsonl")
+        assert [row["iteration"] for row in index if row["split"] == "train"] == list(range(steps))
+        assert [row["iteration"] for row in index if row["split"] != "train"] == evaluations
+        for row in index:
+            training = row["split"] == "train"
+            data = (tmp_path / "emergence" / ("generations.jsonl" if training else "evaluations.jsonl")).read_bytes()
+            lines = [json.loads(line) for line in data[slice(*row["lines"])].splitlines()]
+            assert {line["step"] for line in lines} == {row["iteration"]}
+            assert len(lines) == row["rollouts"] == (4 if training else 2)
+            assert (tmp_path / f"{row['name']}_rollout_summaries.jsonl").is_file()
+            assert (row["groups"], row["correct"], row["reward"]) == ((2, 1, 1 / 3) if training else (1, 1, 0.5))
+            recorded = not training or row["iteration"] % 10 == 0
+            assert (row["tokens"] is not None) == recorded
+            if recorded:
+                with TokenFile(tmp_path / row["tokens"]) as file:
+                    assert len(file) == row["rollouts"]
+        named = {row["tokens"] for row in index} - {None}
+        assert {path.name for path in tmp_path.glob("tokens_*")} == named
+
+    check(12, [0, 5, 10])
+    recorder.truncate(10)
+    check(10, [0, 5, 10])  # the evaluation after ten updates was made before the state that is restored
+    recorder.truncate(7)
+    check(7, [0, 5])
+    recorder.truncate(0)
+    check(0, [])
+    recorder.close()
+
+
+def test_a_run_keeps_what_sampler_and_trainer_found_of_the_same_tokens(mixed_campaign):
+    """The mismatch of the row is that of the tokens in the file, and credit is what the file says that it is."""
+    seen = 0
+    for path in sorted((mixed_campaign / "out" / "runs").glob("*/tokens_0*.safetensors")):
+        rows = {row["step"]: row for row in read_jsonl(path.parent / "metrics.jsonl")}
+        with TokenFile(path) as file:
+            row = rows[int(file.about["iteration"])]
+            trained = file.array("trained").astype(bool)
+            if "trainer_logprobs" not in file.names:
+                assert not row["num_datums"]
+                continue
+            gap = file.array("logprobs").astype(float) - file.array("trainer_logprobs")
+            assert not np.isnan(gap).all()
+            if row["kl_sample_train_v2"] is not None and row["num_datums"]:
+                known = gap[~np.isnan(gap)]
+                np.testing.assert_allclose(0.5 * np.mean(known**2), row["kl_sample_train_v2"], rtol=0.05, atol=1e-13)
+            advantages = file.array("advantages")
+            assert np.isfinite(advantages[trained]).all()
+            for line in file.lines():
+                assert line["turns"][0]["tokens"] > 0
+            seen += 1
+    assert seen

@@ -1,0 +1,101 @@
+"""Spectra of adapters on the page are those of ``retrain squeeze``."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from ui_cases import campaign, client_of, get
+
+from retrain.files import append_jsonl
+from retrain.maths import squeeze
+from retrain.ui.adapters import overlap, spectra
+
+
+def adapter(path, seed=0, rank=4, dtype=torch.float32, zero=False, **settings):
+    """Two modules' factors as PEFT names them; returns them."""
+    path.mkdir(parents=True)
+    torch.manual_seed(seed)
+    factors = {}
+    for name, wide, high in (("layers.0.q_proj", 20, 30), ("layers.1.v_proj", 12, 8)):
+        a, b = torch.randn(rank, wide).to(dtype), (torch.randn(high, rank) * (not zero)).to(dtype)
+        factors[name] = (a, b)
+    tensors = {f"base_model.model.{name}.lora_{side}.weight": pair[i].contiguous()
+               for name, pair in factors.items() for i, side in enumerate("AB")}  # fmt: skip
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 2 * rank} | settings))
+    return factors
+
+
+def read(path):
+    return spectra(path / "adapter_model.safetensors", path / "adapter_config.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("settings", "scale"), [({}, 2.0), ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 1}}, None)]
+)
+def test_spectra_are_those_of_squeeze(tmp_path, dtype, settings, scale):
+    factors = adapter(tmp_path / "a", dtype=dtype, **settings)
+    found = read(tmp_path / "a")
+    assert list(found) == list(factors)
+    for name, (a, b) in factors.items():
+        expected = squeeze.analyse(a, b, scale or (0.25 if "q_proj" in name else 2.0))
+        assert found[name].values == pytest.approx(expected.numpy(), rel=1e-4)
+        energy = squeeze.energy(expected)
+        assert energy is not None
+        assert found[name].energy == pytest.approx(energy.numpy(), rel=1e-4)
+
+
+def test_an_untrained_adapter_has_no_directions(tmp_path):
+    adapter(tmp_path / "a", zero=True)
+    found = read(tmp_path / "a")["layers.0.q_proj"]
+    assert found.energy.tolist() == [0] * 4
+    assert found.directions.shape[1] == 0
+    assert overlap(found, found) is None
+
+
+def test_overlap_is_1_for_the_same_and_chance_for_others(tmp_path):
+    adapter(tmp_path / "a", seed=0)
+    one = read(tmp_path / "a")["layers.0.q_proj"]
+    assert overlap(one, one) == pytest.approx(1.0, abs=1e-5)
+    values = []
+    for seed in range(1, 41):
+        adapter(tmp_path / str(seed), seed=seed)
+        values.append(overlap(one, read(tmp_path / str(seed))["layers.0.q_proj"]))
+    assert np.mean(values) == pytest.approx(4 / 30, abs=0.03)
+
+
+def test_the_page_of_a_campaign_and_of_a_run(tmp_path):
+    home = campaign(tmp_path / "one")
+    for seed, run in enumerate(sorted((home / "runs").iterdir())):
+        for step in (2, 4):
+            adapter(run / f"checkpoints/step_{step:06d}", seed=10 * seed + step)
+        adapter(run / "final", seed=seed)
+    append_jsonl(home / "runs/grpo+none_s1/checkpoints.jsonl", [])
+    client = client_of(home)
+    found = get(client, "/api/lora", at="one")
+    assert [run["step"] for run in found["runs"]] == [6] * 4
+    assert len(found["overlap"]) == 6
+    assert sum(pair["same_condition"] for pair in found["overlap"]) == 2
+    assert found["overlap"][0]["chance"] == pytest.approx((4 / 30 + 4 / 8) / 2)
+    (run,) = get(client, "/api/lora", at="one/runs/grpo+none_s1")["runs"]
+    assert [each["step"] for each in run["checkpoints"]] == [2, 4, 6]
+    assert run["energy"][-1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 8, b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\x05\0\0\0\0\0\0\0[1,2]"]
+)
+def test_an_adapter_that_is_being_written_is_left_out(tmp_path, content):
+    home = campaign(tmp_path / "one", seeds=1)
+    final = home / "runs/grpo+none_s1/final"
+    adapter(final)
+    whole = (final / "adapter_model.safetensors").read_bytes()
+    client = client_of(home)
+    for data in (content, whole[: len(whole) // 2], whole[:-4]):
+        (final / "adapter_model.safetensors").write_bytes(data)
+        assert get(client, "/api/lora", at="one")["runs"][0]["modules"] == []

@@ -1,0 +1,313 @@
+"""What the API says of a campaign, beside what the functions of ``retrain compare`` and of the report say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from ui_cases import campaign, client_of, evaluation, get, row
+
+from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
+from retrain.campaign.judging.pooling import compare_directories
+from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.ui.answers import plain
+from retrain.ui.api import curves as curves_api
+from retrain.ui.decimation import extremes, joined
+
+
+@pytest.fixture
+def home(tmp_path):
+    return campaign(tmp_path / "one", seeds=3)
+
+
+def test_places_lists_what_is_there(tmp_path, home):
+    client = client_of(tmp_path)
+    while get(client, "/api/places")["reading"]["of"]:
+        pass
+    (one,) = get(client, "/api/places")["places"]  # asked after the last was read
+    assert (one["place"], one["kind"], one["source"], one["state"]) == (
+        f"{tmp_path.name}/one",
+        "campaign",
+        "retrain",
+        "done",
+    )
+    assert one["runs"]["planned"] == one["runs"]["done"] == 6
+    assert one["seeds"] == {"planned": 3, "done": 3}
+    assert one["steps"] == {"done": 36, "planned": 36}
+    assert one["conditions"] == ["grpo+none", "maxrl+none"]
+    assert one["device_hours"] == pytest.approx(6 * 6 * (0.5 + 1.0 / 2) / 3600)
+    assert one["note"]["level"] == "warning"
+    verdict = one["verdict"]
+    assert verdict["difference"] == pytest.approx(0.2)
+    assert verdict["word"].startswith("cannot tell")
+
+
+def test_a_campaign_has_the_comparison_of_retrain_compare(home):
+    client = client_of(home)
+    found = get(client, "/api/campaign", at="one", wait_ms=60_000)
+    expected = jsonable(compare_directories([home])) | {"directories": ["one"]}
+    assert found["comparison"] == expected
+    assert found["fresh"] is True
+    assert found["sets"] == ["heldout"]
+    assert found["metric"] == "eval/heldout/correct_rate"
+    assert [run["place"] for run in found["runs"]] == [f"one/runs/{run.run_id}" for run in read_campaign(home).runs]
+    assert found["checksums"]["data_hash"] == "d1"
+    assert [cost["label"] for cost in found["cost"]] == ["grpo+none", "maxrl+none"]
+
+
+def test_a_comparison_from_columns_is_the_one_from_rows(home, monkeypatch, tmp_path):
+    """Runs whose rows would not fit in memory: only float32 is between the two."""
+    monkeypatch.setattr("retrain.ui.measured.WHOLE_BYTES", 0)
+    found = get(client_of(home), "/api/campaign", at="one", wait_ms=60_000)["comparison"]
+    expected = jsonable(compare_directories([home]))
+    for mine, its in zip(found["conditions"], expected["conditions"], strict=True):
+        for key in ("after_values", "difference", "difference_interval", "verdict", "sentence", "tokens", "missing"):
+            assert mine[key] == its[key], key
+        assert mine["seconds"] == pytest.approx(its["seconds"])
+    assert found["warnings"] == expected["warnings"]
+
+
+def test_a_changed_evaluation_changes_the_comparison(home):
+    client = client_of(home)
+    before = get(client, "/api/campaign", at="one", wait_ms=60_000)["comparison"]
+    append_jsonl(home / "runs/maxrl+none_s1/evals.jsonl", [evaluation(6, 1.0)])
+    after = get(client, "/api/campaign", at="one", wait_ms=60_000)["comparison"]
+    assert after == jsonable(compare_directories([home])) | {"directories": ["one"]}
+    assert after["conditions"][1]["difference"] > before["conditions"][1]["difference"]
+
+
+@pytest.mark.parametrize("key", ["mean_reward", "correct_rate", "eval/heldout/correct_rate", "entropy"])
+def test_curves_are_the_report_s(home, key):
+    found = get(client_of(home), "/api/curves", at="one", key=key)
+    read = read_campaign(home)
+    share = key.endswith("correct_rate")
+    for index, label in enumerate(read.labels):
+        expected = curve(label, index, read.of(label), key, share=share, smooth=False)
+        mine = found["conditions"][index]
+        assert mine["label"] == label
+        assert np.array(mine["mean"]) == pytest.approx(np.array(expected.points), rel=1e-6)
+        assert np.array(mine["band"]) == pytest.approx(np.array(expected.band), rel=1e-6)
+        assert np.array(mine["runs"][0]["points"]) == pytest.approx(np.array(expected.thin[0]), rel=1e-6)
+    (difference,) = found["differences"]
+    assert difference["pairs"] == 3
+    assert found["about"]["key"] == key
+
+
+def test_smoothing_is_the_report_s():
+    values = np.random.default_rng(0).normal(size=500)
+    expected = [y for _, y in smoothed(list(enumerate(values.tolist())), 7)]
+    assert curves_api.smoothed(values, 7) == pytest.approx(np.array(expected))
+
+
+def test_differences_are_of_pairs_of_seeds(home):
+    path = home / "runs/maxrl+none_s2/metrics.jsonl"
+    rows = [each | {"mean_reward": each["mean_reward"] + 1.0} for each in read_jsonl(path)]
+    path.unlink()
+    append_jsonl(path, rows)
+    (difference,) = get(client_of(home), "/api/curves", at="one", key="mean_reward")["differences"]
+    assert [y for _, y in difference["mean"]] == pytest.approx([1 / 3] * 6)
+    low, high = difference["band"][0][1:]
+    assert (low, high) == pytest.approx((1 / 3 - 4.302653 / 3, 1 / 3 + 4.302653 / 3), rel=1e-4)  # t(0.975, 2), s = √3/3
+
+
+def test_a_curve_of_runs_that_go_on_is_as_long_as_all_of_them(tmp_path):
+    home = campaign(tmp_path / "one", state="running", steps=4)
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(4), row(5)])
+    found = get(client_of(home), "/api/curves", at="one", key="mean_reward")["conditions"][0]
+    assert found["of"] == "all"
+    assert [x for x, _ in found["mean"]] == [0, 1, 2, 3]
+    assert [len(run["points"]) for run in found["runs"]] == [6, 4]
+    assert found["count"] == [[0, 2], [4, 1], [5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [("step", [0, 1, 2, 3, 4, 5]), ("tokens", [100, 200, 300, 400, 500, 600]), ("wall", [2, 4, 6, 8, 10, 12]),
+     ("device", [1, 2, 3, 4, 5, 6])],
+)  # fmt: skip
+def test_axes(home, x, expected):
+    client, run = client_of(home), "one/runs/grpo+none_s1"
+    (found,) = get(client, "/api/columns", at=run, key=["mean_reward", "eval/heldout/correct_rate"], x=x)["runs"]
+    assert found["x"] == expected
+    assert found["columns"]["mean_reward"]["y"] == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    held_out = found["columns"]["eval/heldout/correct_rate"]
+    assert held_out["x"] == [0, expected[-1] if x != "step" else 6]
+    assert held_out["y"] == [0.25, 0.515625]
+    curves = get(client, "/api/curves", at=run, key="mean_reward", x=x, smooth=1)
+    assert [point[0] for point in curves["conditions"][0]["mean"]] == expected
+
+
+def test_columns_join_rows_and_keep_extremes(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1, steps=2)
+    path = home / "runs/grpo+none_s1/metrics.jsonl"
+    path.unlink()
+    append_jsonl(path, [{"step": step, "a": 100.0 if step == 777 else step % 2, "b": None} for step in range(1_000)])
+    (run,) = get(client_of(home), "/api/columns", at="one/runs/grpo+none_s1", key=["a", "b"], points=10)["runs"]
+    assert (len(run["x"]), run["rows"], run["x"][-1]) == (10, 1_000, 999)
+    a = run["columns"]["a"]
+    assert (a["y"][0], max(a["high"]), min(a["low"])) == (0.5, 100.0, 0.0)
+    assert run["columns"]["b"]["y"] == [None] * 10
+    points = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)["conditions"][0]["runs"][0]["points"]
+    assert [777.0, 100.0] in points
+
+
+def test_only_new_rows_on_request(home):
+    client, path = client_of(home), home / "runs/grpo+none_s1/metrics.jsonl"
+    query = {"at": "one/runs/grpo+none_s1", "key": "mean_reward"}
+    (first,) = get(client, "/api/columns", **query)["runs"]
+    append_jsonl(path, [row(6), row(7)])
+    (more,) = get(client, "/api/columns", **query, since=first["rows"])["runs"]
+    assert (more["x"], more["rows"], more["columns"]["mean_reward"]["y"]) == ([6, 7], 8, [0.6, 0.7])
+    (none,) = get(client, "/api/columns", **query, since=10**9)["runs"]
+    assert (none["x"], none["columns"]["mean_reward"]["y"]) == ([], [])
+
+
+def test_metrics_are_the_catalogue_s(home):
+    found = get(client_of(home), "/api/metrics", at="one")
+    by_key = {metric["key"]: metric for metric in found["metrics"]}
+    reward = by_key["mean_reward"]
+    assert reward["section"] == "Reward"
+    assert reward["range"] == {"min": 0, "max": 1, "invert": False}
+    match = by_key["rewards/match/mean"]
+    assert match["sample"]
+    assert match["spread"]["std"] == "rewards/match/std"
+    assert match["histogram"] == "match"
+    assert by_key["entropy"]["healthy"]["text"]
+    assert found["tags"] == ["easy"]
+    assert found["watch"][0] == "eval/heldout/correct_rate"
+    assert "condition" not in by_key
+
+
+def test_other_names_are_shown_once(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1)
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, loss=1.0, my_own=2.0) | {"loss/policy_avg": 1.0}])
+    keys = [metric["key"] for metric in get(client_of(home), "/api/metrics", at="one")["metrics"]]
+    assert "loss" in keys
+    assert "loss/policy_avg" not in keys
+    own = next(m for m in get(client_of(home), "/api/metrics", at="one")["metrics"] if m["key"] == "my_own")
+    assert (own["section"], own["definition"], own["healthy"]) == ("Other", "", None)
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("below 0.1", None, 0.1), ("0", 0, 0), ("0 to 1", 0, 1),
+                                                    ("0 with one update per batch", 0, 0), ("1 on-policy", 1, 1),
+                                                    ("rising", None, None), ("below 2 % of the step", None, None),
+                                                    ("0 equal to 1 concentrated", None, None)])  # fmt: skip
+def test_healthy_ranges(text, low, high):
+    from retrain.record.catalogue import Metric
+    from retrain.ui.metrics import healthy_of
+
+    found = healthy_of(Metric("k", "", "", text, "", "", {}))
+    assert found is not None
+    assert (found["low"], found["high"]) == (low, high)
+
+
+def test_notes_and_why(home):
+    client = client_of(home)
+    notes = get(client, "/api/notes", at="one")
+    assert notes["of"] == 12
+    assert [note["step"] for note in notes["notes"]] == [4] * 6 + [2] * 6
+    assert get(client, "/api/notes", at="one", level="warning", search="TRUNC")["total"] == 6
+    why = get(client, "/api/why", at="one/runs/grpo+none_s1", key="val/ratio")
+    assert [note["key"] for note in why["notes"]] == ["nothing_clipped"]  # its rule looks at val/ratio
+    assert why["metric"]["definition"]
+    assert get(client, "/api/why", at="one/runs/grpo+none_s1", key="step_time_s")["value"] == 2.0
+
+
+def test_two_runs_are_compared(home):
+    run = home / "runs/maxrl+none_s1"
+    (run / "code.diff").write_text("### repo: x\n+two\n")
+    (home / "runs/grpo+none_s1/code.diff").write_text("### repo: x\n+one\n")
+    found = get(client_of(home), "/api/compare", a="one/runs/grpo+none_s1", b="one/runs/maxrl+none_s1")
+    assert {"key": "algorithm.advantage_mode", "a": "grpo", "b": "maxrl"} in found["config"]
+    assert "+ +two".replace(" ", "") in [line.replace(" ", "") for line in found["code"]["diff"]]
+    assert {"name": "data_hash", "a": "d1", "b": "d1", "same": True} in found["hashes"]
+
+
+def test_numbers_for_json():
+    values = np.array([0.1, 1 / 3, np.nan, np.inf, -np.inf, 0, 12345678.0, 1e-30, -2.5e30], np.float32)
+    found = plain(values)
+    assert found[0] == 0.1
+    assert found[1] == 0.3333333
+    assert found[2:5] == [None] * 3
+    assert found[5:7] == [0, 12345678]
+    assert found[7] == pytest.approx(1e-30)
+    assert found[8] == pytest.approx(-2.5e30)
+    assert all(value is None or math.isfinite(value) for value in found)
+
+
+@pytest.mark.parametrize("most", [2, 10, 101])
+def test_decimation_keeps_ends_and_extremes(most):
+    y = np.random.default_rng(1).normal(size=10_000)
+    y[::7] = np.nan
+    places = extremes(y, most)
+    assert len(places) <= max(most, 4)
+    assert list(places) == sorted(set(places))
+    assert {int(np.nanargmax(y)), int(np.nanargmin(y)), 1, 9_999} <= set(places.tolist())
+    assert np.isfinite(y[places]).all()
+    x, ((mean, low, high),) = joined(np.arange(10_000.0), [y], most)
+    assert (np.nanmin(low), np.nanmax(high)) == (np.nanmin(y), np.nanmax(y))
+    assert (low <= mean).all()
+    assert len(x) == most
+
+
+def test_an_answer_that_is_known_is_not_sent_again(home):
+    client = client_of(home)
+    first = client.get("/api/columns", params={"at": "one", "key": "mean_reward"})
+    again = client.get(
+        "/api/columns", params={"at": "one", "key": "mean_reward"}, headers={"If-None-Match": first.headers["etag"]}
+    )
+    assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/api/metrics", params={"at": "one"}).headers["content-encoding"] == "gzip"
+
+
+@pytest.fixture
+def sampled(home):
+    """A run with the rollouts of two steps, and the spans of five."""
+    run = home / "runs/grpo+none_s1"
+    for step in (0, 3):
+        rows = [
+            {"group_idx": i // 4, "traj_idx": i % 4, "total_reward": float(i % 4 == step), "advantage": None,
+             "trajectory_metrics": {"depth": i}, "steps": [{"ob_len": 5, "ac_len": i}, {"ac_len": 1}]} for i in range(8)
+        ]  # fmt: skip
+        append_jsonl(run / f"train_iteration_{step:06d}_rollout_summaries.jsonl", rows)
+    spans = [
+        {"step": step, "spans": [{"name": name, "wall_start": 10 * step + at, "wall_end": 10 * step + at + 4}
+                                 for at, name in ((0, "rollout"), (4, "update"))]} for step in range(5)
+    ]  # fmt: skip
+    append_jsonl(run / "timing_spans.jsonl", spans)
+    return run
+
+
+def test_histograms(home, sampled):
+    client, query = client_of(home), {"at": "one/runs/grpo+none_s1"}
+    found = get(client, "/api/histogram", **query, metric="reward", step=100)
+    assert (found["step"], found["counts"], found["edges"]) == (3, [6, 2], [-0.5, 0.5, 1.5])
+    assert [(each["group"], each["sample"]) for each in found["rollouts"] if each["value"] == 1] == [(0, 3), (1, 3)]
+    assert found["names"] == ["reward", "advantage", "length", "prompt_length", "turns", "depth"]
+    assert sum(get(client, "/api/histogram", **query, metric="length", step=0)["counts"]) == 8
+    over = get(client, "/api/histogram", **query, metric="depth", over="steps")
+    assert over["steps"] == [0, 3]
+    assert over["counts"] == [[1] * 8] * 2
+    assert get(client, "/api/histogram", **query, metric="advantage")["counts"] == [0]
+
+
+def test_a_timeline_is_read_step_by_step(home, sampled):
+    client, query = client_of(home), {"at": "one/runs/grpo+none_s1"}
+    found = get(client, "/api/timeline", **query)
+    assert (found["steps"], found["from"], found["to"], found["lanes"]) == (5, 0, 5, ["rollout", "update"])
+    assert found["shown"][1]["spans"] == [[0, 10, 14], [1, 14, 18]]
+    assert found["shown"][1]["seconds"]["rollout"] == 4
+    part = get(client, "/api/timeline", **query, **{"from": 2, "to": 4})
+    assert [step["step"] for step in part["shown"]] == [2, 3]
+    (sampled / "timing_spans.jsonl").write_text('{"step": 0, "spans": [{"name": "x"}]}\nnone\n')
+    again = get(client, "/api/timeline", **query)
+    assert (again["steps"], again["shown"]) == (2, [])
+
+
+def test_what_was_sampled_and_timed_may_be_missing(home):
+    client = client_of(home)
+    assert get(client, "/api/timeline", at="one/runs/maxrl+none_s2")["shown"] == []
+    assert (
+        "no files of rollouts" in get(client, "/api/histogram", 404, at="one/runs/maxrl+none_s2", metric="x")["error"]
+    )

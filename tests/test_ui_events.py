@@ -1,0 +1,126 @@
+"""What changes is told to those that listen, from the files alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+
+import httpx
+import pytest
+from ui_cases import campaign, client_of, evaluation, get, note, row
+
+from retrain.files import append_jsonl
+from retrain.serving.listening import Server, listening_socket
+from retrain.ui.events import Pages, changes, look, stream
+from retrain.ui.findings import Findings
+from retrain.ui.library import Library
+from retrain.ui.numbers import Pool
+from retrain.ui.places import Places
+from retrain.ui.server import app_of
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+    campaign(tmp_path / "one", state="running")
+    return Library(Places([tmp_path / "one"]), Pool())
+
+
+def told(library, findings, before):
+    now = look(library, findings, "one")
+    return changes(library, before, now), now
+
+
+def test_files_that_grow_are_told_by_run(library, tmp_path):
+    findings = Findings(library)
+    seen = look(library, findings, "one")
+    assert all(each["what"] == ["comparison"] for each in told(library, findings, seen)[0])
+    run = tmp_path / "one/runs/grpo+none_s1"
+    append_jsonl(run / "metrics.jsonl", [row(6)])
+    found, seen = told(library, findings, seen)
+    found = [each for each in found if each["what"] != ["comparison"]]  # made beside, whenever it is ready
+    assert found == [{"place": "one/runs/grpo+none_s1", "what": ["metrics"], "rows": 7}]
+    append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
+    append_jsonl(run / "notes.jsonl", [note(6, "kl_large")])
+    found, seen = told(library, findings, seen)
+    assert [sorted(each["what"]) for each in found if each["place"].endswith("grpo+none_s1")] == [["evals", "notes"]]
+    shutil.rmtree(run)
+    found, seen = told(library, findings, seen)
+    assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
+    shutil.rmtree(tmp_path / "one")
+    assert look(library, findings, "one") == {}
+
+
+def test_a_new_comparison_is_told(library, tmp_path):
+    findings = Findings(library)
+    seen = look(library, findings, "one")
+    findings.comparison(library.home("one"), 60.0)
+    assert {"place": "one", "what": ["comparison"]} in told(library, findings, seen)[0]
+
+
+def test_a_stream_tells_views_and_changes_and_ends_with_the_server(library, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.events.LOOK_EVERY_S", 0.05)
+    pages, ended = Pages(), threading.Event()
+
+    async def listen():
+        heard = []
+        async for text in stream(library, Findings(library), "one", pages, ended.is_set):
+            heard.append(text)
+            if len(heard) == 1:
+                assert pages.move("/metrics/one") == 1
+            elif "view" in text:
+                append_jsonl(tmp_path / "one/runs/grpo+none_s1/metrics.jsonl", [row(6)])
+            elif "metrics" in text:
+                ended.set()
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(listen(), 60))
+    assert heard[0].startswith("retry:")
+    assert heard[1] == 'event: view\ndata: {"url": "/metrics/one"}\n\n'
+    data = json.loads(next(text for text in heard[2:] if '"metrics"' in text).partition("data: ")[2])
+    assert data == {"place": "one/runs/grpo+none_s1", "what": ["metrics"], "rows": 7}
+    assert pages.move("/") == 0
+
+
+def test_too_many_listeners_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("retrain.ui.events.MOST_LISTENERS", 0)
+    assert "close some" in get(client_of(campaign(tmp_path / "one")), "/api/events", 503)["error"]
+
+
+def test_a_page_hears_a_row_over_http_and_is_moved(tmp_path):
+    home = campaign(tmp_path / "one", state="running")
+    with listening_socket("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        ready = threading.Event()
+        library = Library(Places([home]), Pool())
+        app = app_of(library, port=port, closing=lambda: server.should_exit)
+        server = Server(app, ready.set)
+        server.capture_signals = __import__("contextlib").nullcontext  # not the main thread
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        assert ready.wait(30)
+        heard = []
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                with client.stream("GET", "/api/events", params={"at": "one"}) as answer:
+                    assert answer.headers["content-type"].startswith("text/event-stream")
+                    assert "content-encoding" not in answer.headers
+                    for line in answer.iter_lines():
+                        heard.append(line)
+                        if line.startswith("retry"):
+                            begin = time.monotonic()
+                            append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6)])
+                            with httpx.Client() as other:
+                                posted = other.post(f"http://127.0.0.1:{port}/api/view", json={"url": "/notes/one"})
+                                assert posted.json() == {"url": "/notes/one", "pages": 1}
+                        if '"metrics"' in line:
+                            break
+                assert time.monotonic() - begin < 10
+                assert 'data: {"url": "/notes/one"}' in heard
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,263 @@
+"""Files that are written, torn, cut, replaced and taken away while they are served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from ui_cases import campaign, client_of, get, row
+
+from retrain.files import append_jsonl, read_jsonl, write_json
+from retrain.record.columns import ColumnWriter
+from retrain.ui.numbers import Pool
+
+RUN = "one/runs/grpo+none_s1"
+ENDPOINTS = {
+    "/api/places": {},
+    "/api/campaign": {"at": "one", "wait_ms": 2_000},
+    "/api/curves": {"at": "one", "key": "mean_reward"},
+    "/api/metrics": {"at": "one"},
+    "/api/columns": {"at": "one", "key": "mean_reward"},
+    "/api/notes": {"at": "one"},
+    "/api/log": {"at": RUN},
+    "/api/compare": {"a": RUN, "b": "one/runs/maxrl+none_s2"},
+    "/api/timeline": {"at": RUN},
+    "/api/lora": {"at": "one"},
+    "/api/histogram": {"at": RUN, "metric": "reward"},
+    "/api/why": {"at": RUN, "key": "kl"},
+}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Every request looks at the files."""
+    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+    monkeypatch.setattr("retrain.ui.library.CHECKED_S", 0.0)
+
+
+@pytest.fixture
+def home(tmp_path):
+    return campaign(tmp_path / "one")
+
+
+def everything(client, *allowed):
+    """Ask everything: each answer is JSON, a whole one or one sentence."""
+    out = {}
+    for path, query in ENDPOINTS.items():
+        answer = client.get(path, params=query)
+        assert answer.status_code in (200, *allowed), (path, answer.text)
+        out[path] = answer.json()
+        assert answer.status_code == 200 or set(out[path]) == {"error"}
+    return out
+
+
+def rewards(client, place=RUN):
+    (run,) = get(client, "/api/columns", at=place, key="mean_reward", points=10_000)["runs"]
+    return run["columns"]["mean_reward"]["y"]
+
+
+def test_a_torn_row_is_not_shown_until_it_is_whole(home):
+    client, path = client_of(home), home / "runs/grpo+none_s1/metrics.jsonl"
+    text = json.dumps(row(6))
+    with open(path, "a") as file:
+        file.write(text[:40])
+    assert len(rewards(client)) == 6
+    everything(client, 404)
+    with open(path, "a") as file:
+        file.write(text[40:] + "\n")
+    assert len(rewards(client)) == 7
+
+
+def test_a_file_that_is_cut_and_goes_on_otherwise(home):
+    client, path = client_of(home), home / "runs/grpo+none_s1/metrics.jsonl"
+    assert rewards(client) == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    rows = read_jsonl(path)[:3]
+    path.unlink()
+    append_jsonl(path, [*rows, row(3, mean_reward=9.0)])
+    assert rewards(client) == [0, 0.1, 0.2, 9]
+    path.write_text("")
+    assert rewards(client) == []
+    everything(client, 404)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "config.json", "notes.jsonl", "run.log"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"\0" * 1000,
+        b"{",
+        b"[1, 2]\n",
+        b"\xff\xfe\n",
+        b'{"step": "x"}\n',
+        b'{"step": 1e400, "mean_reward": {}}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"training": 5, "ranges": [], "base": 7, "evaluation": null}',
+    ],
+    ids=range(10),
+)
+def test_a_damaged_file_stops_nothing(home, name, content):
+    client = client_of(home)
+    everything(client, 404)
+    path = home / "runs/grpo+none_s1" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    found = everything(client, 404)
+    assert found["/api/places"]["places"][0]["runs"]["planned"] == 4
+    others = get(client, "/api/columns", at="one/runs/maxrl+none_s2", key="mean_reward")["runs"][0]
+    assert len(others["x"]) == 6
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"runs": 5}',
+        b'{"runs": [{"run_id": "../x", "path": ".."}]}',
+        b'{"runs": [{"run_id": "x", "path": "/etc", "label": "x", "state": "done", "step": 1}]}',
+    ],
+)
+def test_a_damaged_manifest_says_so(home, content):
+    client = client_of(home)
+    (home / "manifest.json").write_bytes(content)
+    (place,) = get(client, "/api/places")["places"]
+    assert place["missing"]
+    assert "manifest.json" in place["missing"][0]
+    everything(client, 404)
+
+
+def test_a_campaign_that_is_taken_away_and_comes_back(tmp_path):
+    home = campaign(tmp_path / "logs/one")
+    client = client_of(tmp_path / "logs")
+    assert len(get(client, "/api/places")["places"]) == 1
+    shutil.move(home, tmp_path / "away")
+    assert get(client, "/api/places")["places"] == []
+    for path, query in ENDPOINTS.items():
+        if path != "/api/places":
+            get(
+                client,
+                path,
+                404,
+                **{name: f"logs/{value}" if name in ("at", "a", "b") else value for name, value in query.items()},
+            )
+    shutil.move(tmp_path / "away", home)
+    assert rewards(client, f"logs/{RUN}")[-1] == 0.5
+
+
+def until_read(client):
+    while get(client, "/api/places")["reading"]["of"]:
+        time.sleep(0.01)
+
+
+def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.numbers.CACHED_FROM", 1_000)
+    home = campaign(tmp_path / "one", seeds=1, steps=1_000)
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*")}
+    client = client_of(home, cache=tmp_path / "cache")
+    until_read(client)
+    assert rewards(client)[-1] == 99.9
+    everything(client, 404)
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
+    assert len(list((tmp_path / "cache").glob("*.f32"))) == 2
+    again = client_of(home, cache=tmp_path / "cache")
+    assert rewards(again) == rewards(client)
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(step) for step in range(1_000, 1_500)])
+    assert len(rewards(client)) == len(rewards(again)) == 1_500
+
+
+def test_columns_beside_are_read_and_those_of_other_rows_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.numbers.CACHED_FROM", 1_000)
+    home = campaign(tmp_path / "one", seeds=1, steps=500)
+    path = home / "runs/grpo+none_s1/metrics.jsonl"
+    for each in home.glob("runs/*/metrics.jsonl"):
+        ColumnWriter(each).follow()
+    client = client_of(home, cache=tmp_path / "cache")
+    numbers = rewards(client)
+    assert len(list((tmp_path / "cache").glob("*.f32"))) == 0
+    path.unlink()
+    append_jsonl(path, [row(step, mean_reward=float(step)) for step in range(600)])
+    assert rewards(client) == [float(step) for step in range(600)] != numbers
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.numbers.CACHED_FROM", 1_000)
+    home = campaign(tmp_path / "one", seeds=1, steps=400)
+    (tmp_path / "file").write_text("")
+    client = client_of(home, cache=tmp_path / "file")
+    until_read(client)
+    assert len(rewards(client)) == 400
+
+
+def test_a_long_run_without_columns_is_read_beside_what_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.numbers.CACHED_FROM", 1_000)
+    home = campaign(tmp_path / "one", seeds=1, steps=400)
+    go_on, follow = threading.Event(), ColumnWriter.follow
+    monkeypatch.setattr(ColumnWriter, "follow", lambda self: go_on.wait(60) and follow(self))
+    client = client_of(home, cache=tmp_path / "cache")
+    (run,) = get(client, "/api/columns", at=RUN, key="mean_reward", x="tokens")["runs"]
+    assert (run["reading"], run["rows"], run["x"]) == (True, 0, [])
+    assert "error" not in run
+    assert get(client, "/api/curves", at="one", key="mean_reward")["reading"] == 2
+    everything(client, 404)
+    reading = get(client, "/api/places")["reading"]
+    assert reading["of"] > reading["done"]
+    go_on.set()
+    until_read(client)
+    assert get(client, "/api/columns", at=RUN, key="mean_reward")["runs"][0]["reading"] is False
+    assert len(rewards(client)) == 400
+
+
+def test_a_column_that_grew_is_the_column_read_anew(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1, steps=100)
+    path = home / "runs/grpo+none_s1/metrics.jsonl"
+    writer, numbers = ColumnWriter(path), Pool().of(path.parent)
+    for _ in range(5):
+        numbers.refresh()
+        mine = numbers.column("mean_reward")
+        assert np.array_equal(mine, fresh_numbers(path).column("mean_reward"), equal_nan=True)
+        append_jsonl(path, [row(step) for step in range(len(mine), len(mine) + 37)])
+        writer.follow()
+
+
+def fresh_numbers(path):
+    fresh = Pool().of(path.parent)
+    fresh.refresh()
+    return fresh
+
+
+def test_a_run_that_ends_while_it_is_watched(tmp_path):
+    home = campaign(tmp_path / "one", state="running")
+    client = client_of(home)
+    assert get(client, "/api/places")["places"][0]["state"] == "interrupted"  # no process holds the lock
+    manifest = json.loads((home / "manifest.json").read_text())
+    for entry in manifest["runs"]:
+        entry["state"] = "done"
+    write_json(home / "manifest.json", manifest)
+    assert get(client, "/api/places")["places"][0]["state"] == "done"
+    found = get(client, "/api/campaign", at="one", wait_ms=20_000)
+    assert found["comparison"]["conditions"][1]["pairs"] == 2
+
+
+def test_a_log_is_read_from_its_end(home):
+    path = home / "runs/grpo+none_s1/run.log"
+    lines = [
+        f"2026-01-01 00:00:00 {'warning' if n % 7 == 0 else 'info':<7} line {n} {'x' * (n % 300)}" for n in range(3_000)
+    ]
+    path.write_text("\n".join(lines) + "\nhalf a line")
+    client, found, before = client_of(home), [], -1
+    while before is not None:
+        page = get(client, "/api/log", at=RUN, before=before)
+        found, before = [line["text"] for line in page["lines"]] + found, page["before"]
+    assert found == [*lines, "half a line"]
+    page = get(client, "/api/log", at=RUN, search="LINE 299")
+    assert [line["text"].split()[4] for line in page["lines"]] == ["299", *map(str, range(2990, 3000))]
+    assert page["before"] is None
+    assert page["lines"][0]["level"] == "info"

@@ -1,0 +1,123 @@
+"""An address holds the whole state of a page: links, what one chooses, back and forward."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.ui.addresses import TRAINED
+from tests.ui.watch import Watched, differences, links, shape
+
+PAGES = (
+    "campaigns",
+    "campaign",
+    "watch",
+    "problem",
+    "prompt",
+    "rollout",
+    "tokens, entropy",
+    "timeline",
+    "lora",
+    "compare",
+    "notes",
+)
+FREE = """[...document.querySelectorAll("main button[aria-pressed]")].filter((each) =>
+  each.checkVisibility() && !each.disabled)"""
+BUTTONS = f"""() => {FREE}
+  .map((each) => [each.getAttribute("aria-label") || each.textContent, each.getAttribute("aria-pressed")])"""
+PRESS = f"(at) => {FREE}[at].click()"
+SELECTS = """() => [...document.querySelectorAll("main select")].map((each) =>
+  [each.getAttribute("aria-label"), [...each.options].map((one) => one.value)])"""
+
+
+@pytest.fixture
+def other(context, server):
+    """A second page, always opened anew."""
+    watched = Watched(context.new_page(), server)
+    yield watched
+    watched.page.close()
+
+
+def agree(shown, wanted, what):
+    """What two calls tell becomes the same, within the time that a busy machine takes to draw it."""
+    deadline = time.monotonic() + 10
+    while apart := differences(wanted(), shown()):
+        assert time.monotonic() < deadline, f"{what}\n{apart}"
+        time.sleep(0.2)  # the calls let the browser go on
+
+
+def same_anew(page, other, what):
+    """The page as it stands, and its address opened anew, show the same; what that is."""
+    other.open(page.path)
+
+    def seen():
+        page.settle(0.1)
+        return page.seen()
+
+    def anew():
+        other.settle(0.1)
+        return other.seen()
+
+    agree(anew, seen, f"{what} → {page.path}")
+    return seen()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_are_restored_from_their_address_back_and_forth(page, other, name):
+    page.open(TRAINED[name])
+    start, before = page.path, same_anew(page, other, name)
+    # The navigation is the same everywhere: it is followed from a campaign and from a run.
+    kinds = {shape(href): href for href in links(page.page, "body" if name in ("campaign", "timeline") else "main")}
+    for kind, href in kinds.items():
+        page.page.bring_to_front()
+        page.page.evaluate(
+            "(href) => [...document.querySelectorAll('a[href]')].find((each) => each.getAttribute('href') === href)"
+            ".click()",
+            href,
+        )
+        page.settle()
+        assert page.path.partition("?")[0].split("/")[1] == kind[0]
+        after = same_anew(page, other, href)
+        if page.path == start:
+            continue
+        page.page.go_back()
+        page.settle()
+        assert page.path == start
+        agree(page.seen, lambda: before, f"back from {href}")
+        page.page.go_forward()
+        page.settle()
+        agree(page.seen, lambda after=after: after, f"forward to {href}")
+        page.open(start)
+    page.fine()
+    other.fine()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_chosen_stands_in_the_address(page, other, name):
+    page.open(TRAINED[name])
+    start = page.path
+    for label, values in page.page.evaluate(SELECTS):
+        select = page.page.locator(f'main select[aria-label="{label}"]').first
+        select.select_option(
+            next(value for value in reversed(values) if value != select.input_value()) if len(values) > 1 else values[0]
+        )
+        page.settle()
+        assert page.path != start or len(values) < 2, f"{label} of {start} is not in the address"
+        same_anew(page, other, label)
+        page.open(start)
+    for at, (label, pressed) in enumerate(page.page.evaluate(BUTTONS)[:14]):
+        page.page.evaluate(PRESS, at)
+        page.settle()
+        if pressed == "false":
+            same_anew(page, other, label)
+        page.open(start)
+    ticks = page.page.locator("main input[type=checkbox]")
+    for at in range(ticks.count()):
+        ticks.nth(at).click()
+        page.settle()
+        assert page.path != start
+        same_anew(page, other, f"tick {at}")
+        page.open(start)
+    page.fine()
+    other.fine()
