@@ -46,11 +46,17 @@ SPREADS: dict[str, Draw] = {
 }
 
 
+def ends(interval: Interval | None) -> tuple[float, float]:
+    """Both ends, in points; an interval that does not exist excludes everything."""
+    if interval is None or interval.low is None or interval.high is None:
+        return math.inf, -math.inf
+    return interval.low, interval.high
+
+
 def covers(interval: Interval | None, truth: float) -> bool:
     """Whether there is an interval and it contains the truth."""
-    return interval is not None and interval.low is not None and interval.high is not None and (
-        interval.low - 1e-12 <= truth <= interval.high + 1e-12
-    )  # fmt: skip
+    low, high = ends(interval)
+    return low - 1e-12 <= truth <= high + 1e-12
 
 
 def family(count: int) -> Iterator[str]:
@@ -86,7 +92,7 @@ def _cut(count: int) -> Iterator[str]:
         d = x[:, 1:] - x[:, :1]
         shown = holm([sign_flip_p(each) for each in d.T]) <= 0.05
         for j, (own, each) in enumerate(zip(simultaneous_intervals(x, "exact"), d.T, strict=True)):
-            low, high = own.low, own.high
+            low, high = ends(own)
             if shown[j]:
                 low, high = (max(low, 0.0), high) if each.mean() > 0 else (low, min(high, 0.0))
             if not low <= truth[j + 1] <= high:
@@ -157,7 +163,8 @@ def scores(count: int) -> Iterator[str]:
         old = [accuracy_interval(row, range(problems)) for row in values[: count // 8]]
         words = f"pass@{k} of {n}, {problems} problems, Beta({a:g}, {b:g})"
         ours = 100 * np.mean((low <= truth) & (truth <= high)), 100 * np.mean(high - low)
-        theirs = 100 * np.mean([covers(each, truth) for each in old]), 100 * np.mean([e.high - e.low for e in old])
+        widths = [high - low for low, high in map(ends, old)]
+        theirs = 100 * np.mean([covers(each, truth) for each in old]), 100 * np.mean(widths)
         yield f"{words:<48}" + "".join(f"{c:>12.1f} ±{w / 2:>5.1f} pts" for c, w in (ours, theirs))
 
 

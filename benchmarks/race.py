@@ -151,7 +151,7 @@ def summary(
         "trl": {
             "accuracy": scores.mean(axis=1).tolist(),
             "difference": float(scores[1].mean() - scores[0].mean()),
-            "p": float(ttest_ind(scores[1], scores[0], equal_var=False).pvalue),
+            "p": float(np.asarray(ttest_ind(scores[1], scores[0], equal_var=False))[1]),
             "spread": spread,
             "seconds": run_s,
             "start": start,

@@ -57,6 +57,8 @@ def main() -> None:
     printed, sys.stdout = sys.stdout, sys.stderr
     config = plan(load(options.campaign))[0].config
     directory = local_directory(config.model.model)
+    if directory is None:
+        parser.error(f"{config.model.model} is not on this machine")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     problems = data_of(config, options.campaign.parent)

@@ -68,7 +68,7 @@ def long_answer(folder: Path) -> None:
 
 def measure(directory: Path, long: Path, cache: Path) -> dict[str, Any]:
     """Seconds: lists of what was repeated."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     out: dict[str, list[float]] = {"paint": [], "first": [], "chart": [], "tokens": []}
     with sync_playwright() as playwright, serving(directory, cache) as (_, url, _begin):

@@ -73,7 +73,8 @@ def unpaired_runs(difference: float, deviation: float) -> int:
     def found(n: int) -> bool:
         freedom, shift = 2 * n - 2, difference / (deviation * math.sqrt(2.0 / n))
         reach = float(stdtrit(freedom, 1.0 - ALPHA / 2.0))
-        return shift > reach + 8.0 or 1.0 - nct.cdf(reach, freedom, shift) + nct.cdf(-reach, freedom, shift) >= POWER
+        power = 1.0 - nct.cdf(reach, freedom, shift) + nct.cdf(-reach, freedom, shift)
+        return shift > reach + 8.0 or bool(power >= POWER)
 
     return 2 * next((n for n in range(2, MOST_RUNS) if found(n)), MOST_RUNS)
 

@@ -33,7 +33,7 @@ SETTLED_MS = 2_500
 def main() -> None:
     """Take them all."""
     from PIL import Image
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
