@@ -19,6 +19,9 @@ import numpy as np
 from retrain.files import write_json
 from retrain.record.catalogue import METRICS
 from retrain.record.columns import ColumnWriter
+from retrain.record.context import RunContext
+from retrain.record.recorder import RunRecorder
+from retrain.types import Action, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_sepa")
 TEXTS = {"condition", "advantage_mode", "transform_mode", "uncertainty_kind", "bp_action", "bp_regime"}
@@ -137,6 +140,28 @@ def _rollouts(folder: Path, steps: range) -> None:
                            "stop_reason": "stop", "discarded": None, "trajectory_metrics": {"match": reward},
                            "steps": [{"ob_len": 50, "ac_len": draw.randrange(10, 600)}]}  # fmt: skip
                     file.write(json.dumps(row) + "\n")
+
+
+def long_answers(folder: Path, samples: int, tokens: int) -> None:
+    """A run with one step of groups of two, whose answers have so many tokens each."""
+    from retrain.config import parse_dict
+
+    config = parse_dict({"logging": {"report_to": []}})
+    told = RunContext(condition="grpo+none", run_id=folder.name, seed=1, config=config, max_steps=1)
+    draw = np.random.default_rng(0)
+    groups = []
+    for number in range(samples // 2):
+        problem = Prompt(Problem(f"p{number}", "Count.", "4"), "Count.", (1, 2, 3))
+        acts = [Action(list(range(tokens)), "word " * tokens, draw.normal(-1, 0.3, tokens),
+                       draw.random(tokens).astype("f"), "stop")
+                for _ in range(2)]  # fmt: skip
+        groups.append(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)]))
+        for rollout, advantage in zip(groups[-1].rollouts, (0.5, -0.5), strict=True):
+            rollout.advantage = advantage
+    spans = [(5 * i, 5 * i + 5) for i in range(tokens)]
+    with RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)])) as recorder:
+        recorder.record_step(StepRecord(0, groups, {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))
+    write_json(folder / "config.json", {"run_id": folder.name, "condition": "grpo+none"})
 
 
 def main() -> None:

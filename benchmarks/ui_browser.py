@@ -17,15 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from commandline import bar, opened, parser_of, publish, table, with_verdicts
-from made_runs import add_arguments, campaign_of
+from made_runs import add_arguments, campaign_of, long_answers
 from ui import serving
-
-from retrain.files import write_json
-from retrain.record.context import RunContext
-from retrain.record.recorder import RunRecorder
-from retrain.types import Action, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 CHROMIUM = os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 TOKENS, REPEATS = 4_000, 5
@@ -46,32 +40,12 @@ COLOUR = """async () => { const start = performance.now();
   return performance.now() - start; }"""
 
 
-def long_answer(folder: Path) -> None:
-    """A run with one step, whose answers have ``TOKENS`` tokens each."""
-    from retrain.config import parse_dict
-
-    config = parse_dict({"logging": {"report_to": []}})
-    told = RunContext(condition="grpo+none", run_id="long", seed=1, config=config, max_steps=1)
-    draw = np.random.default_rng(0)
-    problem = Prompt(Problem("p", "Count.", "4"), "Count.", (1, 2, 3))
-    acts = [Action(list(range(TOKENS)), "word " * TOKENS, draw.normal(-1, 0.3, TOKENS),
-                   draw.random(TOKENS).astype("f"), "stop")
-            for _ in range(2)]  # fmt: skip
-    group = single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)])
-    for rollout, advantage in zip(group.rollouts, (0.5, -0.5), strict=True):
-        rollout.advantage = advantage
-    spans = [(5 * i, 5 * i + 5) for i in range(TOKENS)]
-    with RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)])) as recorder:
-        recorder.record_step(StepRecord(0, [group], {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))
-    write_json(folder / "config.json", {"run_id": "long", "condition": "grpo+none"})
-
-
 def measure(directory: Path, long: Path, cache: Path) -> dict[str, Any]:
     """Seconds: lists of what was repeated."""
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     out: dict[str, list[float]] = {"paint": [], "first": [], "chart": [], "tokens": []}
-    with sync_playwright() as playwright, serving(directory, cache) as (_, url, _begin):
+    with sync_playwright() as playwright, serving(cache, directory) as (_, url, _begin):
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.set_default_timeout(120_000)
@@ -90,7 +64,7 @@ def measure(directory: Path, long: Path, cache: Path) -> dict[str, Any]:
         out["chart"] = [first / 1e3 for first, _ in charts]
         out["charts"] = [last / 1e3 for _, last in charts]
         browser.close()
-        with serving(long, cache) as (_, other, _begin):
+        with serving(cache, long) as (_, other, _begin):
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             page.goto(f"{other}/tokens/{long.name}?index=0", wait_until="load")
@@ -107,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     with opened(options), tempfile.TemporaryDirectory() as temporary:
         directory, long = campaign_of(options, Path(temporary)), Path(temporary) / "long"
-        long_answer(long)
+        long_answers(long, 2, TOKENS)
         found = measure(directory, long, Path(temporary) / "cache")
     words = {
         "paint": "first paint", "first": "the list of campaigns", "chart": "first chart drawn after a change",
