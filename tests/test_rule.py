@@ -70,10 +70,15 @@ def test_missing_runs_under_every_test(tmp_path, test):
     assert (better["pairs"], same["pairs"]) == (7, 6)
     assert (better["verdict"], better["test"]) == ("better", test)
     means = np.nanmean(values[:, 1:] - values[:, :1], axis=0)
-    assert [each["difference"] for each in (better, same)] == pytest.approx(means)
     fit = additive_fit(values[None])
     tested = fit.difference[0] if test == "normal" else means
-    assert [each["difference_tested"] for each in (better, same)] == pytest.approx(tested)
+    assert abs(fit.difference[0] - means).min() > 1e-4
+    for each, one in zip((better, same), tested, strict=True):
+        assert each["difference_tested"] == pytest.approx(one)
+        assert each["difference"] == pytest.approx(one)  # what the interval and the sentence are about
+        assert f"{100 * one:+.1f}".replace("-", "−") + " points [" in each["sentence"]
+    if test == "normal":  # t around the estimate; the exact test's intervals lie as they come
+        assert sum(better["difference_interval"]) / 2 == pytest.approx(tested[0])
     expected = {
         "exact": lambda: [2 * sign_flip_p(values[[0, 2, 3, 4, 5, 6, 7], 1] - values[[0, 2, 3, 4, 5, 6, 7], 0])],
         "normal": lambda: step_down(fit.t()[0], float(fit.freedom[0]), float(fit.correlation[0])),

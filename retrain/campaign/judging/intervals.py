@@ -74,6 +74,8 @@ def put_intervals(
             condition["difference_adjusted"] = asdict(_agreeing(possible(adjusted, measure), condition))
         own = _agreeing(possible(own, measure), condition)
         condition["difference_interval"] = _ends(own)
+        if kind == "normal" and np.isnan(table).any():  # the fit takes what it can from seeds that are not whole, too
+            condition["difference"] = own.estimate
         wider = results.on_new_problems(condition, baseline["label"], level, resolution)
         if wider is not None:
             wider = possible(_around(wider, own), measure)
