@@ -1,12 +1,12 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
-import {get} from "../api.js";
+import {get, gone, newest} from "../api.js";
 import {css} from "../colours.js";
 import {axis} from "../charts/forest.js";
 import {savePng, saveSvg} from "../charts/figure.js";
-import {button, choice, el, failed, later, loading, put, svg} from "../dom.js";
+import {button, choice, el, failed, keepingFocus, later, loading, put, svg} from "../dom.js";
 import {number, plural, tickText} from "../format.js";
-import {patch} from "../router.js";
+import {nameOf} from "../names.js";
 
 export function histogram(bins, {label, xTitle, width = 520, height = 230}) {
   const bottom = height - 38, most = Math.max(1, ...bins.map((each) => each.count));
@@ -37,7 +37,9 @@ function heat({steps, edges, counts}, {label, chosen, onStep, width = 520, heigh
   return svg("svg", {class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, parts, svg("text", {x: (left + width) / 2, y: height - 4, "text-anchor": "middle"}, "step"));
 }
 
-export function distribution(place, query) {
+// query() gives the address's; patch changes it.
+export function distribution(place, query, patch) {
+  const next = newest(), nextOver = newest();
   let runs = null, at = null, over = null, asked = "";
   const body = el("div", {class: "two"}, loading()), tools = el("div", {class: "tools"});
   const root = el("section", {class: "card wide"}, el("div", {class: "head"}, el("h2", null, "Distribution"), button("Close", () => patch({hist: null, run: null, step: null}))), tools, body);
@@ -56,7 +58,7 @@ export function distribution(place, query) {
     const focus = document.activeElement && document.activeElement.type === "range" && root.contains(document.activeElement);
     const total = at.bins.reduce((sum, each) => sum + each.count, 0);
     const first = histogram(at.bins, {label: `${hist} at step ${shown} over ${plural(total, "rollout")}`, xTitle: hist});
-    put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, each.place.split("/").pop()]), run(), (value) => patch({run: value, step: null})) : null,
+    put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, nameOf(each.place)]), run(), (value) => patch({run: value, step: null})) : null,
       at.names ? choice("what", at.names.map((each) => [each, each]), hist, (value) => patch({hist: value})) : null,
       el("label", {class: "tick"}, `step ${shown}`, range), el("span", {class: "muted small"}, "h and l step back and forward"),
       button("SVG", () => saveSvg(`${hist} step ${shown}`, painted(first))), button("PNG", () => savePng(`${hist} step ${shown}`, painted(first))));
