@@ -81,7 +81,7 @@ export class MetricCard {
     if (definition) this.card.heading.title = definition;
     if (own.filterable) this.root.append(this.filter());
     this.draw = () => inTurn(this);
-    this.readCurves = spaced(() => this.asked().forEach((each) => each.again()), 2500);
+    this.readCurves = spaced(() => { this.expire(); this.follow(); }, 2500);
   }
 
   filter() {
@@ -100,13 +100,14 @@ export class MetricCard {
   enter() {
     if (this.shown) return;
     this.shown = true;
-    if (this.byCondition()) { this.ask("y", this.metric.key); return; }
+    this.mode = this.page.settings().lines;
+    if (this.byCondition()) { this.follow(); return; }
     for (const [part, name] of this.names()) {
       this.drops.push(this.page.columns.want(name, (list, error) => {
         if (error && part === "y") this.card.fail(error, () => this.page.columns.ask(name));
         if (!list) return;
         this.parts[part] = list;
-        this.refine();
+        this.follow();
         this.draw();
       }));
     }
@@ -118,13 +119,14 @@ export class MetricCard {
     this.drops.forEach((drop) => drop());
     this.drops = [];
     this.readCurves.stop();
-    this.asked().forEach((each) => each.rest());
+    Object.values(this.answers).forEach((each) => each.rest());
   }
 
   // Other settings: what is known is drawn again, and asked for only where the question is another.
   again() {
-    if (this.shown) { this.leave(); this.enter(); }
-    if (this.parts.y || this.answers.y) this.draw();
+    if (!this.shown) return;
+    if (this.mode !== this.page.settings().lines) { this.leave(); this.enter(); } else this.follow();
+    this.draw();
   }
 
   // Other columns: over another axis, or of other runs.
@@ -139,8 +141,8 @@ export class MetricCard {
     return this.page.settings().lines === "conditions";
   }
 
-  asked() {
-    return Object.values(this.answers);
+  expire() {
+    Object.values(this.answers).forEach((each) => each.expire());
   }
 
   ask(part, key) {
@@ -150,24 +152,29 @@ export class MetricCard {
     this.answers[part].ask({at: this.page.place, key, x, smooth: this.byCondition() || (part === "y" && !/^eval\//.test(key)) ? smooth : 1}, plot.zoom);
   }
 
-  // Of a part of the x axis, lines that were joined into fewer points are asked for again with the points of that part.
-  refine() {
-    const {zoom} = this.page.settings().plot;
-    if (!zoom || !(this.parts.y || []).some((run) => run.low)) return;
-    for (const [part, name] of this.parts.y.length <= BANDS_OF ? this.names() : this.names().slice(0, 1)) this.ask(part, name);
+  // Asks for curves where they are shown: of conditions; of runs whose rows were joined into fewer points, where a part
+  // of the x axis is in sight, to have the points of that part.
+  follow() {
+    if (this.byCondition()) { this.ask("y", this.metric.key); return; }
+    for (const [part, name] of this.finer()) this.ask(part, name);
+  }
+
+  finer() {
+    const joined = this.page.settings().plot.zoom && (this.parts.y || []).some((run) => run.low);
+    return !joined ? [] : this.parts.y.length <= BANDS_OF ? this.names() : this.names().slice(0, 1);
   }
 
   // The series of those answers by part; null before all of them are there, or where they are not of the same points.
   fine() {
-    const names = this.parts.y.length <= BANDS_OF ? this.names() : this.names().slice(0, 1);
-    if (!this.page.settings().plot.zoom || !this.parts.y.some((run) => run.low) || !names.every(([part]) => this.answers[part] && this.answers[part].exact())) return null;
+    const names = this.finer();
+    if (!names.length || !names.every(([part]) => this.answers[part] && this.answers[part].exact())) return null;
     const parts = Object.fromEntries(names.map(([part]) => [part, seriesOf(this.answers[part].exact())]));
     const alike = (run, part) => { const other = parts[part].find((each) => each.place === run.place); return !other || (other.x.length === run.x.length && other.x.every((x, i) => x === run.x[i])); };
     return parts.y.every((run) => names.every(([part]) => alike(run, part))) ? parts : null;
   }
 
   changed() {
-    if (this.shown && this.asked().length) this.readCurves(); else this.asked().forEach((each) => each.expire());
+    if (this.shown && (this.byCondition() || this.finer().length)) this.readCurves(); else this.expire();
   }
 
   paint() {

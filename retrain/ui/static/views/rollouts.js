@@ -1,16 +1,17 @@
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, loading, nothing, put, spaced} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced} from "../dom.js";
 import {number, plural} from "../format.js";
-import {link, patch} from "../router.js";
+import {link} from "../router.js";
 import {outcome, promptOf, strip, turnsOf} from "./conversation.js";
-import {Steps, family, gone, keepingFocus, newest, promptLink, runChoice, runsOf, splitName} from "./reading.js";
+import {Steps, family, promptLink, runChoice, runsOf, splitName} from "./reading.js";
 import {FILTERS, filters, groups, rewards, table} from "./rollouts_parts.js";
 
 const PAGE = 100, SIDE_BY_SIDE = 16;
 
-export function rollouts(root, state) {
+export function rollouts(root, state, frame) {
+  const {patch} = frame;
   let query = state.query, runs = [], kin = [], every = [], everyOf = "", body = null, open = null, stopped = false, asked = "", askedOpen = "", wanted = null, recent = 0;
   const next = newest(), nextOpen = newest(), steps = new Steps("step", (step) => patch({iteration: step, first: null}, {replace: true}));
   const title = el("div", {class: "title"}, el("h1", null, "Rollouts"), el("p", {class: "muted"})), tools = el("div", {class: "tools"});
