@@ -69,12 +69,12 @@ export function compare(root, state, frame) {
     if (!about.b) { next.stop(); shown = ""; put(body, nothing("Choose the second place", "Any campaign or run below the given directories: type a part of its name.")); return; }
     if (shown !== JSON.stringify(about)) { shown = ""; put(body, loading()); }
     try {
-      const answer = await get("compare", about, next()), text = JSON.stringify(answer);
+      const answer = await get("compare", about, next()), {a: first, b: second, ...parts} = answer, text = JSON.stringify(parts);
       // The same answer again leaves what is open as it is.
       if (shown && text === drawn) return;
       shown = JSON.stringify(about);
       drawn = text;
-      const names = [answer.a, answer.b].map((each, i) => each && (each.run_id || each.place) || [about.a, about.b][i]);
+      const names = [first, second].map((each, i) => each && (each.run_id || each.place) || [about.a, about.b][i]);
       put(body, hashes(answer.hashes, names), table("Configuration", answer.config || [], names, "No key differs."), code(answer.code, names),
         table("Machine", answer.environment || [], names, "The same machine, as far as it was recorded."), table("Packages", answer.packages || [], names, "The same packages."));
     } catch (error) {
