@@ -184,7 +184,11 @@ def test_forest_and_cost_are_saved_as_table_and_picture(page):
     page.open("/campaign/long")
     figures = page.page.locator("figure.card:has(.forest)")
     assert figures.count() == 3
-    heads = (["condition", "seed", "eval/heldout/correct_rate"], ["condition", "baseline", "seed"], ["condition", "seconds per run"])
+    heads = (
+        ["condition", "seed", "eval/heldout/correct_rate"],
+        ["condition", "baseline", "seed"],
+        ["condition", "seconds per run"],
+    )
     for at, head in enumerate(heads):
         name, data = saved(page, figures.nth(at), "CSV")
         rows = list(csv.reader(data.decode().splitlines()))

@@ -96,12 +96,15 @@ export class Plot {
       cursor: {
         y: false, sync: {key: options.group, scales: ["x", null]}, drag: {x: Boolean(options.onZoom), y: false, setScale: false},
         points: {show: false}, bind: {dblclick: () => null},
+        // Where keys have put it, it stays until the pointer really moves.
+        move: (u, left, top) => this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)],
       },
       hooks: {
         drawAxes: [(u) => this.behind(u)], draw: [(u) => this.strip(u)],
         setCursor: [(u) => this.moved(u)], setSelect: [(u) => this.selected(u)],
       },
     }, this.data, this.root);
+    this.chart.over.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) this.held = null; });
     this.chart.over.addEventListener("dblclick", () => { if (options.onZoom) options.onZoom(null); });
   }
 
