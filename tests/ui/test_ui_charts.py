@@ -138,8 +138,8 @@ def test_the_cursor_goes_by_keys_and_is_told(page):
     assert chart.get_attribute("role") == "application"
     assert "mean_reward" in chart.get_attribute("aria-label")
     chart.focus()
-    for key, place in (("End", 39), ("ArrowLeft", 38), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("Shift+ArrowRight", 11),
-                       ("Shift+ArrowLeft", 1)):  # fmt: skip
+    for key, place in (("End", 39), ("ArrowLeft", 38), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1),
+                       ("Shift+ArrowRight", 11), ("Shift+ArrowLeft", 1)):  # fmt: skip
         page.page.keyboard.press(key)
         page.page.wait_for_timeout(60)
         assert at(page) == place

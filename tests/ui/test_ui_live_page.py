@@ -114,7 +114,7 @@ class Training:
         ]  # fmt: skip
 
     def step(self, at: int) -> None:
-        """All that a step leaves behind: rows, rollouts, times, a note, an evaluation, a checkpoint, another setting."""
+        """All that a step leaves behind: row, rollouts, times, note, evaluation, checkpoint; and another setting."""
         for number, (recorder, run) in enumerate(zip(self.recorders, self.runs.values(), strict=True)):
             recorder.record_step(step([group([0.0, 1.0], [5, 7], problem_id=f"p{at}")], at))
             recorder.record_eval(evaluation([group([float(number)], [4], problem_id="q")], at + 1))
@@ -149,13 +149,14 @@ def following(training, tmp_path, browser):
 
 
 TEXT = "document.querySelector('#main').innerText"
+AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'"
 OWN, OTHER = (f"two/runs/{label}_s1" for label in LABELS)
 STEP_6 = {
     "": f"{TEXT}.includes('14 of 16')",
     "campaign/two": f"{TEXT}.includes('7 of 8')",
-    "metrics/two?keys=mean_reward": "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'",
+    "metrics/two?keys=mean_reward": AT_6,
     "metrics/two?keys=mean_reward&lines=conditions":
-        "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'",
+        AT_6,
     "problems/two": f"{TEXT}.includes('→ 7')",
     "prompt/two": f"{TEXT}.includes('step 7')",
     "rollouts/two": "document.querySelector('h1 + p').textContent.includes('step 6')",
@@ -227,10 +228,10 @@ def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_p
     with serving([home], tmp_path / "cache2", port):
         page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
         again = (
-            "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length > 1"
+            "1 < performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
         )
         wanted = {"problems": again, "notes": f"{TEXT}.includes('about meanwhile')",
-                  "metrics": "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'"}  # fmt: skip
+                  "metrics": AT_6}  # fmt: skip
         page.until(f"() => Boolean({wanted[view.partition('/')[0]]})", "what happened meanwhile", 5 * SEEN_S)
         context.close()
 

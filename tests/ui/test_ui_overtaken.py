@@ -10,7 +10,8 @@ WALK = "(to) => { history.pushState(null, '', to); dispatchEvent(new PopStateEve
 LATE = {
     "tokens": (f"/tokens{FIRST}?iteration=10&index=0", f"/tokens{FIRST}?iteration=10&index=1", "rollout", "h1 + p"),
     "compare": (f"/compare{HOME}?a={A}&b={A}", f"/compare{HOME}?a={A}&b={B}", "compare", "#main"),
-    "distribution": (f"/metrics{HOME}?hist=reward&step=2", f"/metrics{HOME}?hist=reward&step=5", "histogram", ".histplace h3"),
+    "distribution": (f"/metrics{HOME}?hist=reward&step=2", f"/metrics{HOME}?hist=reward&step=5", "histogram",
+                     ".histplace h3"),
     "notes": (f"/notes{HOME}", f"/notes{HOME}?q=nothing+like+this", "notes", ".notes"),
     "log": (f"/notes{HOME}", f"/notes{HOME}?q=nothing+like+this", "log", ".log"),
     "curves": (f"/campaign{HOME}?key=mean_reward", f"/campaign{HOME}?key=entropy", "curves", ".chartcard .heading"),

@@ -2,6 +2,8 @@
 
 import {answer as kept, isCopy} from "./copy.js";
 
+const AGAIN_MS = 15000;
+
 export class ApiError extends Error {
   constructor(status, sentence) {
     super(sentence);
@@ -62,13 +64,21 @@ export function listen(place, {changed, view, state}) {
     state("copy");
     return () => {};
   }
-  const source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
   const read = (run) => (event) => {
     try { run(JSON.parse(event.data)); } catch (error) { console.warn("an event that is no JSON", error); }
   };
-  source.addEventListener("open", () => state("live"));
-  source.addEventListener("error", () => state("lost"));
-  source.addEventListener("changed", read(changed));
-  source.addEventListener("view", read(view));
-  return () => source.close();
+  let source = null, timer = 0;
+  const open = () => {
+    source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
+    source.addEventListener("open", () => state("live"));
+    source.addEventListener("changed", read(changed));
+    source.addEventListener("view", read(view));
+    source.addEventListener("error", () => {
+      state("lost");
+      // The browser tries again by itself only where nothing answered.
+      if (source.readyState === EventSource.CLOSED) timer = setTimeout(open, AGAIN_MS);
+    });
+  };
+  open();
+  return () => { clearTimeout(timer); source.close(); };
 }

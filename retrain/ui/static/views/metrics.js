@@ -98,7 +98,8 @@ export function metrics(root, state, frame) {
 
   // The charts, made anew only when another set of them is asked for.
   function drawGrid() {
-    const there = tab() === "watch" ? body.watch : body.metrics.map((metric) => metric.key);
+    const keys = tab() === "mine" ? readMine(query.keys).map((item) => item.key) : null, every = body.metrics.map((metric) => metric.key);
+    const there = tab() === "watch" ? body.watch : keys ? keys.filter((each) => every.includes(each)) : every;
     const now = JSON.stringify([tab(), query.q, query.tag, query.keys && tab() === "mine" ? query.keys : null, query.open, there]);
     if (now === layout) { cards.forEach((card) => card.again()); return; }
     layout = now;

@@ -3,10 +3,10 @@
 import {get, gone, newest} from "../api.js";
 import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced, visible} from "../dom.js";
 import {number, plural, shortened} from "../format.js";
+import {campaignOf} from "../places.js";
 import {link} from "../router.js";
 import {promptOf} from "./conversation.js";
 import {Side} from "./prompt_side.js";
-import {campaignOf} from "../places.js";
 import {family, partner, splitName} from "./reading.js";
 import {NUMBERS, cleaned, legend, present, scaleOf} from "./token_numbers.js";
 
