@@ -6,7 +6,7 @@ from tests.ui.addresses import FIRST, HOME, HOSTILE, SECOND, TRAINED
 
 FRAME = {"t", "/", "y", "?", *"1234567890"}
 LISTED = """() => [...document.querySelectorAll("#help table")].filter((each) =>
-  !each.caption.textContent.startsWith("In a chart")).map((each) => 
+  !each.caption.textContent.startsWith("In a chart")).map((each) =>
   [...each.querySelectorAll("tr")].map((row) => [row.cells[0].textContent, row.cells[1].textContent]))"""
 FOCUS = """() => { const own = document.activeElement;
   return own.getAttribute("href") || own.dataset.key || own.textContent.slice(0, 60); }"""

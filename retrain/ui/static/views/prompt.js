@@ -98,11 +98,13 @@ export function prompt(root, state, frame) {
     const key = JSON.stringify([split(), query.order, split() === "train" ? [run("a"), step("a")] : 0]);
     if (key === listed) return;
     listed = key;
+    let found = [];
     try {
-      problems = split().startsWith("eval/") ? (await get("problems", {at: home, set: split().slice(5), sort: query.order || "problem", count: MOST})).problems.map((each) => each.id)
+      found = split().startsWith("eval/") ? (await get("problems", {at: home, set: split().slice(5), sort: query.order || "problem", count: MOST})).problems.map((each) => each.id)
         : [...new Set((await get("rollouts", {at: run("a"), split: split(), iteration: step("a"), count: 1})).groups.map((each) => each.problem_id))];
-    } catch (error) { problems = []; }
-    if (stopped) return;
+    } catch (error) { /* Without the list, one problem alone is shown. */ }
+    if (stopped || listed !== key) return;
+    problems = found;
     put(names, problems.map((each) => el("option", {value: each})));
     drawTools();
   }

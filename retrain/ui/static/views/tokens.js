@@ -13,7 +13,7 @@ import {Readout, mark, paint, pieceAt, tokenEvents, tokenSpans} from "./token_te
 export function tokens(root, state, frame) {
   const {patch} = frame;
   let query = state.query, runs = [], kin = [], every = [], everyOf = "", answer = null, shown = null, spans = [], chosen = null, stopped = false, drawing = null, line = null, names = [], values = null;
-  const next = newest(), steps = new Steps("step", (step) => patch({iteration: step, pos: null}, {replace: true}));
+  const next = newest(), nextList = newest(), steps = new Steps("step", (step) => patch({iteration: step, pos: null}, {replace: true}));
   const title = el("div", {class: "title"}, el("h1", null, "Tokens"), el("p", {class: "muted"}));
   const tools = el("div", {class: "tools"}), colours = el("div", {class: "tools paints sticky"}), top = el("div"), chart = el("div", {class: "profiles"});
   const text = el("div", {class: "conversation", tabindex: "0", role: "group", "aria-label": "the rollout's text; arrow keys move from token to token"});
@@ -132,6 +132,7 @@ export function tokens(root, state, frame) {
       const {asked, wanted} = question(), {at} = asked;
       // Back at what is drawn: whatever was asked for in between is not to be drawn any more.
       if (wanted === drawing && answer) { next.stop(); again(); return; }
+      nextList.stop();
       const signal = next();
       const listed = get("iterations", {at}, signal);
       // Of a split that the run does not have, nothing is asked.
@@ -197,13 +198,18 @@ export function tokens(root, state, frame) {
   function move(by) { const step = steps.beside(by); if (step !== null) patch({iteration: step, pos: null}); }
 
   tokenEvents(text, {count: () => spans.length, point: hover, pick: (i, keyed) => choose(i, keyed), chosen: () => chosen});
-  const grow = spaced(async () => { try { every = (await get("iterations", {at: run()})).iterations; if (stopped) return; if (answer) drawTools(); else read(); } catch (error) { console.warn(error); } }, 3000);
+  const grow = spaced(async () => {
+    try {
+      every = (await get("iterations", {at: run()}, nextList())).iterations;
+      if (answer) drawTools(); else read();
+    } catch (error) { if (!gone(error)) console.warn(error); }
+  }, 3000);
   read();
   return {
     title: "Tokens",
     update(to) { query = to.query; read(); },
     changed(event) { if ((event.what || []).some((each) => each === "metrics" || each === "evals")) grow(); },
-    stop() { stopped = true; next.stop(); grow.stop(); },
+    stop() { stopped = true; next.stop(); nextList.stop(); grow.stop(); },
     keys: {j: ["next sample of the group", () => sibling(1)], k: ["previous sample", () => sibling(-1)], h: ["step back", () => move(-1)], l: ["step forward", () => move(1)],
       g: ["next group", () => group(1)], G: ["previous group", () => group(-1)], c: ["next colour", () => cycle(1)], C: ["previous colour", () => cycle(-1)]},
   };
