@@ -100,6 +100,7 @@ def test_an_address_with_a_part_of_the_axis_shows_all_of_its_points(page, lines)
     page.until("() => document.querySelectorAll('.plot[tabindex]').length === 2", "both charts")
     assert x_axes(page) == [[100, 120]] * 2
     assert all("from=100&to=120" in each for each in asked(page))
+    assert page.page.locator(".readout .at").all_inner_texts() == ["at 120"] * 2
     for chart in (0, 1):
         page.page.locator(".plot").nth(chart).focus()
         page.press("Home", "ArrowRight", "ArrowRight")

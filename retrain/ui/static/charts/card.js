@@ -83,20 +83,20 @@ export class Card {
   }
 
   spoken() {
-    const {title, share, x} = this.options;
-    const parts = this.leading().slice(0, 8).map((line) => { const end = last(line); return end ? `${line.name} ${amount(end.y, share)}` : null; });
+    const {title, share, x, zoom} = this.options;
+    const parts = this.leading().slice(0, 8).map((line) => { const end = last(line, zoom); return end ? `${line.name} ${amount(end.y, share)}` : null; });
     return `${title} over ${X_TITLES[x] || x}, ${plural(this.leading().length, "line")}. Last values: ${parts.filter(Boolean).join(", ")}.`;
   }
 
   // The values under the cursor, else the last ones; of many runs, the one next to the pointer.
   read(x, y) {
-    const {share, x: kind, counts} = this.options;
+    const {share, x: kind, counts, zoom} = this.options, end = (line) => last(line, zoom);
     const lead = this.leading();
     const shown = lead.length <= NAMED ? lead : [];
-    const ends = this.lines.map(last).filter(Boolean).map((end) => end.x);
+    const ends = this.lines.map(end).filter(Boolean).map((each) => each.x);
     const parts = [el("span", {class: "at"}, x !== null ? xText(kind, x) : ends.length ? `at ${xText(kind, Math.max(...ends))}` : "")];
     for (const line of shown) {
-      const found = x === null ? last(line) : valueAt(line, x);
+      const found = x === null ? end(line) : valueAt(line, x);
       const of = counts && counts.find((each) => each.index === line.index);
       const n = of && found ? countAt(of, found.x) : null;
       const band = found && line.low && line.low[found.i] !== null && line.low[found.i] !== undefined
@@ -113,7 +113,7 @@ export class Card {
       }
       if (best) parts.push(el("span", {class: "item"}, swatch(best.line.index), el("span", {class: "label"}, best.line.name), el("b", null, amount(best.found.y, share))));
     } else if (!shown.length) {
-      const values = lead.map((line) => (x === null ? last(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
+      const values = lead.map((line) => (x === null ? end(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
       if (values.length) parts.push(el("span", {class: "item"}, el("span", {class: "label"}, `${lead.length} runs`), el("b", null, `${amount(Math.min(...values), share)} … ${amount(Math.max(...values), share)}`)));
     }
     if (this.plot && this.plot.limits && this.plot.limits.outside) parts.push(el("span", {class: "muted"}, `${this.plot.limits.outside} values outside`));

@@ -94,8 +94,9 @@ export function valueAt(line, x) {
   return null;
 }
 
-export function last(line) {
-  for (let i = line.y.length - 1; i >= 0; i -= 1) if (line.y[i] !== null && line.y[i] !== undefined) return {x: line.x[i], y: line.y[i], i};
+// A line's last value, of those up to the end of the part in sight.
+export function last(line, zoom) {
+  for (let i = line.y.length - 1; i >= 0; i -= 1) if ((!zoom || line.x[i] <= zoom[1]) && line.y[i] !== null && line.y[i] !== undefined) return {x: line.x[i], y: line.y[i], i};
   return null;
 }
 
