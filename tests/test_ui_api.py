@@ -152,6 +152,60 @@ def test_columns_join_rows_and_keep_extremes(tmp_path):
     assert [777.0, 100.0] in points
 
 
+@pytest.fixture
+def long(tmp_path, monkeypatch):
+    """Two seeds of 10,000 steps, the second with another number of tokens in each; read at once."""
+    monkeypatch.setattr("retrain.ui.numbers.CACHED_FROM", 1 << 40)
+    home = campaign(tmp_path / "one", seeds=2, steps=2)
+    for path in home.glob("runs/*/metrics.jsonl"):
+        path.unlink()
+        more = 1 + path.parent.name.endswith("s2")
+        append_jsonl(path, [row(n, mean_reward=float(n % 7), num_tokens=100 * more * (n + 1)) for n in range(10_000)])
+    return home
+
+
+def test_a_part_of_the_axis_comes_with_every_row_of_it(long):
+    client = client_of(long)
+    query = {"at": "one", "key": "mean_reward", "smooth": 1}
+    whole = get(client, "/api/curves", **query)["conditions"][0]
+    assert len(whole["mean"]) == 160
+    assert len(whole["runs"][0]["points"]) < 10_000
+    found = get(client, "/api/curves", **query, **{"from": 4_000, "to": 4_099})
+    first = found["conditions"][0]
+    expected = [[step, step % 7] for step in range(3_999, 4_101)]  # and one on either side
+    assert first["mean"] == first["runs"][0]["points"] == expected
+    assert found["differences"][0]["mean"] == [[step, 0] for step, _ in expected]
+    assert (first["count"], first["of"]) == ([[3_999, 2], [4_100, 2]], whole["of"])
+    assert {**found, "conditions": 0, "differences": 0} == {
+        **get(client, "/api/curves", **query), "conditions": 0, "differences": 0,
+    }  # fmt: skip
+
+
+def test_a_part_is_one_of_the_chosen_axis_and_may_be_open(long):
+    client = client_of(long)
+    query = {"at": "one", "key": "mean_reward", "smooth": 1, "x": "tokens"}
+    found = get(client, "/api/curves", **query, **{"from": 1_000, "to": 1_250.5})["conditions"][0]
+    runs = [[x for x, _ in run["points"]] for run in found["runs"]]
+    assert runs == [[900, 1_000, 1_100, 1_200, 1_300], [800, 1_000, 1_200, 1_400]]
+    assert [x for x, _ in found["mean"]] == [900, 1_050, 1_200, 1_350]  # the mean of both runs' tokens
+    last = get(client, "/api/curves", **query, **{"from": 999_900})["conditions"][0]["runs"][0]["points"]
+    assert [x for x, _ in last] == [999_800, 999_900, 1_000_000]
+    none = get(client, "/api/curves", **query, **{"from": 10**9})["conditions"][0]
+    assert [len(run["points"]) for run in none["runs"]] == [1, 1]  # the one point on this side
+    smooth = {"at": "one", "key": "mean_reward", "smooth": 50}
+    part = get(client, "/api/curves", **smooth, **{"from": 5_000, "to": 5_000})["conditions"][0]["mean"]
+    assert part[1] == [5_000, pytest.approx(np.mean([n % 7 for n in range(4_951, 5_001)]))]  # also what lies before it
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [({"from": "x"}, "from is a number"), ({"to": "inf"}, "to is a number"), ({"to": "nan"}, "to is a number"),
+     ({"from": 5, "to": 4}, "from is to be no more than to")],
+)  # fmt: skip
+def test_a_part_that_is_none_is_refused(home, part, words):
+    assert words in get(client_of(home), "/api/curves", 400, at="one", key="mean_reward", **part)["error"]
+
+
 def test_only_new_rows_on_request(home):
     client, path = client_of(home), home / "runs/grpo+none_s1/metrics.jsonl"
     query = {"at": "one/runs/grpo+none_s1", "key": "mean_reward"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +64,19 @@ class Query:
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 19 and low <= int(value) <= high):
             raise Refusal(400, f"{name} is a whole number from {low} to {high}")
         return int(value)
+
+    def real(self, name: str) -> float | None:
+        """A finite number; None where it is not given."""
+        text = self.text(name, "")
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise Refusal(400, f"{name} is a number")
+        return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """One of these words, the first by default."""

@@ -55,9 +55,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(directories: Sequence[Path], cache: Path) -> Iterator[str]:
+def serving(directories: Sequence[Path], cache: Path, port: str = "0") -> Iterator[str]:
     """The address of a server over these directories."""
-    command = [sys.executable, "-m", "retrain", "ui", *map(str, directories), "--port", "0"]
+    command = [sys.executable, "-m", "retrain", "ui", *map(str, directories), "--port", port]
     with open(cache.with_suffix(".log"), "w") as log:
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.ui.addresses import FIRST, HOME, HOSTILE, SECOND, TRAINED
 
 FRAME = {"t", "/", "y", "?", *"1234567890"}
-LISTED = """() => [...document.querySelectorAll("#help table")].map((each) =>
+LISTED = """() => [...document.querySelectorAll("#help table")].filter((each) =>
+  !each.caption.textContent.startsWith("In a chart")).map((each) =>
   [...each.querySelectorAll("tr")].map((row) => [row.cells[0].textContent, row.cells[1].textContent]))"""
 FOCUS = """() => { const own = document.activeElement;
   return own.getAttribute("href") || own.dataset.key || own.textContent.slice(0, 60); }"""
@@ -89,16 +90,18 @@ def test_campaigns(page):
 
 def test_campaign(page):
     page.open(f"/campaign{HOME}")
-    assert listed(page) == {"j", "k", "h", "l"}
+    assert listed(page) == {"j", "k", "h", "l", "Escape"}
     moves_focus(page, "j", "k", "#runs a.open")
     _, after = changes(page, "l", "key")
     changes(page, "l", "key")
     assert changes(page, "h", "key")[1] == after
+    page.open(f"/campaign{HOME}?key=mean_reward&zoom=2,5")
+    assert "zoom" not in changes(page, "Escape", "zoom")[1]
 
 
 def test_metrics(page):
     page.open(f"/metrics{HOME}?tab=all")
-    assert listed(page) == {"j", "k", "g", "c", "h", "l"}
+    assert listed(page) == {"j", "k", "g", "c", "h", "l", "Escape"}
     moves_focus(page, "j", "k", ".chartcard")
     page.press("g")
     head = page.page.evaluate("() => document.activeElement.className")
@@ -108,6 +111,8 @@ def test_metrics(page):
     assert page.page.evaluate(FOCUS) != first
     assert changes(page, "c", "lines")[1]["lines"] == "conditions"
     assert "lines" not in changes(page, "c", "lines")[1]
+    page.open(f"/metrics{HOME}?zoom=2,5")
+    assert "zoom" not in changes(page, "Escape", "zoom")[1]
     page.open(f"/metrics{HOME}?hist=reward")
     shown = page.text("section.card.wide h3")
     _, after = changes(page, "h", "step")

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-from ui_cases import campaign, note, row
+import ui_cases
+from test_ui_adapters import adapter
+from ui_cases import LABELS, campaign, note, row
 
-from retrain.files import append_jsonl
+from retrain.files import append_jsonl, write_json
+from retrain.record.recorder import RunRecorder
+from tests.record_cases import config, context, evaluation, group, step
 from tests.ui.conftest import serving
 from tests.ui.watch import Watched
 
 SEEN_S = 2.0
+MOST = 8
+"""Steps that a run is to have."""
 RUN = "one/runs/grpo+none_s1"
 
 
@@ -85,23 +93,147 @@ def test_a_file_that_is_cut_or_gone_and_comes_back_breaks_no_page(live, home):
     assert not [each for each in page.wrong if "script raised" in each]
 
 
+class Training:
+    """Two runs that are recorded as they train: a step of both at a time."""
+
+    def __init__(self, home: Path):
+        self.home, self.runs = home, {label: home / "runs" / f"{label}_s1" for label in LABELS}
+        for number, (label, run) in enumerate(self.runs.items()):
+            write_json(run / "config.json", {"run_id": run.name, "condition": label, "training": {"lr": number}})
+        entries = [
+            {"run_id": run.name, "label": label, "seed": 1, "state": "running", "reason": None, "step": 0,
+             "max_steps": MOST, "path": f"runs/{run.name}"} for label, run in self.runs.items()
+        ]  # fmt: skip
+        write_json(
+            home / "manifest.json", {"format": 1, "name": "two", "created": 1.0, "updated": 2.0, "runs": entries}
+        )
+        self.recorders = [
+            RunRecorder(run, context(condition=label, run_id=run.name, max_steps=MOST,
+                                     config=config(logging={"rollouts_every": 1})), {}, token_text=pieces)
+            for label, run in self.runs.items()
+        ]  # fmt: skip
+
+    def step(self, at: int) -> None:
+        """All that a step leaves behind: row, rollouts, times, note, evaluation, checkpoint; and another setting."""
+        for number, (recorder, run) in enumerate(zip(self.recorders, self.runs.values(), strict=True)):
+            recorder.record_step(step([group([0.0, 1.0], [5, 7], problem_id=f"p{at}")], at))
+            recorder.record_eval(evaluation([group([float(number)], [4], problem_id="q")], at + 1))
+            adapter(run / "checkpoints" / f"step_{at + 1}", seed=at + number)
+            append_jsonl(run / "notes.jsonl", [note(at, f"number {at}", "warning")])
+            write_json(run / "config.json", {"run_id": run.name, "condition": run.name.partition("_")[0],
+                                             "training": {"lr": number + at}})  # fmt: skip
+        for recorder in self.recorders:
+            recorder.flush()
+
+
+def pieces(ids):
+    """A letter for each token."""
+    return "x" * len(ids), [(at, at + 1) for at in range(len(ids))]
+
+
+@pytest.fixture
+def training(tmp_path):
+    made = Training(tmp_path / "two")
+    yield made
+    for recorder in made.recorders:
+        recorder.close()
+
+
+@pytest.fixture
+def following(training, tmp_path, browser):
+    """A page over two runs that train, before their first step."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    with serving([training.home], tmp_path / "cache") as url:
+        yield Watched(context.new_page(), url)
+        context.close()
+
+
+TEXT = "document.querySelector('#main').innerText"
+AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'"
+OWN, OTHER = (f"two/runs/{label}_s1" for label in LABELS)
+STEP_6 = {
+    "": f"{TEXT}.includes('14 of 16')",
+    "campaign/two": f"{TEXT}.includes('7 of 8')",
+    "metrics/two?keys=mean_reward": AT_6,
+    "metrics/two?keys=mean_reward&lines=conditions":
+        AT_6,
+    "problems/two": f"{TEXT}.includes('→ 7')",
+    "prompt/two": f"{TEXT}.includes('step 7')",
+    "rollouts/two": "document.querySelector('h1 + p').textContent.includes('step 6')",
+    "tokens/two": "document.querySelector('.steps input').getAttribute('aria-valuetext').endsWith('of 7')",
+    f"timeline/{OWN}": f"{TEXT}.includes('steps 0 to 6')",
+    "lora/two": f"{TEXT}.includes('step 7')",
+    f"compare/two?a={quote(OWN)}&b={quote(OTHER)}":
+        "[...document.querySelectorAll('.diff td')].map((each) => each.textContent).join().includes('6,7')",
+    "notes/two": f"{TEXT}.includes('about number 6')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", STEP_6)
+def test_every_page_shows_a_step_that_comes_while_it_is_open(following, training, view):
+    for at in range(6):
+        training.step(at)
+    following.open(f"/{view}").until("() => document.querySelector('.live').textContent === 'live'", "live")
+    shown = f"() => Boolean({STEP_6[view]})"
+    assert not following.page.evaluate(shown)
+    training.step(6)
+    for path in training.runs.values():
+        for name in ("metrics.jsonl", "evals.jsonl", "notes.jsonl", "run.log"):
+            with open(path / name, "ab") as file:
+                file.write(b'{"step": 7, "torn')
+    following.until(shown, "step 6", 5 * SEEN_S)
+    following.fine()
+
+
 @pytest.mark.parametrize(
-    "view", ["campaign/one", "problems/one", "rollouts/one", "tokens/one", "timeline/" + RUN, "notes/one", ""]
-)
-def test_other_pages_bear_rows_that_come_and_go(live, home, view):
+    ("view", "first"),
+    [("metrics/two", ".chartcard .readout .at"), ("metrics/two?tab=all", ".chartcard .readout .at"),
+     ("campaign/two", ".chartcard .readout b"), ("lora/two", ".matrix"), ("problems/two", ".matrixtable"),
+     ("rollouts/two", "tr[data-index]"), ("tokens/two", ".t"), ("prompt/two", ".sides .message")],
+)  # fmt: skip
+def test_a_page_that_was_opened_before_anything_was_recorded_fills(following, training, view, first):
+    following.open(f"/{view}").until("() => document.querySelector('.live').textContent === 'live'", "live")
+    assert following.page.locator(f"#main {first}").count() == 0
+    training.step(0)
+    following.until(f"() => document.querySelector('#main {first}')", "the first step", 5 * SEEN_S)
+    if view.startswith("campaign"):
+        options = "document.querySelectorAll('select.metric option').length"
+        following.until(f"() => {options} > 20", "the keys to choose from", 5 * SEEN_S)
+    following.fine()
+
+
+def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
     page, _ = live
-    page.open(f"/{view}")
-    folder = home / "runs/grpo+none_s1"
-    append_jsonl(folder / "metrics.jsonl", [row(6)])
-    append_jsonl(folder / "notes.jsonl", [note(6, "new", "warning")])
-    for name in ("metrics.jsonl", "evals.jsonl", "notes.jsonl", "run.log"):
-        with open(folder / name, "ab") as file:
-            file.write(b'{"step": 7, "torn')
-    page.page.wait_for_timeout(2500)
-    assert page.page.locator("#main h1").count() == 1
-    if view.startswith("notes"):
-        page.until("() => document.querySelector('#main').innerText.includes('about new')", "the new note", 2 * SEEN_S)
+    page.open("/metrics/one?tab=all").until("() => document.querySelector('.live').textContent === 'live'", "live")
+    page.press("j")
+    focused = page.page.evaluate("() => document.activeElement.dataset.key")
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, **{"custom/brand_new": 1.0})])
+    page.until("() => document.querySelector('[data-key=\"custom/brand_new\"]')", "the new key", 5 * SEEN_S)
+    assert page.page.evaluate("() => document.activeElement.dataset.key") == focused
     page.fine()
+
+
+@pytest.mark.parametrize("view", ["problems/one", "notes/one", "metrics/one?keys=mean_reward"])
+def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_path, browser, view):
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = Watched(context.new_page(), "")
+    with serving([home], tmp_path / "cache") as url:
+        port = url.rpartition(":")[2]
+        page.open(f"{url}/{view}").until("() => document.querySelector('.live').textContent === 'live'", "live")
+    page.until("() => document.querySelector('.live').textContent === 'connection lost'", "lost")
+    run = home / "runs/grpo+none_s1"
+    append_jsonl(run / "metrics.jsonl", [row(6)])
+    append_jsonl(run / "evals.jsonl", [ui_cases.evaluation(7, 0.5)])
+    append_jsonl(run / "notes.jsonl", [note(6, "meanwhile")])
+    with serving([home], tmp_path / "cache2", port):
+        page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
+        again = (
+            "1 < performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
+        )
+        wanted = {"problems": again, "notes": f"{TEXT}.includes('about meanwhile')",
+                  "metrics": AT_6}  # fmt: skip
+        page.until(f"() => Boolean({wanted[view.partition('/')[0]]})", "what happened meanwhile", 5 * SEEN_S)
+        context.close()
 
 
 def test_an_open_page_is_sent_elsewhere(live):

@@ -5,6 +5,7 @@ Means and bands are made by the report's own function (``judging.evidence.curve`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from retrain.campaign.judging.evidence import curve, window_of
 from retrain.campaign.judging.results import Measure
 from retrain.config.evaluation import PART
-from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.decimation import MOST_POINTS, extremes
 from retrain.ui.library import Library
 from retrain.ui.measured import ColumnRun, points_of
@@ -25,6 +26,8 @@ from retrain.ui.sources import Home, Run
 
 GRID = 160
 """Steps at which a long mean and its band are made."""
+Window = tuple[float, float]
+"""The part of the x axis that is asked for, both ends included."""
 THIN_POINTS = 16_000
 """Points of the lines of all runs together."""
 
@@ -46,13 +49,27 @@ def routes(library: Library) -> list[Route]:
         home = library.home(query.text("at"))
         key, x = query.text("key"), query.choice("x", AXES)
         smooth = query.number("smooth", -1, -1, 100_000)
-        return curves_of(library, home, key, x, smooth)
+        return curves_of(library, home, key, x, smooth, window_in(query))
 
     return [json_route("/api/curves", curves)]
 
 
-def curves_of(library: Library, home: Home, key: str, x: str, smooth: int) -> dict[str, Any]:
-    """The answer; ``smooth``: steps that a point is the mean of, -1 for what a report takes."""
+def window_in(query: Query) -> Window | None:
+    """The part of the x axis from ``from`` to ``to``; None for all of it. Raises Refusal for ends that are none."""
+    low, high = query.real("from"), query.real("to")
+    if low is None and high is None:
+        return None
+    window = -math.inf if low is None else low, math.inf if high is None else high
+    if window[0] > window[1]:
+        raise Refusal(400, "from is to be no more than to: both are places on the x axis")
+    return window
+
+
+def curves_of(
+    library: Library, home: Home, key: str, x: str, smooth: int, part: Window | None = None
+) -> dict[str, Any]:
+    """The answer; ``smooth``: steps that a point is the mean of, -1 for what a report takes; ``part``: only points in
+    this part of the x axis, and one on either side of it."""
     lines = [line for run in home.runs if (line := line_of(library, run, key, x)) is not None]
     reading = sum(library.numbers(run, refresh=False).reading for run in home.runs)
     held_out = Measure(key=key).is_held_out
@@ -66,14 +83,15 @@ def curves_of(library: Library, home: Home, key: str, x: str, smooth: int) -> di
     baseline = [line for line in lines if line.run.index == 0]
     for index, label in enumerate(home.labels):
         own = [line for line in lines if line.run.index == index]
-        mean, band, of = mean_and_band(label, index, own, key, share)
+        mean, band, of = mean_and_band(label, index, own, key, share, part)
         conditions.append({
-            "label": label, "index": index, "mean": mean, "band": band, "of": of, "count": counts(own),
-            "runs": [{"place": line.run.place, "seed": line.run.seed, "points": thin(line, shown)} for line in own],
+            "label": label, "index": index, "mean": mean, "band": band, "of": of, "count": counts(own, part),
+            "runs": [{"place": line.run.place, "seed": line.run.seed, "points": thin(line, shown, part)}
+                     for line in own],
         })  # fmt: skip
         if index:
             pairs = paired(own, baseline)
-            mean, band, of = mean_and_band(label, index, pairs, key, False)
+            mean, band, of = mean_and_band(label, index, pairs, key, False, part)
             differences.append({"label": label, "index": index, "pairs": len(pairs), "mean": mean, "band": band,
                                 "of": of})  # fmt: skip
     return {"key": key, "x": x, "smooth": window, "about": about(key), "share": share, "reading": reading,
@@ -108,31 +126,45 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def mean_and_band(
-    label: str, index: int, lines: Sequence[Line], key: str, share: bool
+    label: str, index: int, lines: Sequence[Line], key: str, share: bool, part: Window | None
 ) -> tuple[list[Any], list[Any], str]:
     """Mean and band over the finished runs, or over all as far as all have come while none is finished; of which."""
     finished = [line for line in lines if line.run.state == "done"]
     taken, of = (finished, "finished") if finished else (list(lines), "all")
-    grid = grid_of(taken) if taken else np.empty(0)
+    grid, xs = grid_of(taken, part) if taken else (np.empty(0), np.empty(0))
     if not len(grid):
         return [], [], of
     found = curve(label, index, [shown_at(line, grid) for line in taken], key, share=share, smooth=False)
-    xs = np.mean([line.xs[np.searchsorted(line.steps, grid)] for line in taken], axis=0)
     at = dict(zip(grid.astype(int).tolist(), xs.tolist(), strict=True))
     mean = np.array([(at[int(step)], value) for step, value in found.points]).reshape(-1, 2)
     band = np.array([(at[int(step)], low, high) for step, low, high in found.band]).reshape(-1, 3)
     return _table(mean), _table(band), of
 
 
-def grid_of(lines: Sequence[Line]) -> np.ndarray:
-    """The steps that all of these lines have, at most ``GRID`` of them, the first and the last included."""
+def grid_of(lines: Sequence[Line], part: Window | None) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that all of these lines have in this part, at most ``GRID`` of them, the first and the last included;
+    and where the chart has them."""
     common = lines[0].steps
     for line in lines[1:]:
         if not np.array_equal(common, line.steps):  # most runs have the same
             common = np.intersect1d(common, line.steps)
+    if not len(common):
+        return common, common
+    xs = np.mean([line.xs[np.searchsorted(line.steps, common)] for line in lines], axis=0)
+    shown = inside(xs, part)
+    common, xs = common[shown], xs[shown]
     if len(common) > GRID:
-        common = common[np.unique(np.linspace(0, len(common) - 1, GRID).astype(int))]
-    return common
+        places = np.unique(np.linspace(0, len(common) - 1, GRID).astype(int))
+        common, xs = common[places], xs[places]
+    return common, xs
+
+
+def inside(xs: np.ndarray, part: Window | None) -> slice:
+    """The points in a part of the x axis, and one on either side of it, so that lines reach its edges."""
+    if part is None:
+        return slice(None)
+    first, over = np.searchsorted(xs, part[0], "left"), np.searchsorted(xs, part[1], "right")
+    return slice(max(0, int(first) - 1), int(over) + 1)
 
 
 @dataclass
@@ -171,25 +203,28 @@ def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
     return out
 
 
-def counts(lines: Sequence[Line]) -> list[Any]:
+def counts(lines: Sequence[Line], part: Window | None) -> list[Any]:
     """How many runs have a value, wherever that changes."""
     if not lines:
         return []
     if all(np.array_equal(line.steps, lines[0].steps) for line in lines):
-        ends = lines[0].xs[[0, -1]] if len(lines[0].xs) > 1 else lines[0].xs
+        xs = lines[0].xs[inside(lines[0].xs, part)]
+        ends = xs[[0, -1]] if len(xs) > 1 else xs
         return _table(np.column_stack([ends, np.full(len(ends), len(lines))]))
     steps, count = np.unique(np.concatenate([line.steps for line in lines]), return_counts=True)
     longest = max(lines, key=lambda line: line.steps[-1])
-    changes = np.flatnonzero(np.diff(count, prepend=-1))
-    places = np.unique(np.append(changes[-GRID:], len(steps) - 1))
+    places = np.unique(np.append(np.flatnonzero(np.diff(count, prepend=-1)), len(steps) - 1))
     xs = np.interp(steps[places], longest.steps, longest.xs)
-    return _table(np.column_stack([xs, count[places]]))
+    shown = inside(xs, part)
+    return _table(np.column_stack([xs[shown], count[places][shown]])[-GRID - 1 :])
 
 
-def thin(line: Line, most: int) -> list[Any]:
+def thin(line: Line, most: int, part: Window | None) -> list[Any]:
     """One run's line, its extremes kept."""
-    places = extremes(line.values, most)
-    return _table(np.column_stack([line.xs[places], line.values[places]]))
+    shown = inside(line.xs, part)
+    xs, values = line.xs[shown], line.values[shown]
+    places = extremes(values, most)
+    return _table(np.column_stack([xs[places], values[places]]))
 
 
 def _table(rows: np.ndarray) -> list[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, json_route
+from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.rollouts import SORTS, Filter, table, whole
 
@@ -28,8 +27,8 @@ def routes(library: Library) -> list[Route]:
         one = index.get(query.text("split", "train"), iteration_of(query))
         group = query.number("group", LATEST, LATEST, MOST)
         chosen = Filter(
-            reward=(bound(query, "reward_min"), bound(query, "reward_max")),
-            length=(bound(query, "length_min"), bound(query, "length_max")),
+            reward=(query.real("reward_min"), query.real("reward_max")),
+            length=(query.real("length_min"), query.real("length_max")),
             group=None if group == LATEST else group,
             problem=query.text("problem", ""),
             tag=query.text("tag", ""),
@@ -58,17 +57,3 @@ def iteration_of(query: Query, name: str = "iteration") -> int | None:
     """A number of an iteration; None for the newest."""
     number = query.number(name, LATEST, LATEST, MOST)
     return None if number == LATEST else number
-
-
-def bound(query: Query, name: str) -> float | None:
-    """One end of a range; None where it is open. Raises Refusal for what is no number."""
-    text = query.text(name, "")
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise Refusal(400, f"{name} is a number")
-    return value

@@ -2,6 +2,8 @@
 
 import {answer as kept, isCopy} from "./copy.js";
 
+const AGAIN_MS = 15000;
+
 export class ApiError extends Error {
   constructor(status, sentence) {
     super(sentence);
@@ -10,8 +12,15 @@ export class ApiError extends Error {
   }
 }
 
-// get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence.
+// get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence, and
+// AbortError once nobody waits for the answer.
 export async function get(name, params, signal) {
+  const body = await ask(name, params, signal);
+  if (signal) signal.throwIfAborted();
+  return body;
+}
+
+async function ask(name, params, signal) {
   if (isCopy()) {
     const body = await kept(name, params || {});
     if (body === null) throw new ApiError(404, "This copy does not hold that: retrain ui shows it from the run's own files.");
@@ -25,11 +34,28 @@ export async function get(name, params, signal) {
   const answer = await fetch(`/api/${name}?${query}`, {signal, headers: {Accept: "application/json"}});
   let body = null;
   try { body = await answer.json(); } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (gone(error)) throw error;
     throw new ApiError(answer.status, `The server's answer to /api/${name} is no JSON (status ${answer.status}).`);
   }
   if (!answer.ok) throw new ApiError(answer.status, body && body.error || `The server answered with status ${answer.status}.`);
   return body;
+}
+
+// A signal for the newest request; whoever asked before is no longer waited for.
+export function newest() {
+  let before = null;
+  const next = () => {
+    next.stop();
+    before = new AbortController();
+    return before.signal;
+  };
+  next.stop = () => { if (before) before.abort(); };
+  return next;
+}
+
+// Whether a request ended because nobody waits for it any more.
+export function gone(error) {
+  return error && error.name === "AbortError";
 }
 
 // Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to stop.
@@ -38,13 +64,21 @@ export function listen(place, {changed, view, state}) {
     state("copy");
     return () => {};
   }
-  const source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
   const read = (run) => (event) => {
     try { run(JSON.parse(event.data)); } catch (error) { console.warn("an event that is no JSON", error); }
   };
-  source.addEventListener("open", () => state("live"));
-  source.addEventListener("error", () => state("lost"));
-  source.addEventListener("changed", read(changed));
-  source.addEventListener("view", read(view));
-  return () => source.close();
+  let source = null, timer = 0;
+  const open = () => {
+    source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
+    source.addEventListener("open", () => state("live"));
+    source.addEventListener("changed", read(changed));
+    source.addEventListener("view", read(view));
+    source.addEventListener("error", () => {
+      state("lost");
+      // The browser tries again by itself only where nothing answered.
+      if (source.readyState === EventSource.CLOSED) timer = setTimeout(open, AGAIN_MS);
+    });
+  };
+  open();
+  return () => { clearTimeout(timer); source.close(); };
 }

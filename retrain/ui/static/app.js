@@ -1,11 +1,13 @@
 // The page's frame: header, navigation, the view that the URL names, and the server's events.
 
-import {get, listen} from "./api.js";
+import {listen} from "./api.js";
 import {themeChanged} from "./colours.js";
 import {madeAt} from "./copy.js";
 import {button, el, nothing, put} from "./dom.js";
 import {frameKey, help, pageKeys, startKeys} from "./keys.js";
-import {go, link, onRoute, startRouter} from "./router.js";
+import {nameOf} from "./names.js";
+import {listed, owner, tell} from "./places.js";
+import {go, link, onRoute, patch, startRouter} from "./router.js";
 import {campaign} from "./views/campaign.js";
 import {campaigns} from "./views/campaigns.js";
 import {compare} from "./views/compare.js";
@@ -36,15 +38,11 @@ const VIEWS = [
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
 const live = el("span", {class: "live", role: "status"});
-// The list of what there is, for names above the page: read once, and again by the first page.
-const listed = get("places").then((body) => { if (!places) { places = body.places; if (state) drawBar(); } }, () => { /* The view in sight says it. */ });
-let shown = null, state = null, places = null, stopListening = null, listeningTo = null;
-
-// The campaign or run of the list that holds a place: itself, or a run's campaign.
-function owner(place) {
-  return (places || []).filter((each) => place === each.place || place.startsWith(`${each.place}/`))
-    .sort((a, b) => b.place.length - a.place.length)[0] || null;
-}
+// What a page is told that has heard nothing for a while: anything may have changed.
+const ANYTHING = ["state", "metrics", "evals", "notes", "log", "rollouts", "timeline", "comparison"];
+// `turn` is new with every view: only the one in sight changes the address.
+let shown = null, state = null, turn = null, stopListening = null, listeningTo = null;
+listed().then(() => { if (state) drawBar(); }, () => { /* The view in sight says it. */ });
 
 function crumbs() {
   const above = owner(state.place);
@@ -52,9 +50,9 @@ function crumbs() {
   if (!state.place) return parts;
   if (above) {
     parts.push(el("a", {href: link(above.kind === "campaign" ? "campaign" : "metrics", above.place), title: above.place}, above.name));
-    if (above.place !== state.place) parts.push(el("a", {href: link("metrics", state.place), title: state.place}, state.place.split("/").pop()));
+    if (above.place !== state.place) parts.push(el("a", {href: link("metrics", state.place), title: state.place}, nameOf(state.place)));
   } else {
-    parts.push(el("a", {href: link("metrics", state.place), title: state.place}, state.place.split("/").pop()));
+    parts.push(el("a", {href: link("metrics", state.place), title: state.place}, nameOf(state.place)));
   }
   return parts;
 }
@@ -89,14 +87,16 @@ function follow(place) {
   if (listeningTo === place) return;
   if (stopListening) stopListening();
   listeningTo = place;
+  let lost = false;
   stopListening = listen(place, {
     changed: (event) => { if (shown && shown.changed) shown.changed(event); },
     view: ({url}) => { if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url); },
     state: (word) => {
       live.className = `live ${word}`;
       live.textContent = word === "live" ? "live" : word === "copy" ? `copy of ${madeAt()}` : "connection lost";
-      if (word === "live" && shown && shown.lost) { shown.lost = false; if (shown.changed) shown.changed({place: state.place, what: ["state", "metrics"]}); }
-      if (word === "lost" && shown) shown.lost = true;
+      // Whatever view is in sight by then, what happened meanwhile was told to none.
+      if (word === "live" && lost && shown && shown.changed) shown.changed({place, what: ANYTHING});
+      lost = word === "lost";
     },
   });
 }
@@ -109,6 +109,7 @@ function show(next) {
   if (same) { if (shown.update) shown.update(next); return; }
   if (shown && shown.stop) shown.stop();
   shown = null;
+  const own = turn = {};
   pageKeys({});
   scrollTo(0, 0);
   if (!view || (view.at !== "none" && !next.place)) {
@@ -118,7 +119,7 @@ function show(next) {
   }
   put(main);
   main.dataset.view = next.view;
-  shown = view.show(main, next, {places: (list) => { places = list; drawBar(); }, home: async (place) => { await listed; return owner(place); }});
+  shown = view.show(main, next, {places: (list) => { tell(list); drawBar(); }, patch: (...change) => { if (turn === own) patch(...change); }});
   pageKeys(shown.keys);
   document.title = [shown.title || view.title, next.place, "retrain"].filter(Boolean).join(" · ");
   follow(next.place);

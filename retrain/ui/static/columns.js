@@ -1,7 +1,8 @@
 // Columns of numbers of all runs at a place: asked for together, kept, and continued by increments when rows appear.
 
-import {get} from "./api.js";
+import {get, gone} from "./api.js";
 import {spaced} from "./dom.js";
+import {nameOf} from "./names.js";
 
 const TOGETHER = 8;
 const POINTS = [1000, 500];
@@ -54,7 +55,7 @@ export class Columns {
         this.tell(key);
       }
     } catch (error) {
-      if (error.name !== "AbortError") for (const key of keys) for (const run of this.wanted.get(key) || []) run(null, error);
+      if (!gone(error)) for (const key of keys) for (const run of this.wanted.get(key) || []) run(null, error);
     }
     this.flying -= 1;
     if (!this.stopped) this.flush();
@@ -93,7 +94,7 @@ export class Columns {
     try {
       body = await get("columns", {at: place, key: keys, x: this.x, since}, this.abort.signal);
     } catch (error) {
-      if (error.name !== "AbortError") console.warn(error);
+      if (!gone(error)) console.warn(error);
       return;
     }
     const run = body.runs.find((each) => each.place === place);
@@ -129,7 +130,7 @@ export class Columns {
 
 // Who a run is: as the server says, else from its name `<label>_s<seed>`.
 function identity(run, i) {
-  const id = run.place.split("/").pop(), [, label, seed] = /^(.*)_s(\d+)$/.exec(id) || [null, id, null];
+  const id = nameOf(run.place), [, label, seed] = /^(.*)_s(\d+)$/.exec(id) || [null, id, null];
   return {place: run.place, id, label: run.label || label, index: run.index === undefined || run.index === null ? i : run.index,
     seed: run.seed === undefined ? seed : run.seed};
 }

@@ -1,5 +1,7 @@
 // A copy of the page without a server (retrain ui --bundle): its answers are files beside it, read when they are asked for.
 
+import {holder} from "./names.js";
+
 const KEPT = globalThis.RETRAIN_COPY || null;
 const loaded = new Map(), known = new Map();
 // What changes how much of an answer there is, or when it comes: a copy has one of each.
@@ -43,17 +45,12 @@ async function one(name, params) {
   return known.has(key) ? known.get(key) : null;
 }
 
-// The campaign whose answers hold those of one of its runs.
-function homeOf(place) {
-  return KEPT.homes.filter((home) => place === home || place.startsWith(`${home}/`)).sort((a, b) => b.length - a.length)[0];
-}
-
 // Columns are kept key by key for a whole campaign; those of several keys, or of one run, are put together here.
 async function columns(params) {
   const places = [params.at].flat(), keys = [params.key].flat(), runs = new Map();
   for (const at of places) {
     for (const key of keys) {
-      const body = await one("columns", {at: homeOf(at) || at, key, x: params.x || "step"});
+      const body = await one("columns", {at: holder(KEPT.homes, at) || at, key, x: params.x || "step"});
       for (const run of body ? body.runs : []) {
         if (run.place !== at && !run.place.startsWith(`${at}/`)) continue;
         if (!runs.has(run.place)) runs.set(run.place, {...run, columns: {}});
@@ -78,6 +75,6 @@ export async function answer(name, params) {
   if (exact) return exact;
   if (name === "curves") return one(name, {at: params.at, key: params.key, x: params.x || "step"});
   if (name === "prompt") return samePrompt(params);
-  if (name === "metrics" || name === "why") return one(name, {...params, at: homeOf(params.at || "")});
+  if (name === "metrics") return one(name, {...params, at: holder(KEPT.homes, params.at || "")});
   return null;
 }

@@ -86,6 +86,28 @@ export function spaced(run, wait) {
   return call;
 }
 
+// Puts what was drawn anew, and the focus back to the control of the same name.
+export function keepingFocus(root, draw) {
+  const active = document.activeElement;
+  const inside = active && root.contains(active) && active !== root;
+  const called = (each) => each.getAttribute("aria-label") || (each.closest("label") || each).textContent;
+  const name = inside ? called(active) : null;
+  const caret = inside && "selectionStart" in active ? active.selectionStart : null;
+  draw();
+  if (!inside || root.contains(document.activeElement)) return;
+  const again = [...root.querySelectorAll("button, input, select, a, [role=button]")].find((each) => called(each) === name);
+  if (!again) return;
+  again.focus({preventScroll: true});
+  if (caret !== null && again.setSelectionRange && /^(search|text)$/.test(again.type)) again.setSelectionRange(caret, caret);
+}
+
+// Gives a file to the browser to save.
+export function download(name, blob) {
+  const url = URL.createObjectURL(blob);
+  el("a", {href: url, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
 export function say(text) {
   const toast = document.getElementById("toast");
   toast.textContent = visible(text);

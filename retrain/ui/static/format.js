@@ -95,8 +95,8 @@ export function tickText(value, step, unit) {
   let decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   if (Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
   const size = Math.abs(value);
-  let text = size >= 1e4 ? number(value) : value.toFixed(Math.min(decimals, 8));
-  if (size > 0 && (size < 1e-4 || step < 1e-5)) text = number(value);
+  let text = size >= 1e4 ? number(value) : value.toFixed(Math.min(decimals, 12));
+  if (size > 0 && size < 1e-4) text = number(value);
   if (Number(text) === 0) text = "0";
   if (unit === "points" && value > step / 2) text = `+${text}`;
   return minus(text) + (unit === "%" ? "%" : "");

@@ -46,6 +46,11 @@ export function startKeys() {
   frameKey("?", "this help", help);
 }
 
+// Those of a chart that has the focus (charts/cursor_keys.js).
+const CHART_KEYS = [["← →", "the cursor a point back and on, with Shift ten"], ["Home", "the first point"], ["End", "the last point"],
+  ["+", "zoom in around the cursor"], ["-", "zoom out"], ["Escape", "all of the x axis again, then no cursor"]];
+
+// Pairs of a key and its {words}.
 function rows(map) {
   return [...map].map(([key, {words}]) => el("tr", null, el("td", null, el("kbd", null, key)), el("td", null, words)));
 }
@@ -56,6 +61,7 @@ export function help() {
   const dialog = el("dialog", {id: "help", "aria-labelledby": "help-title"},
     el("div", {class: "head"}, el("h2", {id: "help-title"}, "Keys"), button("Close", () => dialog.close())),
     page.size ? el("table", null, el("caption", null, "On this page"), el("tbody", null, rows(page))) : null,
+    document.querySelector("main .plot[tabindex]") ? el("table", null, el("caption", null, "In a chart that has the focus (Tab)"), el("tbody", null, rows(CHART_KEYS.map(([key, words]) => [key, {words}])))) : null,
     el("table", null, el("caption", null, "Everywhere"), el("tbody", null, rows(own))),
     el("p", {class: "muted"}, "Every view is a link: the address holds all that you chose, back and forward work."));
   dialog.addEventListener("close", () => dialog.remove());

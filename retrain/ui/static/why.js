@@ -3,6 +3,7 @@
 import {get} from "./api.js";
 import {button, el, failed, loading, put} from "./dom.js";
 import {number} from "./format.js";
+import {nameOf} from "./names.js";
 import {link} from "./router.js";
 
 const MOST_RUNS = 12;
@@ -13,7 +14,7 @@ async function ask(key, places) {
   const good = answers.map((each, i) => ({...each.value, place: places[i]})).filter((each, i) => answers[i].status === "fulfilled");
   if (!good.length) throw answers[0].reason;
   return {metric: good[0].metric, values: good.filter((each) => each.value !== null),
-    notes: good.flatMap((each) => each.notes.map((note) => ({...note, run: each.place.split("/").pop()})))};
+    notes: good.flatMap((each) => each.notes.map((note) => ({...note, run: nameOf(each.place)})))};
 }
 
 // places: the runs that it is asked of.

@@ -1,22 +1,15 @@
 // A chart with its frame: title, what the cursor stands on, files to save, "Why?", and room for the view's own buttons.
 
 import {swatch} from "../colours.js";
-import {button, el, failed, loading, put} from "../dom.js";
+import {el, failed, loading, put} from "../dom.js";
 import {amount as written, difference, plural} from "../format.js";
-import {last, valueAt} from "./data.js";
-import {figure, saveCsv, savePng, saveSvg} from "./figure.js";
+import {cursorKeys} from "./cursor_keys.js";
+import {csv, last, valueAt} from "./data.js";
+import {figure} from "./figure.js";
 import {Plot, X_TITLES, xText} from "./plot.js";
+import {saveMenu} from "./save.js";
 
 const NAMED = 6;
-
-// The menu that saves a chart: `get` gives what figure() takes.
-export function saveMenu(get) {
-  const menu = el("details", {class: "menu"}, el("summary", {title: "save", "aria-label": "save this chart"}, "⤓"),
-    el("div", null, [["CSV", (it) => saveCsv(it)], ["PNG", (it) => savePng(it.title, figure(it))], ["SVG", (it) => saveSvg(it.title, figure(it))]]
-      .map(([text, run]) => button(text, () => { menu.open = false; run(get()); }))));
-  menu.addEventListener("focusout", (event) => { if (!menu.contains(event.relatedTarget)) menu.open = false; });
-  return menu;
-}
 
 // A value in the unit of its chart: a share, points of a difference, a number.
 function amount(value, share) {
@@ -30,14 +23,16 @@ export class Card {
     this.lines = [];
     this.reading = el("div", {class: "readout"});
     this.area = el("div", {class: "plot"});
+    this.said = el("p", {class: "away", role: "status"});
     this.caption = el("small", null, options.words || "");
     this.heading = el(options.level || "h3", {class: "heading"}, options.title, this.caption);
     this.root = el("figure", {class: "card chartcard", tabindex: "-1"},
       el("div", {class: "head"}, this.heading,
         el("div", {class: "no-print buttons"}, options.tools || null, saveMenu(() => this.export()))),
-      this.reading, this.area);
+      this.reading, this.area, this.said);
     this.area.append(loading());
     this.plot = null;
+    cursorKeys(this);
   }
 
   title(text) {
@@ -70,9 +65,9 @@ export class Card {
       this.plot = new Plot(this.area, {...this.options, onCursor: (x, y) => this.read(x, y)});
     }
     this.plot.set(lines, this.options);
-    this.area.setAttribute("role", "img");
-    this.area.setAttribute("aria-label", this.spoken());
-    this.read(null, null);
+    // Keys move its cursor, so that it is more than a picture.
+    for (const [name, value] of [["role", "application"], ["aria-roledescription", "chart"], ["tabindex", "0"], ["aria-label", this.spoken()]]) this.area.setAttribute(name, value);
+    if (this.plot.held === null) this.read(null, null); else queueMicrotask(() => this.plot && this.plot.hold(this.plot.held)); // once it is drawn
   }
 
   fail(error, retry) {
@@ -84,25 +79,24 @@ export class Card {
   empty() {
     if (this.plot) this.plot.stop();
     this.plot = null;
-    this.area.removeAttribute("role");
-    this.area.removeAttribute("aria-label");
+    for (const name of ["role", "aria-roledescription", "tabindex", "aria-label"]) this.area.removeAttribute(name);
   }
 
   spoken() {
-    const {title, share, x} = this.options;
-    const parts = this.leading().slice(0, 8).map((line) => { const end = last(line); return end ? `${line.name} ${amount(end.y, share)}` : null; });
+    const {title, share, x, zoom} = this.options;
+    const parts = this.leading().slice(0, 8).map((line) => { const end = last(line, zoom); return end ? `${line.name} ${amount(end.y, share)}` : null; });
     return `${title} over ${X_TITLES[x] || x}, ${plural(this.leading().length, "line")}. Last values: ${parts.filter(Boolean).join(", ")}.`;
   }
 
   // The values under the cursor, else the last ones; of many runs, the one next to the pointer.
   read(x, y) {
-    const {share, x: kind, counts} = this.options;
+    const {share, x: kind, counts, zoom} = this.options, end = (line) => last(line, zoom);
     const lead = this.leading();
     const shown = lead.length <= NAMED ? lead : [];
-    const ends = this.lines.map(last).filter(Boolean).map((end) => end.x);
+    const ends = this.lines.map(end).filter(Boolean).map((each) => each.x);
     const parts = [el("span", {class: "at"}, x !== null ? xText(kind, x) : ends.length ? `at ${xText(kind, Math.max(...ends))}` : "")];
     for (const line of shown) {
-      const found = x === null ? last(line) : valueAt(line, x);
+      const found = x === null ? end(line) : valueAt(line, x);
       const of = counts && counts.find((each) => each.index === line.index);
       const n = of && found ? countAt(of, found.x) : null;
       const band = found && line.low && line.low[found.i] !== null && line.low[found.i] !== undefined
@@ -119,16 +113,23 @@ export class Card {
       }
       if (best) parts.push(el("span", {class: "item"}, swatch(best.line.index), el("span", {class: "label"}, best.line.name), el("b", null, amount(best.found.y, share))));
     } else if (!shown.length) {
-      const values = lead.map((line) => (x === null ? last(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
+      const values = lead.map((line) => (x === null ? end(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
       if (values.length) parts.push(el("span", {class: "item"}, el("span", {class: "label"}, `${lead.length} runs`), el("b", null, `${amount(Math.min(...values), share)} … ${amount(Math.max(...values), share)}`)));
     }
     if (this.plot && this.plot.limits && this.plot.limits.outside) parts.push(el("span", {class: "muted"}, `${this.plot.limits.outside} values outside`));
     put(this.reading, parts);
   }
 
+  // What stands under the cursor, for those who cannot see it.
+  say() {
+    const words = (node) => node.children.length ? [...node.children].map((each) => each.textContent.trim()).filter(Boolean).join(" ") : node.textContent;
+    this.said.textContent = `${X_TITLES[this.options.x] || this.options.x} ${[...this.reading.children].map(words).filter(Boolean).join(", ")}`;
+  }
+
   export() {
     const {title, x, unit, logX, logY, zoom, zero} = this.options;
-    return {title, xKind: x, unit, lines: this.lines, logX, logY, zoom, zero, limits: this.plot && this.plot.limits};
+    const limits = this.plot && this.plot.limits;
+    return {title, csv: () => csv(X_TITLES[x] || x, this.lines), picture: () => figure({title, xKind: x, unit, lines: this.lines, logX, logY, zoom, zero, limits})};
   }
 
   stop() {

@@ -1,5 +1,7 @@
 // What a chart draws: lines of {name, index, kind, x, y, low, high}. `kind` is mean, run or thin; y may hold null.
 
+import {table} from "./save.js";
+
 const MANY_POINTS = 6000;
 const PLACES = 4000;
 
@@ -74,6 +76,12 @@ export function extremes(lines) {
   return low <= high ? [low, high] : null;
 }
 
+// A range no narrower than a hundred-thousandth of its values' size: what float32 rounds shall look flat.
+export function flat(low, high) {
+  const least = 1e-5 * Math.max(Math.abs(low), Math.abs(high)), middle = (low + high) / 2;
+  return low < high && high - low < least ? [middle - least / 2, middle + least / 2] : [low, high];
+}
+
 // A line's value at x or the last one before it; null without one.
 export function valueAt(line, x) {
   let low = 0, high = line.x.length - 1, found = -1;
@@ -86,8 +94,9 @@ export function valueAt(line, x) {
   return null;
 }
 
-export function last(line) {
-  for (let i = line.y.length - 1; i >= 0; i -= 1) if (line.y[i] !== null && line.y[i] !== undefined) return {x: line.x[i], y: line.y[i], i};
+// A line's last value, of those up to the end of the part in sight.
+export function last(line, zoom) {
+  for (let i = line.y.length - 1; i >= 0; i -= 1) if ((!zoom || line.x[i] <= zoom[1]) && line.y[i] !== null && line.y[i] !== undefined) return {x: line.x[i], y: line.y[i], i};
   return null;
 }
 
@@ -99,17 +108,6 @@ export function columnsOf(points, band) {
   return {x, y, low: x.map((at) => (ends.get(at) || [null])[0]), high: x.map((at) => (ends.get(at) || [null, null])[1])};
 }
 
-function cell(value) {
-  if (value === null || value === undefined) return "";
-  const text = String(value);
-  return /[",\n\r]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
-}
-
-// A spreadsheet would run a name that begins so as a formula.
-function heading(text) {
-  return cell(/^[=+\-@\t]/.test(text) ? `'${text}` : text);
-}
-
 export function csv(xTitle, lines) {
   const {x, columns} = aligned(lines);
   const heads = [xTitle], values = [];
@@ -118,5 +116,5 @@ export function csv(xTitle, lines) {
     heads.push(line.name + ["", " low", " high"][which]);
     values.push(column);
   }));
-  return [heads.map(heading).join(","), ...x.map((at, i) => [at, ...values.map((column) => column[i])].map(cell).join(","))].join("\n") + "\n";
+  return table(heads, x.map((at, i) => [at, ...values.map((column) => column[i])]));
 }

@@ -1,9 +1,9 @@
-// A chart as a figure of its own: SVG with plain colours, legend and axes' titles; PNG from that; CSV of its numbers.
+// A chart of lines as a figure of its own: SVG with plain colours, legend and axes' titles.
 
 import {DASHES, css, ink} from "../colours.js";
-import {el, say, svg} from "../dom.js";
+import {svg} from "../dom.js";
 import {niceStep, tickText} from "../format.js";
-import {csv, extremes} from "./data.js";
+import {extremes, flat} from "./data.js";
 import {X_TITLES, xText} from "./plot.js";
 
 const WIDTH = 720, HEIGHT = 360, LEFT = 64, RIGHT = 16;
@@ -50,6 +50,7 @@ export function figure({title, xKind, unit, lines, logX, logY, zoom, limits, zer
   let [left, right] = zoom || [xs.reduce((a, b) => Math.min(a, b), Infinity), xs.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (!(left < right)) [left, right] = [Number.isFinite(left) ? left - 0.5 : 0, Number.isFinite(left) ? left + 0.5 : 1];
   let [low, high] = limits ? [limits.low, limits.high] : extremes(shown) || [0, 1];
+  if (!logY) [low, high] = flat(low, high);
   if (zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
   if (logY && low <= 0) low = Math.min(...shown.flatMap((line) => line.y.filter((y) => y > 0)), high / 1e3);
   if (!(low < high)) [low, high] = [low - 0.5, high + 0.5];
@@ -81,32 +82,4 @@ export function figure({title, xKind, unit, lines, logX, logY, zoom, limits, zer
     legend.map(({x: at, y: down, line}) => [svg("line", {x1: at, x2: at + 16, y1: down - 4, y2: down - 4, stroke: ink(line.index), "stroke-width": 3}),
       svg("text", {...text, x: at + 21, y: down}, line.name)]),
     rows, inside, svg("text", {...text, fill: css("--muted"), x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle"}, X_TITLES[xKind] || xKind));
-}
-
-function save(name, blob) {
-  const url = URL.createObjectURL(blob);
-  const anchor = el("a", {href: url, download: name});
-  anchor.click();
-  setTimeout(() => URL.revokeObjectURL(url), 10000);
-}
-
-function fileName(title, ending) {
-  return `${title.replace(/[^\w.+-]+/g, "_").slice(0, 80)}.${ending}`;
-}
-
-export function saveCsv(chart) {
-  save(fileName(chart.title, "csv"), new Blob([csv(X_TITLES[chart.xKind] || chart.xKind, chart.lines)], {type: "text/csv"}));
-}
-
-export function saveSvg(title, picture) {
-  save(fileName(title, "svg"), new Blob([new XMLSerializer().serializeToString(picture)], {type: "image/svg+xml"}));
-}
-
-export async function savePng(title, picture) {
-  const size = picture.viewBox.baseVal, image = new Image();
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(picture))}`;
-  try { await image.decode(); } catch (error) { say("The browser cannot draw this picture"); return; }
-  const canvas = el("canvas", {width: 2 * size.width, height: 2 * size.height});
-  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  canvas.toBlob((blob) => save(fileName(title, "png"), blob), "image/png");
 }

@@ -4,6 +4,7 @@ import {colour} from "../colours.js";
 import {el, svg} from "../dom.js";
 import {niceStep, shortened, tickText} from "../format.js";
 import {hatch} from "../verdicts.js";
+import {painted, saveMenu} from "./save.js";
 
 const LETTER = 6.9, PITCH = 58, TOP = 6;
 
@@ -33,13 +34,23 @@ export function axis(values, start, end, wanted, stepOf = niceStep) {
   return Object.assign(at, {step, ticks: Array.from({length: last - first + 1}, (_, i) => (first + i) * step)});
 }
 
-// rows: {name, index, values: [{value, hint}], centre, interval, wider, note, open}. The picture follows its width.
-export function forest(rows, options) {
+// An element whose picture, paint(width), follows its width.
+function following(paint) {
   const root = el("div", {class: "forest"});
-  const draw = () => { if (root.clientWidth) root.replaceChildren(picture(rows, options, root.clientWidth)); };
-  const watch = new ResizeObserver(draw);
+  const watch = new ResizeObserver(() => { if (root.clientWidth) root.replaceChildren(paint(root.clientWidth)); });
   watch.observe(root);
   return root;
+}
+
+// A card with a picture that can be saved: its heading, what else stands in it, and csv() for its numbers.
+export function figureCard(heading, title, chart, csv, ...more) {
+  return el("figure", {class: "card"}, el("div", {class: "head"}, heading, el("div", {class: "no-print buttons"},
+    saveMenu(() => ({title, csv, picture: () => painted(chart.querySelector("svg"))})))), chart, more);
+}
+
+// rows: {name, index, values: [{value, hint}], centre, interval, wider, note, open}.
+export function forest(rows, options) {
+  return following((width) => picture(rows, options, width));
 }
 
 function picture(rows, {label, xTitle, unit, zero, margin}, width) {
@@ -81,10 +92,7 @@ function picture(rows, {label, xTitle, unit, zero, margin}, width) {
 
 // Cost against gain: a point for each condition, its interval upright, the baseline where it costs nothing and gains nothing.
 export function gain(points, options) {
-  const root = el("div", {class: "forest"});
-  const watch = new ResizeObserver(() => { if (root.clientWidth) root.replaceChildren(gainPicture(points, options, root.clientWidth)); });
-  watch.observe(root);
-  return root;
+  return following((width) => gainPicture(points, options, width));
 }
 
 // Steps at which durations are round.

@@ -3,7 +3,7 @@
 
 import {DASHES, css, faded, ink} from "../colours.js";
 import {count, duration, number, tickText} from "../format.js";
-import {aligned, extremes, middle} from "./data.js";
+import {aligned, flat, middle} from "./data.js";
 
 const STRIP = 4;
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
@@ -42,6 +42,9 @@ export class Plot {
     this.options = options;
     this.lines = [];
     this.chart = null;
+    // Where keys have put the cursor, and from where to where the lines have ever gone.
+    this.held = null;
+    this.ends = null;
     this.watch = new ResizeObserver(() => this.resize());
     this.watch.observe(root);
     this.repaint = () => this.chart && this.chart.redraw(true, true);
@@ -49,7 +52,7 @@ export class Plot {
   }
 
   set(lines, changes) {
-    const before = this.signature;
+    const before = this.signature, kind = this.options.x;
     Object.assign(this.options, changes);
     this.lines = lines;
     this.signature = JSON.stringify([lines.map((line) => [line.name, line.index, line.kind, Boolean(line.low), Boolean(line.sparse)]),
@@ -61,6 +64,8 @@ export class Plot {
     lines.forEach((line, i) => { if (columns[i][1]) data.push(positive(columns[i][1]), positive(columns[i][2])); });
     columns.forEach(([y]) => data.push(positive(y)));
     this.data = data;
+    if (kind !== this.options.x) this.ends = null;
+    if (x.length) this.ends = this.ends ? [Math.min(this.ends[0], x[0]), Math.max(this.ends[1], x[x.length - 1])] : [x[0], x[x.length - 1]];
     if (this.chart && before === this.signature) this.chart.setData(data);
     else this.build();
   }
@@ -89,14 +94,17 @@ export class Plot {
           values: (u, ticks, i, space, step) => ticks.map((tick) => tick === null ? "" : options.logY ? number(tick) : tickText(tick, step, options.unit))},
       ],
       cursor: {
-        y: false, sync: {key: options.group, scales: ["x", null]}, drag: {x: true, y: false, setScale: false},
+        y: false, sync: {key: options.group, scales: ["x", null]}, drag: {x: Boolean(options.onZoom), y: false, setScale: false},
         points: {show: false}, bind: {dblclick: () => null},
+        // Where keys have put it, it stays until the pointer really moves.
+        move: (u, left, top) => this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)],
       },
       hooks: {
         drawAxes: [(u) => this.behind(u)], draw: [(u) => this.strip(u)],
         setCursor: [(u) => this.moved(u)], setSelect: [(u) => this.selected(u)],
       },
     }, this.data, this.root);
+    this.chart.over.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) this.held = null; });
     this.chart.over.addEventListener("dblclick", () => { if (options.onZoom) options.onZoom(null); });
   }
 
@@ -116,6 +124,7 @@ export class Plot {
       const inside = low >= range.min && high <= range.max;
       if (full || (inside && high - low >= 0.4 * (range.max - range.min))) return [Math.min(low, range.min), Math.max(high, range.max)];
     }
+    [low, high] = flat(low, high);
     if (zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
     const room = 0.06 * (high - low) || 0.1 * Math.abs(high) || 0.5;
     const floor = low >= 0 && low - room < 0 ? 0 : low - room;
@@ -173,6 +182,20 @@ export class Plot {
     ctx.restore();
   }
 
+  // Where the points in sight lie: every x at which some line has a value.
+  places() {
+    const [x, ...columns] = this.data, {min, max} = this.chart.scales.x;
+    return x.filter((at, i) => at >= min && at <= max && columns.some((column) => column[i] !== null && column[i] !== undefined));
+  }
+
+  // The cursor of this chart, and of those that follow it, at x; null takes it away.
+  hold(x) {
+    this.held = x;
+    if (!this.chart) return;
+    const left = x === null ? -10 : this.chart.valToPos(x, "x");
+    this.chart.setCursor({left, top: x === null ? -10 : this.chart.over.clientHeight / 2}, true, true);
+  }
+
   moved(u) {
     const {onCursor} = this.options;
     if (!onCursor) return;
@@ -193,11 +216,6 @@ export class Plot {
     const width = Math.floor(this.root.clientWidth);
     if (!this.chart) { if (width && this.data) this.build(); return; }
     if (width && width !== this.chart.width) this.chart.setSize({width, height: this.chart.height});
-  }
-
-  // What is in sight, for words: [low, high] of all lines.
-  spread() {
-    return extremes(this.lines);
   }
 
   stop() {

@@ -1,6 +1,6 @@
 // One campaign: what it found, in a sentence and as a picture; curves; cost; how many more seeds; its runs.
 
-import {get} from "../api.js";
+import {get, gone, newest} from "../api.js";
 import {el, failed, loading, notRecorded, put, spaced} from "../dom.js";
 import {ago, hours, plural} from "../format.js";
 import {curves} from "./campaign_curves.js";
@@ -18,7 +18,8 @@ function head(body) {
 }
 
 export function campaign(root, state, frame) {
-  let stopped = false, plots = null, body = null;
+  const {patch} = frame, next = newest();
+  let plots = null, body = null;
   const top = el("div", null, loading("Reading the campaign …"));
   const middle = el("div"), bottom = el("div");
   put(root, top, middle, bottom);
@@ -31,29 +32,28 @@ export function campaign(root, state, frame) {
 
   async function read() {
     try {
-      body = await get("campaign", {at: state.place});
-      if (stopped) return;
+      body = await get("campaign", {at: state.place}, next());
       draw();
-      if (!plots) {
-        plots = curves(state, body);
-        put(middle, plots.root);
-      }
+      if (plots) { plots.about(body); return; }
+      plots = curves(state, body, patch);
+      put(middle, plots.root);
     } catch (error) {
-      if (!stopped) { if (!body) put(top, failed(error, read)); else console.warn(error); }
+      if (gone(error)) return;
+      if (!body) put(top, failed(error, read)); else console.warn(error);
     }
   }
   read();
   const again = spaced(read, 2500);
   return {
     title: "Campaign",
-    update(next) { state = next; if (plots) plots.update(next); },
+    update(to) { state = to; if (plots) plots.update(to); },
     changed(event) {
       const what = event.what || [];
       if (plots && (what.includes("metrics") || what.includes("evals"))) plots.changed();
       again();
     },
-    stop() { stopped = true; again.stop(); if (plots) plots.stop(); },
+    stop() { next.stop(); again.stop(); if (plots) plots.stop(); },
     keys: {j: ["next run", () => step("#runs a.open", 1)], k: ["previous run", () => step("#runs a.open", -1)],
-      l: ["next metric", () => plots && plots.move(1)], h: ["previous metric", () => plots && plots.move(-1)]},
+      Escape: ["all of the x axis again", () => plots && plots.whole()], l: ["next metric", () => plots && plots.move(1)], h: ["previous metric", () => plots && plots.move(-1)]},
   };
 }

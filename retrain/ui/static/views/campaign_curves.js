@@ -1,14 +1,14 @@
 // The curve of one metric by condition, and the paired difference to the baseline, as the server computed them.
 
-import {get} from "../api.js";
+import {get, gone, newest} from "../api.js";
 import {Card} from "../charts/card.js";
 import {columnsOf} from "../charts/data.js";
 import {X_CHOICES} from "../charts/plot.js";
 import {why} from "../why.js";
-import {button, choice, el, spaced, tick} from "../dom.js";
-import {link, patch} from "../router.js";
-
-const SMOOTH = [["", "smoothed as in the report"], [1, "no smoothing"], [5, "over 5 steps"], [10, "over 10 steps"], [20, "over 20 steps"], [50, "over 50 steps"], [100, "over 100 steps"]];
+import {button, choice, el, keepingFocus, spaced, tick} from "../dom.js";
+import {link} from "../router.js";
+import {CurveAnswers} from "./curve_answers.js";
+import {SMOOTH, zoomOf, zoomTo} from "./curve_knobs.js";
 
 function isShare(about) {
   return Boolean(about && about.unit === "share");
@@ -28,14 +28,13 @@ export function countsOf(body) {
   return body.conditions.map((each) => ({index: each.index, x: each.count.map((one) => one[0]), n: each.count.map((one) => one[1])}));
 }
 
-export function curves(state, campaign) {
-  let query = state.query, metrics = null, stopped = false, asked = null, request = 0, took = 0;
+// campaign: the answer of /api/campaign, newer ones come by about(); patch changes the address.
+export function curves(state, campaign, patch) {
+  let query = state.query, metrics = null, listed = "";
+  const next = newest(), answers = new CurveAnswers(() => draw(answers.body()), (error, retry) => { level.fail(error, retry); apart.set([], {}); });
   const tools = el("div", {class: "tools"});
-  const zoom = (range) => patch({zoom: range ? range.map((value) => Number(value.toPrecision(6))).join(",") : null}, {replace: true});
-  const options = () => {
-    const x = query.x || "step", range = (query.zoom || "").split(",").map(Number);
-    return {x, group: "campaign", logX: query.logx === "1", zoom: query.zoom && range.length === 2 && range.every(Number.isFinite) ? range : null};
-  };
+  const zoom = (range) => patch(zoomTo(range), {replace: true});
+  const options = () => ({x: query.x || "step", group: "campaign", logX: query.logx === "1", zoom: zoomOf(query)});
   const level = new Card({title: "", height: 290, onZoom: zoom, ...options(),
     tools: [button("Why?", () => why(key(), campaign.runs.map((run) => run.place)), {class: "bare", title: "what this number means"})]});
   const apart = new Card({title: "", height: 290, onZoom: zoom, ...options(), zero: true, emptyWords: "No pair of runs has come so far yet"});
@@ -55,7 +54,6 @@ export function curves(state, campaign) {
   }
 
   function drawTools() {
-    const focus = document.activeElement && tools.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const select = el("select", {"aria-label": "metric", class: "metric", on: {change: () => patch({key: select.value === usual() ? null : select.value, zoom: query.zoom || null})}});
     const group = (label, list) => el("optgroup", {label}, list.map((each) => el("option", {value: each, selected: each === key()}, each)));
     select.append(group("watched", keys()));
@@ -64,15 +62,14 @@ export function curves(state, campaign) {
       if (rest.length) select.append(group("all", rest));
     }
     if (key() && ![...select.options].some((each) => each.value === key())) select.append(group("chosen", [key()]));
-    tools.replaceChildren(select,
+    keepingFocus(tools, () => tools.replaceChildren(select,
       choice("x axis", X_CHOICES, query.x || "step", (value) => patch({x: value === "step" ? null : value, zoom: null})),
-      choice("smoothing", SMOOTH, query.smooth || "", (value) => patch({smooth: value})),
+      choice("smoothing", [["", "smoothed as in the report"], ...SMOOTH], query.smooth || "", (value) => patch({smooth: value})),
       tick("log x", query.logx === "1", (on) => patch({logx: on ? 1 : null})),
       tick("log y", query.logy === "1", (on) => patch({logy: on ? 1 : null})),
       tick("every seed", query.thin !== "0", (on) => patch({thin: on ? null : 0})),
       query.zoom ? button("whole range", () => zoom(null)) : "",
-      el("a", {href: link("metrics", state.place)}, "all metrics"));
-    if (focus) { const again = [...tools.children].find((each) => each.getAttribute && each.getAttribute("aria-label") === focus); if (again) again.focus(); }
+      el("a", {href: link("metrics", state.place)}, "all metrics")));
   }
 
   function draw(body) {
@@ -89,50 +86,48 @@ export function curves(state, campaign) {
       {...common, unit: share ? "points" : "", share: share ? "points" : false});
   }
 
-  async function read() {
-    if (!key()) return;
-    const own = request += 1, start = performance.now();
-    const wanted = {at: state.place, key: key(), x: query.x || "step", smooth: query.smooth};
+  function read() {
+    if (key()) answers.ask({at: state.place, key: key(), x: query.x || "step", smooth: query.smooth}, zoomOf(query));
+  }
+
+  // The keys that there are: more of them come with the first rows and evaluations.
+  async function list() {
     try {
-      const body = await get("curves", wanted);
-      if (stopped || own !== request) return;
-      asked = body;
-      took = performance.now() - start;
-      draw(body);
-    } catch (error) {
-      if (stopped || own !== request) return;
-      level.fail(error, read);
-      apart.set([], {});
-    }
+      const body = await get("metrics", {at: state.place}, next()), now = JSON.stringify(body);
+      if (now === listed) return;
+      listed = now;
+      metrics = body;
+      drawTools();
+      if (key()) read(); else level.set([], {emptyWords: "Nothing was recorded yet"});
+    } catch (error) { if (!gone(error)) console.warn(error); }
   }
 
   drawTools();
   level.title(key() || "");
   apart.title("Difference to the baseline");
   read();
-  get("metrics", {at: state.place}).then((body) => {
-    metrics = body;
-    if (stopped) return;
-    drawTools();
-    if (!asked && !campaign.metric) read();
-    if (!key()) level.set([], {emptyWords: "Nothing was recorded yet"});
-  }).catch(() => { /* The curve of the primary metric needs no list. */ });
-  const again = spaced(read, () => Math.max(800, 5 * took));
+  list();
+  const again = spaced(() => { if (key()) answers.again(); }, () => Math.max(800, 5 * answers.took)), listAgain = spaced(list, 4000);
   return {
     root,
-    update(next) {
-      const data = ["key", "x", "smooth"].some((each) => next.query[each] !== query[each]);
-      query = next.query;
-      drawTools();
-      if (data || !asked) read();
-      else draw(asked);
+    about(body) {
+      const before = JSON.stringify([usual(), keys()]);
+      campaign = body;
+      if (JSON.stringify([usual(), keys()]) !== before) drawTools();
+      read();
     },
-    changed: again,
+    update(to) {
+      query = to.query;
+      drawTools();
+      read();
+    },
+    changed() { again(); listAgain(); },
+    whole() { if (query.zoom) zoom(null); },
     move(by) {
       const all = keys(), at = all.indexOf(key());
-      const next = all[(at + by + all.length) % all.length];
-      patch({key: next === usual() ? null : next});
+      const to = all[(at + by + all.length) % all.length];
+      patch({key: to === usual() ? null : to});
     },
-    stop() { stopped = true; again.stop(); level.stop(); apart.stop(); },
+    stop() { next.stop(); answers.rest(); again.stop(); listAgain.stop(); level.stop(); apart.stop(); },
   };
 }

@@ -1,7 +1,8 @@
 // The parts of a campaign's page that are drawn from /api/campaign alone.
 
 import {name} from "../colours.js";
-import {forest, gain} from "../charts/forest.js";
+import {figureCard, forest, gain} from "../charts/forest.js";
+import {table} from "../charts/save.js";
 import {button, copy, el} from "../dom.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {link} from "../router.js";
@@ -47,14 +48,19 @@ export function forests(body) {
     note: `${difference(each.difference, comparison.share)} · ${plural(each.pairs, "pair")}`,
   }));
   const baseline = comparison.baseline, words = `${metricWords(comparison)}; a mark for each seed, bar: 95 % interval`;
+  const ends = (interval) => interval || [null, null];
+  const levelTable = () => table(["condition", "seed", comparison.metric, "mean", "mean low", "mean high"],
+    conditions.flatMap((each) => each.after_values.map((value, i) => [each.label, each.finished[i], value, each.after_mean, ...ends(each.interval)])));
+  const apartTable = () => table(["condition", "baseline", "seed", "difference", "mean", "mean low", "mean high", "new problems low", "new problems high", "margin", "verdict"],
+    apart.flatMap(({each}, k) => each.differences.map((value, i) => [each.label, baseline, each.paired_seeds[i], value, each.difference, ...ends(each.difference_interval), ...ends(rows[k].wider), comparison.margin, each.verdict])));
+  const result = el("h2", null, "Result", el("small", null, words)), paired = el("h2", null, `Paired difference to ${baseline}`,
+    el("small", null, `the same seed in both${comparison.margin ? "; grey: what does not matter" : ""}${rows.some((row) => row.open) ? "; hatched: cannot tell yet" : ""}${rows.some((row) => row.wider) ? "; thin: new problems" : ""}`));
   return el("div", {class: "two"},
-    el("figure", {class: "card"}, el("h2", null, "Result", el("small", null, words)),
-      forest(levels, {label: `${metricWords(comparison)} by condition: ${levels.map((row) => `${row.name} ${row.note}`).join("; ")}`, xTitle: comparison.metric, unit})),
-    el("figure", {class: "card"}, el("h2", null, `Paired difference to ${baseline}`,
-      el("small", null, `the same seed in both${comparison.margin ? "; grey: what does not matter" : ""}${rows.some((row) => row.open) ? "; hatched: cannot tell yet" : ""}${rows.some((row) => row.wider) ? "; thin: new problems" : ""}`)),
-    rows.length ? forest(rows, {label: `paired differences: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`,
-      xTitle: comparison.share ? "points" : `difference in ${comparison.metric}`, unit: comparison.share ? "points" : "", zero: true, margin: comparison.margin})
-      : el("p", {class: "state"}, "No pair of finished runs yet")));
+    figureCard(result, `${comparison.metric} by condition`,
+      forest(levels, {label: `${metricWords(comparison)} by condition: ${levels.map((row) => `${row.name} ${row.note}`).join("; ")}`, xTitle: comparison.metric, unit}), levelTable),
+    rows.length ? figureCard(paired, `${comparison.metric} difference to ${baseline}`, forest(rows, {label: `paired differences: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`,
+      xTitle: comparison.share ? "points" : `difference in ${comparison.metric}`, unit: comparison.share ? "points" : "", zero: true, margin: comparison.margin}), apartTable)
+      : el("figure", {class: "card"}, paired, el("p", {class: "state"}, "No pair of finished runs yet")));
 }
 
 export function costs(body) {
@@ -66,9 +72,12 @@ export function costs(body) {
     return {name: each.label, index: each.index, x: each.seconds_per_run, y: each.index === 0 ? 0 : each.difference, interval: condition.difference_interval || null,
       hint: `${each.label}: ${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run, ${difference(each.difference, comparison.share)}`};
   });
-  return el("figure", {class: "card"}, el("h2", null, "Cost against gain", el("small", null, "up: better than the baseline; right: dearer")),
-    gain(points, {label: `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`, xTitle: "device time per run",
-      xText: (value) => value === 0 ? "0" : duration(value), yTitle: comparison.share ? "points" : "difference", unit: comparison.share ? "points" : ""}),
+  const heading = el("h2", null, "Cost against gain", el("small", null, "up: better than the baseline; right: dearer"));
+  const costTable = () => table(["condition", "seconds per run", "tokens per run", "difference", "difference low", "difference high"],
+    known.map((each, k) => [each.label, each.seconds_per_run, each.tokens_per_run, each.difference, ...(points[k].interval || [null, null])]));
+  const chart = gain(points, {label: `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`, xTitle: "device time per run",
+      xText: (value) => value === 0 ? "0" : duration(value), yTitle: comparison.share ? "points" : "difference", unit: comparison.share ? "points" : ""});
+  return figureCard(heading, `cost against gain ${comparison.metric}`, chart, costTable,
     el("div", {class: "scroll"}, el("table", {class: "tight"}, el("thead", null, el("tr", null, el("th", {scope: "col"}, "condition"),
       ["time / run", "tokens / run", "difference"].map((text) => el("th", {scope: "col", class: "number"}, text)))),
     el("tbody", null, known.map((each) => el("tr", null, el("td", null, name(each.label, each.index)), el("td", {class: "number"}, duration(each.seconds_per_run)),

@@ -1,10 +1,10 @@
 // All campaigns and runs below the given directories: state, verdict, difference, cost, the newest warning.
 
-import {get} from "../api.js";
+import {get, gone, newest} from "../api.js";
 import {button, choice, el, failed, later, loading, notRecorded, nothing, put, spaced} from "../dom.js";
 import {ago, clock, count, difference, hours, plural} from "../format.js";
 import {step} from "../keys.js";
-import {go, link, patch} from "../router.js";
+import {go, link} from "../router.js";
 import {bar, classOf, reach} from "../verdicts.js";
 
 const SORTS = {updated: "newest first", name: "by name", difference: "by difference", device_hours: "by device time"};
@@ -70,7 +70,8 @@ function counts(places) {
 }
 
 export function campaigns(root, state, frame) {
-  let query = state.query, places = null, reading = null, stopped = false;
+  const {patch} = frame, next = newest();
+  let query = state.query, places = null, reading = null;
   const list = el("div", null, loading("Reading the directories …"));
   const about = el("p", {class: "muted about"});
   const search = el("input", {type: "search", placeholder: "search name, condition …", "aria-label": "search campaigns", value: query.q || "",
@@ -105,24 +106,23 @@ export function campaigns(root, state, frame) {
 
   async function read() {
     try {
-      const body = await get("places");
-      if (stopped) return;
+      const body = await get("places", {}, next());
       ({places, reading} = body);
       frame.places(places);
       draw();
-      if (reading && reading.done < reading.of) setTimeout(read, 400);
+      if (reading && reading.done < reading.of) more();
     } catch (error) {
-      if (!stopped) put(list, failed(error, read));
+      if (!gone(error)) put(list, failed(error, read));
     }
   }
+  const soon = spaced(read, 1000), more = later(read, 400);
   read();
-  const soon = spaced(read, 1000);
   const clockwork = setInterval(draw, 30000);
   return {
     title: "Campaigns",
     update(next) { query = next.query; if (document.activeElement !== search) search.value = query.q || ""; draw(); },
     changed: soon,
-    stop() { stopped = true; clearInterval(clockwork); soon.stop(); },
+    stop() { next.stop(); clearInterval(clockwork); soon.stop(); more.stop(); },
     keys: {
       j: ["next campaign", () => step("a.open", 1)], k: ["previous campaign", () => step("a.open", -1)],
       Enter: ["open it", () => { const first = list.querySelector("a.open"); if (first) go(first.getAttribute("href")); }],

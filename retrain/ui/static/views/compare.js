@@ -1,9 +1,8 @@
 // Any two campaigns or runs: in what they differ. Configuration, code, environment, data and initial adapter.
 
-import {get} from "../api.js";
-import {el, failed, loading, nothing, put} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {el, failed, loading, nothing, put, spaced} from "../dom.js";
 import {plural} from "../format.js";
-import {patch} from "../router.js";
 
 function text(value) {
   if (value === null || value === undefined) return el("span", {class: "muted"}, "not set");
@@ -48,48 +47,64 @@ function code(part, names) {
 }
 
 export function compare(root, state, frame) {
-  let query = state.query, places = [], stopped = false;
+  const {patch} = frame, next = newest(), nextPlaces = newest();
+  let query = state.query, places = [], shown = "", drawn = "";
   const tools = el("div", {class: "tools"}), body = el("div");
   put(root, el("div", {class: "title"}, el("h1", null, "Compare"), el("p", {class: "muted"}, "in what two campaigns or runs differ")), tools, body);
 
-  function picker(name, value) {
-    const list = `places-${name}`;
-    const field = el("input", {type: "text", class: "place", list, value, "aria-label": name === "a" ? "first place" : "second place", placeholder: "a campaign or a run …", on: {change: () => patch({[name]: field.value || null})}});
-    return el("span", null, field, el("datalist", {id: list}, places.map((each) => el("option", {value: each}))));
-  }
+  const list = el("datalist", {id: "places"}), picker = (name, words) => {
+    const field = el("input", {type: "text", class: "place", list: "places", "aria-label": words, placeholder: "a campaign or a run …", on: {change: () => patch({[name]: field.value || null})}});
+    return field;
+  };
+  const a = picker("a", "first place"), b = picker("b", "second place");
+  tools.append(el("span", null, a), el("span", {class: "muted"}, "and"), el("span", null, b), list);
 
   function drawTools() {
-    put(tools, picker("a", query.a || state.place), el("span", {class: "muted"}, "and"), picker("b", query.b || ""));
+    for (const [field, value] of [[a, query.a || state.place], [b, query.b || ""]]) if (document.activeElement !== field) field.value = value;
+    put(list, places.map((each) => el("option", {value: each})));
   }
 
   async function read() {
-    const a = query.a || state.place, b = query.b;
-    if (!b) { put(body, nothing("Choose the second place", "Any campaign or run below the given directories: type a part of its name.")); return; }
-    put(body, loading());
+    const about = {a: query.a || state.place, b: query.b};
+    if (!about.b) { next.stop(); shown = ""; put(body, nothing("Choose the second place", "Any campaign or run below the given directories: type a part of its name.")); return; }
+    if (shown !== JSON.stringify(about)) { shown = ""; put(body, loading()); }
     try {
-      const answer = await get("compare", {a, b});
-      if (stopped) return;
-      const names = [answer.a, answer.b].map((each, i) => each && (each.run_id || each.place) || [a, b][i]);
+      const answer = await get("compare", about, next()), {a: first, b: second, ...parts} = answer, text = JSON.stringify(parts);
+      // The same answer again leaves what is open as it is.
+      if (shown && text === drawn) return;
+      shown = JSON.stringify(about);
+      drawn = text;
+      const names = [first, second].map((each, i) => each && (each.run_id || each.place) || [about.a, about.b][i]);
       put(body, hashes(answer.hashes, names), table("Configuration", answer.config || [], names, "No key differs."), code(answer.code, names),
         table("Machine", answer.environment || [], names, "The same machine, as far as it was recorded."), table("Packages", answer.packages || [], names, "The same packages."));
     } catch (error) {
-      if (!stopped) put(body, failed(error, read));
+      if (gone(error)) return;
+      shown = "";
+      put(body, failed(error, read));
     }
   }
 
   async function start() {
     try {
-      const all = (await get("places")).places, own = await get("campaign", {at: state.place}).catch(() => null);
+      const signal = nextPlaces(), all = (await get("places", {}, signal)).places;
+      const own = await get("campaign", {at: state.place}, signal).catch((error) => { if (gone(error)) throw error; return null; });
       places = [...(own ? own.runs.map((run) => run.place) : []), ...all.map((each) => each.place)];
-      if (!stopped) drawTools();
+      drawTools();
       if (own && !query.b && own.runs.length > 1 && !query.a) {
         const other = own.runs.find((run) => run.label !== own.runs[0].label) || own.runs[1];
         patch({a: own.runs[0].place, b: other.place}, {replace: true});
       }
-    } catch (error) { console.warn(error); }
+    } catch (error) { if (!gone(error)) console.warn(error); }
   }
   drawTools();
   read();
   start();
-  return {title: "Compare", update(next) { query = next.query; drawTools(); read(); }, stop() { stopped = true; }, keys: {}};
+  const again = spaced(() => { start(); if (query.b) read(); }, 5000);
+  return {
+    title: "Compare",
+    update(to) { query = to.query; drawTools(); read(); },
+    changed: again,
+    stop() { next.stop(); nextPlaces.stop(); again.stop(); },
+    keys: {},
+  };
 }

@@ -1,12 +1,11 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
-import {get} from "../api.js";
-import {css} from "../colours.js";
+import {get, gone, newest} from "../api.js";
 import {axis} from "../charts/forest.js";
-import {savePng, saveSvg} from "../charts/figure.js";
-import {button, choice, el, failed, later, loading, put, svg} from "../dom.js";
+import {painted, saveMenu, table} from "../charts/save.js";
+import {button, choice, el, failed, keepingFocus, later, loading, put, svg} from "../dom.js";
 import {number, plural, tickText} from "../format.js";
-import {patch} from "../router.js";
+import {nameOf} from "../names.js";
 
 export function histogram(bins, {label, xTitle, width = 520, height = 230}) {
   const bottom = height - 38, most = Math.max(1, ...bins.map((each) => each.count));
@@ -37,8 +36,10 @@ function heat({steps, edges, counts}, {label, chosen, onStep, width = 520, heigh
   return svg("svg", {class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, parts, svg("text", {x: (left + width) / 2, y: height - 4, "text-anchor": "middle"}, "step"));
 }
 
-export function distribution(place, query) {
-  let runs = null, at = null, over = null, asked = "";
+// query() gives the address's; patch changes it.
+export function distribution(place, query, patch) {
+  const next = newest(), nextOver = newest();
+  let runs = null, at = null, over = null, asked = "", whole = "";
   const body = el("div", {class: "two"}, loading()), tools = el("div", {class: "tools"});
   const root = el("section", {class: "card wide"}, el("div", {class: "head"}, el("h2", null, "Distribution"), button("Close", () => patch({hist: null, run: null, step: null}))), tools, body);
   const slide = later((value) => patch({step: value}, {replace: true}), 60);
@@ -53,17 +54,16 @@ export function distribution(place, query) {
     root.querySelector("h2").textContent = `Distribution of ${hist}`;
     const range = el("input", {type: "range", min: 0, max: Math.max(0, all.length - 1), "aria-label": "step", on: {input: () => slide(all[range.value])}});
     range.value = Math.max(0, all.findLastIndex((each) => each <= shown));
-    const focus = document.activeElement && document.activeElement.type === "range" && root.contains(document.activeElement);
     const total = at.bins.reduce((sum, each) => sum + each.count, 0);
     const first = histogram(at.bins, {label: `${hist} at step ${shown} over ${plural(total, "rollout")}`, xTitle: hist});
-    put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, each.place.split("/").pop()]), run(), (value) => patch({run: value, step: null})) : null,
+    const bins = () => table([`${hist} from`, "to", "rollouts"], at.bins.map((each) => [each.low, each.high, each.count]));
+    keepingFocus(tools, () => put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, nameOf(each.place)]), run(), (value) => patch({run: value, step: null})) : null,
       at.names ? choice("what", at.names.map((each) => [each, each]), hist, (value) => patch({hist: value})) : null,
       el("label", {class: "tick"}, `step ${shown}`, range), el("span", {class: "muted small"}, "h and l step back and forward"),
-      button("SVG", () => saveSvg(`${hist} step ${shown}`, painted(first))), button("PNG", () => savePng(`${hist} step ${shown}`, painted(first))));
+      saveMenu(() => ({title: `${hist} step ${shown}`, csv: bins, picture: () => painted(first)}))));
     put(body, el("div", null, el("h3", null, `At step ${shown}`, el("small", null, plural(total, "rollout"))), first),
       over ? el("div", null, el("h3", null, "Over steps", el("small", null, "the darker, the larger a share of the step's rollouts; a click goes to the step")),
         heat(over, {label: `${hist} over steps`, chosen: shown, onStep: (step) => patch({step})})) : null);
-    if (focus) tools.querySelector("input[type=range]").focus();
   }
 
   function run() {
@@ -71,36 +71,37 @@ export function distribution(place, query) {
   }
 
   async function read() {
-    const {hist, step} = query();
-    if (!hist) return;
+    const {hist, step} = query(), now = JSON.stringify([hist, step, query().run]);
+    if (!hist || now === asked) return;
+    asked = now;
+    const signal = next();
     try {
-      if (!runs) runs = (await get("columns", {at: place, key: "step", x: "step", points: 2})).runs;
-      const key = `${run()} ${hist}`;
-      if (key !== asked) { over = null; asked = key; get("histogram", {at: run(), metric: hist, over: "steps"}).then((answer) => { if (asked === key) { over = answer; if (at) draw(); } }, () => { /* Without it, one step alone. */ }); }
-      at = await get("histogram", {at: run(), metric: hist, step});
-      at.bins = at.counts.map((count, i) => ({low: at.edges[i], high: at.edges[i + 1], count}));
+      runs = runs || (await get("columns", {at: place, key: "step", x: "step", points: 2}, signal)).runs;
+      const found = await get("histogram", {at: run(), metric: hist, step}, signal);
+      if (whole !== `${run()} ${hist}`) over = null;
+      at = {...found, bins: found.counts.map((count, i) => ({low: found.edges[i], high: found.edges[i + 1], count}))};
       draw();
+      readOver();
     } catch (error) {
+      if (gone(error)) return;
+      asked = "";
       put(body, failed(error, read));
     }
   }
+
+  // The picture over all steps, of a run and what is counted of it; without it, one step alone is shown.
+  async function readOver() {
+    const wanted = `${run()} ${query().hist}`;
+    if (wanted === whole) return;
+    whole = wanted;
+    try {
+      over = await get("histogram", {at: run(), metric: query().hist, over: "steps"}, nextOver());
+      draw();
+    } catch (error) { if (whole === wanted) whole = ""; }
+  }
   read();
-  return {root, update: read, move(by) {
+  return {root, update: read, stop() { next.stop(); nextOver.stop(); slide.stop(); }, move(by) {
     const all = steps(), i = at ? all.findLastIndex((each) => each <= at.step) : -1;
     if (i >= 0 && all[i + by] !== undefined) patch({step: all[i + by]}, {replace: true});
   }};
-}
-
-// A copy whose colours are plain: a file of its own knows nothing of the page's style.
-function painted(picture) {
-  const copy = picture.cloneNode(true), real = [...picture.querySelectorAll("*")];
-  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
-  copy.setAttribute("font-family", "system-ui, sans-serif");
-  copy.setAttribute("font-size", "12");
-  [...copy.querySelectorAll("*")].forEach((each, i) => {
-    const style = getComputedStyle(real[i]);
-    if (each.tagName !== "title") { each.setAttribute("fill", style.fill); each.setAttribute("stroke", style.stroke); }
-  });
-  copy.prepend(svg("rect", {width: "100%", height: "100%", fill: css("--raised")}));
-  return copy;
 }

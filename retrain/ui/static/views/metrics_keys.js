@@ -1,8 +1,7 @@
 // Which charts the Metrics page shows: watched ones, all by section and group, or one's own list, which the URL holds.
 
-import {button, el, say} from "../dom.js";
+import {button, download, el, say} from "../dom.js";
 import {plural} from "../format.js";
-import {patch} from "../router.js";
 
 // What a file of one's own charts may set.
 const KEPT = ["keys", "x", "smooth", "lines", "logx", "logy", "clip", "full", "thin"];
@@ -49,7 +48,7 @@ export function sections(metrics) {
 }
 
 // Buttons that save one's own charts as a file, and open such a file.
-export function fileButtons(query) {
+export function fileButtons(query, patch) {
   const pick = el("input", {type: "file", accept: "application/json,.json", class: "away", "aria-label": "file of charts", tabindex: "-1", on: {change: async () => {
     try {
       const {charts} = JSON.parse(await pick.files[0].text());
@@ -59,9 +58,7 @@ export function fileButtons(query) {
   }}});
   const save = () => {
     const charts = Object.fromEntries(KEPT.filter((key) => query[key]).map((key) => [key, query[key]]));
-    const url = URL.createObjectURL(new Blob([`${JSON.stringify({charts}, null, 2)}\n`], {type: "application/json"}));
-    el("a", {href: url, download: "charts.json"}).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10000);
+    download("charts.json", new Blob([`${JSON.stringify({charts}, null, 2)}\n`], {type: "application/json"}));
   };
   return el("div", {class: "tools"}, query.keys ? button("Save as a file", save) : null, button("Open a file", () => pick.click()), pick);
 }

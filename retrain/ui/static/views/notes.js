@@ -1,10 +1,11 @@
 // What was remarked about the runs, and the log of a run from its end backwards; both with search.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, later, loading, nothing, put, spaced} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, later, loading, nothing, put, spaced} from "../dom.js";
 import {plural} from "../format.js";
 import {step} from "../keys.js";
-import {link, patch} from "../router.js";
+import {runName} from "../names.js";
+import {link} from "../router.js";
 
 const LEVELS = [["", "all notes"], ["warning", "warnings"], ["info", "info"]];
 
@@ -28,7 +29,8 @@ function marked(text, search) {
 }
 
 export function notes(root, state, frame) {
-  let query = state.query, runs = null, stopped = false, before = null, lines = [], request = 0;
+  const {patch} = frame, nextNotes = newest(), nextLog = newest(), nextEnd = newest(), nextRuns = newest();
+  let query = state.query, runs = null, before = null, lines = [], asked = "", shown = null;
   const search = el("input", {type: "search", placeholder: "search notes and log", "aria-label": "search notes and log", value: query.q || "",
     on: {input: later(() => patch({q: search.value || null}, {replace: true}), 200)}});
   const tools = el("div", {class: "tools"}), list = el("div", null, loading()), logHead = el("div", {class: "tools"});
@@ -41,65 +43,69 @@ export function notes(root, state, frame) {
   }
 
   function drawTools() {
-    if (!tools.contains(search)) tools.append(search);
-    tools.replaceChildren(search, choice("level", LEVELS, query.level || "", (value) => patch({level: value || null})));
-    put(logHead, runs && runs.length > 1 ? choice("run", runs.map((each) => [each.place, `${each.run_id || each.place.split("/").pop()} (${each.state})`]), run(), (value) => patch({run: value})) : null,
-      el("span", {class: "muted small"}, "newest lines at the end"));
+    keepingFocus(tools, () => tools.replaceChildren(search, choice("level", LEVELS, query.level || "", (value) => patch({level: value || null}))));
+    keepingFocus(logHead, () => put(logHead, runs && runs.length > 1 ? choice("run", runs.map((each) => [each.place, `${runName(each)} (${each.state})`]), run(), (value) => patch({run: value})) : null,
+      el("span", {class: "muted small"}, "newest lines at the end")));
   }
 
   async function readNotes() {
     try {
-      const body = await get("notes", {at: state.place, search: query.q, level: query.level});
-      if (stopped) return;
+      const body = await get("notes", {at: state.place, search: query.q, level: query.level}, nextNotes());
       const rows = body.notes;
       put(list, rows.length ? el("ul", {class: "notes"}, rows.slice(0, 300).map(noteRow))
         : el("p", {class: "muted"}, query.q || query.level ? "None matches the search." : "Nothing odd was noticed in these runs."),
       body.total > 300 ? el("p", {class: "muted"}, `${plural(body.total - 300, "further note")}: search for them.`) : null);
     } catch (error) {
-      if (!stopped) put(list, failed(error, readNotes));
+      if (!gone(error)) put(list, failed(error, readNotes));
     }
   }
 
   function drawLog(keep) {
-    const end = log.scrollHeight - log.scrollTop - log.clientHeight < 30 || !keep;
+    const top = log.scrollTop, end = log.scrollHeight - top - log.clientHeight < 30 || !keep;
     put(log, lines.length ? lines.map(({text, level}) => el("div", {class: lineClass(level)}, marked(text, query.q))) : el("p", {class: "state"}, query.q ? "No line matches." : "The log is empty."));
     put(older, before !== null && before !== undefined ? button("Older lines", () => readLog(before)) : null);
-    if (end) log.scrollTop = log.scrollHeight;
+    log.scrollTop = end ? log.scrollHeight : top;
   }
 
   async function readLog(at) {
-    const own = request += 1;
+    nextEnd.stop();
+    asked = JSON.stringify([run(), query.q]);
     try {
-      const body = await get("log", {at: run(), search: query.q, before: at});
-      if (stopped || own !== request) return;
+      const body = await get("log", {at: run(), search: query.q, before: at}, nextLog());
       const height = log.scrollHeight;
       lines = at === undefined ? body.lines : [...body.lines, ...lines];
       before = body.before;
+      shown = asked;
       drawLog(at !== undefined);
       if (at !== undefined) log.scrollTop = log.scrollHeight - height;
     } catch (error) {
-      if (!stopped) put(log, failed(error, () => readLog(at)));
+      if (gone(error)) return;
+      asked = "";
+      put(log, failed(error, () => readLog(at)));
     }
   }
 
   // New lines at the end: the newest page is read, and what is known already is left as it is.
   async function readEnd() {
+    if (!asked) readLog();
+    if (shown !== asked) return;
     try {
-      const body = await get("log", {at: run(), search: query.q});
-      if (stopped) return;
+      const body = await get("log", {at: run(), search: query.q}, nextEnd());
       const last = lines.length ? lines[lines.length - 1].byte : -1, fresh = body.lines.filter((line) => line.byte > last);
       if (!fresh.length) return;
       lines = [...lines, ...fresh].slice(-5000);
       drawLog(true);
-    } catch (error) { console.warn(error); }
+    } catch (error) { if (!gone(error)) console.warn(error); }
   }
 
   async function start() {
     try {
-      const owner = await get("campaign", {at: state.place});
-      runs = owner.runs && owner.runs.length ? owner.runs : null;
-    } catch (error) { runs = null; }
-    if (stopped) return;
+      const {runs: all} = await get("campaign", {at: state.place}, nextRuns());
+      runs = all && all.length ? all : null;
+    } catch (error) {
+      if (gone(error)) return;
+      runs = null;
+    }
     drawTools();
     readLog();
   }
@@ -109,15 +115,15 @@ export function notes(root, state, frame) {
   const soon = spaced(readEnd, 2000), notesSoon = spaced(readNotes, 3000);
   return {
     title: "Notes and logs",
-    update(next) {
-      query = next.query;
+    update(to) {
+      query = to.query;
       if (document.activeElement !== search) search.value = query.q || "";
       drawTools();
       readNotes();
-      readLog();
+      if (asked !== JSON.stringify([run(), query.q])) readLog();
     },
     changed(event) { soon(); if (!event.what || event.what.includes("notes")) notesSoon(); },
-    stop() { stopped = true; soon.stop(); notesSoon.stop(); },
+    stop() { [nextNotes, nextLog, nextEnd, nextRuns].forEach((each) => each.stop()); soon.stop(); notesSoon.stop(); },
     keys: {j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]},
   };
 }

@@ -1,13 +1,14 @@
 // Problems: held-out problems by condition, before and after training, and how one of them evolved.
 
 import {Card} from "../charts/card.js";
-import {get} from "../api.js";
+import {get, gone, newest} from "../api.js";
 import {name as conditionName} from "../colours.js";
-import {button, choice, el, failed, later, loading, nothing, put, spaced} from "../dom.js";
+import {button, choice, el, failed, keepingFocus, later, loading, nothing, put, spaced} from "../dom.js";
 import {NOTHING, percent, plural, shortened} from "../format.js";
-import {link, patch} from "../router.js";
+import {runName} from "../names.js";
+import {link} from "../router.js";
 import {longText} from "./conversation.js";
-import {family, gone, keepingFocus, newest} from "./reading.js";
+import {family} from "./reading.js";
 
 const PAGE = 100;
 const SORTS = [["differ", "conditions differ most"], ["worse", "got worse"], ["better", "got better"], ["hard", "hardest"], ["problem", "as they come"]];
@@ -24,7 +25,8 @@ function cell({before, after, answers}) {
     el("span", {class: `way ${change > 0 ? "good" : change < 0 ? "bad" : "muted"}`, role: "img", "aria-label": words}, change > 0 ? "▲" : change < 0 ? "▼" : "·"));
 }
 
-export function problems(root, state) {
+export function problems(root, state, frame) {
+  const {patch} = frame;
   let query = state.query, body = null, runs = [], asked = "", askedOne = "", stopped = false, card = null, wanted = null;
   const next = newest(), nextOne = newest();
   const title = el("div", {class: "title"}, el("h1", null, "Problems"), el("p", {class: "muted"})), knobs = el("span", {class: "knobs"});
@@ -75,7 +77,7 @@ export function problems(root, state) {
     put(beside, el("div", {class: "head"}, el("h2", null, shortened(found.problem, 120), found.tags.length ? el("small", null, found.tags.join(" · ")) : null), button("Close", () => patch({id: null}))),
       found.prompt ? longText(found.prompt, 3000, "said promptshort") : null, card.root,
       el("h3", null, "Same prompt, side by side"), el("ul", {class: "plain"}, [...pairs, ...changes].filter(([, a, b]) => a && b).map(([words, a, b, more]) => el("li", null, el("a", {href: link("prompt", state.place, {a: a.place, b: b.place, ...same, ...more})}, words)))),
-      el("h3", null, "All answers"), el("ul", {class: "plain"}, labels.map(of).filter(Boolean).map((run) => el("li", null, el("a", {href: link("rollouts", run.place, {split: same.split, problem: found.problem})}, run.run_id || run.place)))),
+      el("h3", null, "All answers"), el("ul", {class: "plain"}, labels.map(of).filter(Boolean).map((run) => el("li", null, el("a", {href: link("rollouts", run.place, {split: same.split, problem: found.problem})}, runName(run))))),
       el("details", null, el("summary", {class: "muted small"}, "as a table"), el("table", {class: "tight"}, el("thead", null, el("tr", null, ["condition", "step", "solved", "answers"].map((words) => el("th", {scope: "col"}, words)))),
         el("tbody", null, labels.map((label) => found.conditions[label].map((each) => el("tr", null, el("td", null, label), el("td", {class: "number"}, String(each.step)), el("td", {class: "number"}, percent(each.rate, 0)), el("td", {class: "number"}, String(each.answers)))))))));
     card.set(lines, {});

@@ -1,17 +1,19 @@
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, loading, nothing, put, spaced, visible} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced, visible} from "../dom.js";
 import {number, plural, shortened} from "../format.js";
-import {link, patch} from "../router.js";
+import {campaignOf} from "../places.js";
+import {link} from "../router.js";
 import {promptOf} from "./conversation.js";
 import {Side} from "./prompt_side.js";
-import {campaignOf, family, gone, keepingFocus, newest, partner, splitName} from "./reading.js";
+import {family, partner, splitName} from "./reading.js";
 import {NUMBERS, cleaned, legend, present, scaleOf} from "./token_numbers.js";
 
 const MOST = 500;
 
-export function prompt(root, state) {
+export function prompt(root, state, frame) {
+  const {patch} = frame;
   let query = state.query, runs = [], home = state.place, answer = null, lists = {a: [], b: []}, problems = [], listed = "", asked = "", drawn = "", stopped = false;
   const next = newest(), title = el("div", {class: "title"}, el("h1", null, "Same prompt"), el("p", {class: "muted"})), tools = el("div", {class: "tools"}), colours = el("div", {class: "tools paints"});
   const said = el("p", {class: "parting", role: "status"}), above = el("div"), wrong = el("div"), sides = {a: new Side("a", patch), b: new Side("b", patch)};
@@ -96,11 +98,13 @@ export function prompt(root, state) {
     const key = JSON.stringify([split(), query.order, split() === "train" ? [run("a"), step("a")] : 0]);
     if (key === listed) return;
     listed = key;
+    let found = [];
     try {
-      problems = split().startsWith("eval/") ? (await get("problems", {at: home, set: split().slice(5), sort: query.order || "problem", count: MOST})).problems.map((each) => each.id)
+      found = split().startsWith("eval/") ? (await get("problems", {at: home, set: split().slice(5), sort: query.order || "problem", count: MOST})).problems.map((each) => each.id)
         : [...new Set((await get("rollouts", {at: run("a"), split: split(), iteration: step("a"), count: 1})).groups.map((each) => each.problem_id))];
-    } catch (error) { problems = []; }
-    if (stopped) return;
+    } catch (error) { /* Without the list, one problem alone is shown. */ }
+    if (stopped || listed !== key) return;
+    problems = found;
     put(names, problems.map((each) => el("option", {value: each})));
     drawTools();
   }

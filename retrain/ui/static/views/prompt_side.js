@@ -1,11 +1,11 @@
 // One side of "Same prompt": its run and step, how it ended, and its text with words that differ or tokens coloured.
 
 import {swatch} from "../colours.js";
-import {el, put} from "../dom.js";
+import {el, keepingFocus, put} from "../dom.js";
 import {link} from "../router.js";
 import {outcome, turnsOf} from "./conversation.js";
-import {Steps, keepingFocus, runChoice} from "./reading.js";
-import {Readout, mark, paint, tokenEvents, tokenSpans} from "./token_text.js";
+import {Steps, runChoice} from "./reading.js";
+import {Readout, mark, paint, pieceAt, tokenEvents, tokenSpans} from "./token_text.js";
 
 function fork(words) {
   return el("span", {class: "fork", role: "img", "aria-label": words, title: words}, "▶");
@@ -95,8 +95,6 @@ export class Side {
 
   show(i, speak) {
     if (i === null || !this.spans[i]) { this.readout.show(null, ""); return; }
-    let at = i, piece = "";
-    for (const turn of this.answer.pieces) { if (at < turn.length) { piece = turn[at]; break; } at -= turn.length; }
-    this.readout.show(i, piece, {speak, chosen: this.name, words: `of ${this.spans.length}`});
+    this.readout.show(i, pieceAt(this.answer.pieces, i), {speak, chosen: this.name, words: `of ${this.spans.length}`});
   }
 }

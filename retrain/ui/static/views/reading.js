@@ -1,7 +1,9 @@
-// What the pages of texts and tokens share: the runs of a place, a slider over steps, and requests that overtake none.
+// What the pages of texts and tokens share: the runs of a place, and a slider over steps.
 
 import {get} from "../api.js";
 import {choice, el, later} from "../dom.js";
+import {runName} from "../names.js";
+import {campaignOf} from "../places.js";
 import {link} from "../router.js";
 
 const known = new Map();
@@ -16,13 +18,7 @@ export function runsOf(place) {
   return runs;
 }
 
-// The campaign that holds a place; the place itself where none does.
-export async function campaignOf(place) {
-  const above = place.replace(/\/runs\/[^/]+$/, "");
-  return above === place ? place : runsOf(above).then(() => above, () => place);
-}
-
-// The runs of that campaign.
+// The runs of the campaign that holds a place.
 export async function family(place) {
   return runsOf(await campaignOf(place));
 }
@@ -40,30 +36,10 @@ export function partner(runs, place) {
   return (others.find((run) => run.seed === own.seed) || others[0] || {place}).place;
 }
 
-export function runName(run) {
-  return run.run_id || run.place.split("/").pop();
-}
-
 export function runChoice(label, runs, value, choose) {
   const options = runs.map((run) => [run.place, runName(run)]);
   if (value && !runs.some((run) => run.place === value)) options.push([value, value]);
   return choice(label, options, value, choose);
-}
-
-// A signal for the newest request; whoever asked before is no longer waited for.
-export function newest() {
-  let before = null;
-  const next = () => {
-    if (before) before.abort();
-    before = new AbortController();
-    return before.signal;
-  };
-  next.stop = () => { if (before) before.abort(); };
-  return next;
-}
-
-export function gone(error) {
-  return error && error.name === "AbortError";
 }
 
 // A slider over the steps that there are, with its step as text; `pick` is called once it rests for a moment.
@@ -107,18 +83,4 @@ export function shortName(name, most) {
 // "train" and "eval/heldout" as words.
 export function splitName(split) {
   return split.startsWith("eval/") ? `held out: ${split.slice(5)}` : split;
-}
-
-// Puts what was drawn anew, and the focus back to the control of the same name.
-export function keepingFocus(root, draw) {
-  const active = document.activeElement;
-  const inside = active && root.contains(active) && active !== root;
-  const name = inside ? active.getAttribute("aria-label") || active.textContent : null;
-  const caret = inside && "selectionStart" in active ? active.selectionStart : null;
-  draw();
-  if (!inside || root.contains(document.activeElement)) return;
-  const again = [...root.querySelectorAll("button, input, select, a, [role=button]")].find((each) => (each.getAttribute("aria-label") || each.textContent) === name);
-  if (!again) return;
-  again.focus({preventScroll: true});
-  if (caret !== null && again.setSelectionRange && /^(search|text)$/.test(again.type)) again.setSelectionRange(caret, caret);
 }

@@ -1,18 +1,19 @@
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, loading, nothing, put, spaced} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced} from "../dom.js";
 import {number, plural} from "../format.js";
-import {link, patch} from "../router.js";
+import {link} from "../router.js";
 import {outcome, promptOf, strip, turnsOf} from "./conversation.js";
-import {Steps, family, gone, keepingFocus, newest, promptLink, runChoice, runsOf, splitName} from "./reading.js";
+import {Steps, family, promptLink, runChoice, runsOf, splitName} from "./reading.js";
 import {FILTERS, filters, groups, rewards, table} from "./rollouts_parts.js";
 
 const PAGE = 100, SIDE_BY_SIDE = 16;
 
-export function rollouts(root, state) {
+export function rollouts(root, state, frame) {
+  const {patch} = frame;
   let query = state.query, runs = [], kin = [], every = [], everyOf = "", body = null, open = null, stopped = false, asked = "", askedOpen = "", wanted = null, recent = 0;
-  const next = newest(), nextOpen = newest(), steps = new Steps("step", (step) => patch({iteration: step, first: null}, {replace: true}));
+  const next = newest(), nextOpen = newest(), nextList = newest(), steps = new Steps("step", (step) => patch({iteration: step, first: null}, {replace: true}));
   const title = el("div", {class: "title"}, el("h1", null, "Rollouts"), el("p", {class: "muted"})), tools = el("div", {class: "tools"});
   const overview = el("div", {class: "overview"}), sieve = filters(patch), list = el("section", {class: "list", "aria-label": "rollouts"}, loading()), beside = el("aside", {class: "beside", "aria-label": "the chosen rollout"});
   const panes = el("div", {class: "panes"}, list, beside), page = el("div", {class: "stack"}, overview, sieve.root, panes);
@@ -118,6 +119,7 @@ export function rollouts(root, state) {
       const fresh = key !== asked || force;
       if (fresh) {
         asked = key;
+        nextList.stop();
         const signal = next();
         const listed = get("iterations", {at: question.at}, signal);
         // Of a split that the run does not have, nothing is asked.
@@ -194,7 +196,12 @@ export function rollouts(root, state) {
   function move(by) { const step = steps.beside(by); if (step !== null) patch({iteration: step, first: null}); }
 
   const grow = spaced(() => { if (Date.now() - recent > 2000) { recent = Date.now(); read(query.iteration === undefined || !body); if (query.iteration !== undefined) iterationsAgain(); } }, 3000);
-  async function iterationsAgain() { try { every = (await get("iterations", {at: run()})).iterations; if (!stopped) drawTools(); } catch (error) { console.warn(error); } }
+  async function iterationsAgain() {
+    try {
+      every = (await get("iterations", {at: run()}, nextList())).iterations;
+      drawTools();
+    } catch (error) { if (!gone(error)) console.warn(error); }
+  }
   read();
   return {
     title: "Rollouts",
@@ -205,7 +212,7 @@ export function rollouts(root, state) {
       read();
     },
     changed(event) { if ((event.what || []).some((each) => each === "metrics" || each === "evals")) grow(); },
-    stop() { stopped = true; next.stop(); nextOpen.stop(); grow.stop(); },
+    stop() { stopped = true; next.stop(); nextOpen.stop(); nextList.stop(); grow.stop(); },
     keys: {j: ["next sample", () => sample(1)], k: ["previous sample", () => sample(-1)], h: ["step back", () => move(-1)], l: ["step forward", () => move(1)], g: ["next group", () => group(1)], G: ["previous group", () => group(-1)],
       Enter: ["open the chosen sample's tokens", () => { const anchor = beside.querySelector("a"); if (anchor) anchor.click(); }], Escape: ["close the sample", close]},
   };

@@ -1,9 +1,11 @@
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, loading, nothing, put, spaced, svg} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced, svg} from "../dom.js";
 import {duration, niceStep, plural, shortened} from "../format.js";
-import {go, link, patch} from "../router.js";
+import {nameOf, runName} from "../names.js";
+import {campaignOf} from "../places.js";
+import {go, link} from "../router.js";
 
 const WINDOW = 60;
 
@@ -15,7 +17,7 @@ function paintOf(names) {
   return new Map(all.map((name, i) => [name, name === "other" ? "var(--line)" : `var(--c${i % 8 + 1})`]));
 }
 
-function overview(steps, paint, chosen, width) {
+function overview(steps, paint, {chosen, width, choose}) {
   const height = 210, left = 56, bottom = height - 26, wide = (width - left - 8) / Math.max(1, steps.length);
   const most = Math.max(...steps.map((each) => Math.max(each.end - each.start, 1e-9))), tickStep = niceStep(most / 4);
   const y = (seconds) => bottom - seconds / (Math.ceil(most / tickStep) * tickStep) * (bottom - 10);
@@ -33,7 +35,7 @@ function overview(steps, paint, chosen, width) {
       parts.push(svg("rect", {x: x + gap / 2, width: Math.max(0.5, wide - gap), y: y(at + seconds), height: Math.max(0.3, y(at) - y(at + seconds)), fill}));
       at += seconds;
     }
-    parts.push(svg("rect", {x, width: wide, y: 4, height: bottom - 4, fill: "transparent", class: each.step === chosen ? "column on" : "column", on: {click: () => patch({step: each.step})}},
+    parts.push(svg("rect", {x, width: wide, y: 4, height: bottom - 4, fill: "transparent", class: each.step === chosen ? "column on" : "column", on: {click: () => choose(each.step)}},
       svg("title", null, `step ${each.step}: ${duration(each.end - each.start)}`)));
   });
   const every = Math.max(1, Math.ceil(steps.length / Math.max(2, width / 70)));
@@ -59,9 +61,10 @@ function lanesOf(each, lanes, paint, width) {
 }
 
 export function timeline(root, state, frame) {
-  let query = state.query, body = null, stopped = false, runs = null, request = 0;
+  const {patch} = frame, next = newest(), nextRuns = newest();
+  let query = state.query, body = null, runs = null;
   const tools = el("div", {class: "tools"}), place = el("div", null, loading());
-  put(root, el("div", {class: "title"}, el("h1", null, "Timeline"), el("p", {class: "muted"}, state.place.split("/").pop())), tools, place);
+  put(root, el("div", {class: "title"}, el("h1", null, "Timeline"), el("p", {class: "muted"}, nameOf(state.place))), tools, place);
   const watch = new ResizeObserver(() => { if (body) draw(); });
   watch.observe(place);
 
@@ -84,17 +87,17 @@ export function timeline(root, state, frame) {
 
   function draw() {
     const steps = body.shown, first = steps[0], last = steps[steps.length - 1];
-    put(tools, runs && runs.length > 1 ? choice("run", runs.map((run) => [run.place, run.run_id]), state.place, (value) => go(link("timeline", value))) : null,
+    keepingFocus(tools, () => put(tools, runs && runs.length > 1 ? choice("run", runs.map((run) => [run.place, runName(run)]), state.place, (value) => go(link("timeline", value))) : null,
       steps.length ? [button("◂ earlier", () => patch({...range(body.from - WINDOW), step: null}), {disabled: body.from <= 0}),
         button("later ▸", () => patch({...range(body.to), step: null}), {disabled: body.to >= body.steps}),
         button("newest", () => patch({from: null, to: null, step: null}), {disabled: !query.from}),
-        el("span", {class: "muted small"}, `steps ${first.step} to ${last.step}, ${plural(body.steps, "step")} in all; h and l go from step to step`)] : null);
+        el("span", {class: "muted small"}, `steps ${first.step} to ${last.step}, ${plural(body.steps, "step")} in all; h and l go from step to step`)] : null));
     if (!steps.length) { put(place, nothing("No times here", "This run recorded no spans (timing_spans.jsonl).")); return; }
     const width = Math.max(280, place.clientWidth - 36), paint = paintOf(body.phases), each = chosen();
     const total = new Map(body.phases.map((name) => [name, steps.reduce((sum, one) => sum + (one.seconds[name] || 0), 0)]));
     const whole = steps.reduce((sum, one) => sum + one.end - one.start, 0);
     put(place,
-      el("figure", {class: "card"}, el("h2", null, "Steps", el("small", null, "a bar for each step, its phases from the bottom; a click shows a step's lanes")), overview(steps, paint, each.step, width)),
+      el("figure", {class: "card"}, el("h2", null, "Steps", el("small", null, "a bar for each step, its phases from the bottom; a click shows a step's lanes")), overview(steps, paint, {chosen: each.step, width, choose: (step) => patch({step})})),
       el("figure", {class: "card below"}, el("h2", null, `Step ${each.step}`, el("small", null, `${duration(each.end - each.start)}; what runs at the same time stands in lanes`)), lanesOf(each, body.lanes, paint, width)),
       el("div", {class: "scroll"}, el("table", {class: "tight"}, el("thead", null, el("tr", null, el("th", {scope: "col"}, "phase"), [`step ${each.step}`, "mean of these steps", "share"].map((words) => el("th", {scope: "col", class: "number"}, words)))),
         el("tbody", null, [...paint].map(([name, fill]) => el("tr", null, el("td", null, el("span", {class: "swatch", style: {"--series": fill}, "aria-hidden": "true"}), name),
@@ -104,34 +107,34 @@ export function timeline(root, state, frame) {
   }
 
   async function read() {
-    const own = request += 1;
     try {
-      const answer = await get("timeline", {at: state.place, from: query.from, to: query.to});
-      if (stopped || own !== request) return;
-      body = answer;
+      body = await get("timeline", {at: state.place, from: query.from, to: query.to}, next());
       draw();
     } catch (error) {
-      if (!stopped) put(place, failed(error, read));
+      if (gone(error)) return;
+      body = null;
+      put(place, failed(error, read));
     }
   }
 
   // Of a campaign, the timeline is that of one of its runs.
   async function start() {
-    const above = (await get("places").catch(() => ({places: []}))).places.find((each) => state.place === each.place || state.place.startsWith(`${each.place}/`));
-    if (above && above.kind === "campaign") {
-      runs = (await get("campaign", {at: above.place}).catch(() => ({runs: []}))).runs;
-      if (stopped) return;
-      if (above.place === state.place && runs.length) { go(link("timeline", (runs.find((run) => run.state === "running") || runs[0]).place), {replace: true}); return; }
-    }
+    const signal = nextRuns();
+    try {
+      const above = await campaignOf(state.place);
+      signal.throwIfAborted();
+      runs = (await get("campaign", {at: above}, signal)).runs;
+      if (above === state.place && runs.length && runs[0].place !== above) { go(link("timeline", (runs.find((run) => run.state === "running") || runs[0]).place), {replace: true}); return; }
+    } catch (error) { if (gone(error)) return; }
     read();
   }
   start();
   const again = spaced(() => { if (!query.from) read(); }, 2000);
   return {
     title: "Timeline",
-    update(next) { const same = next.query.from === query.from && next.query.to === query.to; query = next.query; if (same && body) draw(); else read(); },
+    update(to) { const same = to.query.from === query.from && to.query.to === query.to; query = to.query; if (same && body) draw(); else read(); },
     changed: again,
-    stop() { stopped = true; again.stop(); watch.disconnect(); },
+    stop() { next.stop(); nextRuns.stop(); again.stop(); watch.disconnect(); },
     keys: {h: ["previous step", () => move(-1)], l: ["next step", () => move(1)]},
   };
 }

@@ -3,6 +3,12 @@
 import {el, put, visible} from "../dom.js";
 import {facts} from "./token_numbers.js";
 
+// The text of token `i`, whatever turn it is of.
+export function pieceAt(pieces, i) {
+  for (const turn of pieces) { if (i < turn.length) return turn[i]; i -= turn.length; }
+  return "";
+}
+
 // The elements of some tokens' texts; `first` is the number of the first one.
 export function tokenSpans(pieces, first) {
   return pieces.map((piece, k) => {

@@ -1,18 +1,19 @@
 // Tokens: one rollout, every token coloured by one of its numbers, all of them told where one points, and their profile.
 
-import {get} from "../api.js";
-import {button, choice, el, failed, loading, nothing, put, spaced} from "../dom.js";
+import {get, gone, newest} from "../api.js";
+import {button, choice, el, failed, keepingFocus, loading, nothing, put, spaced} from "../dom.js";
 import {plural} from "../format.js";
-import {link, patch} from "../router.js";
+import {link} from "../router.js";
 import {outcome, promptOf, strip, turnsOf} from "./conversation.js";
 import {profile} from "./profile.js";
-import {Steps, family, gone, keepingFocus, newest, promptLink, runChoice, runsOf, splitName} from "./reading.js";
+import {Steps, family, promptLink, runChoice, runsOf, splitName} from "./reading.js";
 import {NUMBERS, cleaned, legend, present, scaleOf} from "./token_numbers.js";
-import {Readout, mark, paint, tokenEvents, tokenSpans} from "./token_text.js";
+import {Readout, mark, paint, pieceAt, tokenEvents, tokenSpans} from "./token_text.js";
 
-export function tokens(root, state) {
+export function tokens(root, state, frame) {
+  const {patch} = frame;
   let query = state.query, runs = [], kin = [], every = [], everyOf = "", answer = null, shown = null, spans = [], chosen = null, stopped = false, drawing = null, line = null, names = [], values = null;
-  const next = newest(), steps = new Steps("step", (step) => patch({iteration: step, pos: null}, {replace: true}));
+  const next = newest(), nextList = newest(), steps = new Steps("step", (step) => patch({iteration: step, pos: null}, {replace: true}));
   const title = el("div", {class: "title"}, el("h1", null, "Tokens"), el("p", {class: "muted"}));
   const tools = el("div", {class: "tools"}), colours = el("div", {class: "tools paints sticky"}), top = el("div"), chart = el("div", {class: "profiles"});
   const text = el("div", {class: "conversation", tabindex: "0", role: "group", "aria-label": "the rollout's text; arrow keys move from token to token"});
@@ -69,14 +70,8 @@ export function tokens(root, state) {
     return `of ${spans.length}${all.length > 1 ? `, turn ${turn + 1}` : ""}`;
   }
 
-  function piece(i) {
-    let at = i;
-    for (const turn of answer.pieces) { if (at < turn.length) return turn[at]; at -= turn.length; }
-    return "";
-  }
-
   function tell(i, speak) {
-    if (i === null || !spans[i]) readout.show(null, ""); else readout.show(i, piece(i), {speak, chosen: shown, words: words(i)});
+    if (i === null || !spans[i]) readout.show(null, ""); else readout.show(i, pieceAt(answer.pieces, i), {speak, chosen: shown, words: words(i)});
   }
 
   function hover(i) {
@@ -94,7 +89,7 @@ export function tokens(root, state) {
 
   // The chosen token fixes its step too, as the newest one moves on while a run trains.
   function pin() {
-    drawing = [run(), split(), String(answer.about.iteration), index()].join("\n");
+    drawing = [run(), split(), String(answer.about.iteration), index()].join("\n"); // as question() will name it
     patch({iteration: answer.about.iteration, pos: chosen}, {replace: true});
   }
 
@@ -124,12 +119,21 @@ export function tokens(root, state) {
     chosen = query.pos !== undefined && spans[Number(query.pos)] ? Number(query.pos) : null;
   }
 
+  // What is asked for now, and its name.
+  function question() {
+    const asked = {at: run(), split: split(), iteration: query.iteration, index: index()};
+    return {asked, wanted: Object.values(asked).join("\n")};
+  }
+
   async function read() {
-    const wanted = [run(), split(), query.iteration, index()].join("\n");
-    if (wanted === drawing && answer) { again(); return; }
     try {
       if (!runs.length) [runs, kin] = await Promise.all([runsOf(state.place), family(state.place)]);
-      const at = run(), signal = next();
+      if (stopped) return;
+      const {asked, wanted} = question(), {at} = asked;
+      // Back at what is drawn: whatever was asked for in between is not to be drawn any more.
+      if (wanted === drawing && answer) { next.stop(); again(); return; }
+      nextList.stop();
+      const signal = next();
       const listed = get("iterations", {at}, signal);
       // Of a split that the run does not have, nothing is asked.
       if (everyOf !== at || !own().length) {
@@ -138,13 +142,13 @@ export function tokens(root, state) {
         if (stopped) return;
         if (!own().length) { other(); return; }
       }
-      const [found, list] = await Promise.all([get("rollout", {at, split: split(), iteration: query.iteration, index: index()}, signal), listed]);
+      const [found, list] = await Promise.all([get("rollout", asked, signal), listed]);
       if (stopped) return;
       answer = {...found, numbers: cleaned(found.numbers)};
       every = list.iterations;
       names = present(numbers());
       readout.set(numbers());
-      drawing = [run(), split(), query.iteration, index()].join("\n");
+      drawing = wanted;
       const before = performance.now();
       makeSpans();
       draw();
@@ -194,13 +198,18 @@ export function tokens(root, state) {
   function move(by) { const step = steps.beside(by); if (step !== null) patch({iteration: step, pos: null}); }
 
   tokenEvents(text, {count: () => spans.length, point: hover, pick: (i, keyed) => choose(i, keyed), chosen: () => chosen});
-  const grow = spaced(async () => { try { every = (await get("iterations", {at: run()})).iterations; if (stopped) return; if (answer) drawTools(); else read(); } catch (error) { console.warn(error); } }, 3000);
+  const grow = spaced(async () => {
+    try {
+      every = (await get("iterations", {at: run()}, nextList())).iterations;
+      if (answer) drawTools(); else read();
+    } catch (error) { if (!gone(error)) console.warn(error); }
+  }, 3000);
   read();
   return {
     title: "Tokens",
     update(to) { query = to.query; read(); },
     changed(event) { if ((event.what || []).some((each) => each === "metrics" || each === "evals")) grow(); },
-    stop() { stopped = true; next.stop(); grow.stop(); },
+    stop() { stopped = true; next.stop(); nextList.stop(); grow.stop(); },
     keys: {j: ["next sample of the group", () => sibling(1)], k: ["previous sample", () => sibling(-1)], h: ["step back", () => move(-1)], l: ["step forward", () => move(1)],
       g: ["next group", () => group(1)], G: ["previous group", () => group(-1)], c: ["next colour", () => cycle(1)], C: ["previous colour", () => cycle(-1)]},
   };

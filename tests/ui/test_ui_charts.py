@@ -1,0 +1,224 @@
+"""Charts: a part of the x axis with finer points, a cursor by keys, files to save, and rounding that looks flat."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+
+import pytest
+from ui_cases import LABELS, campaign, row
+
+from retrain.files import append_jsonl
+from tests.ui.conftest import serving
+from tests.ui.watch import Watched
+
+STEPS = 3000
+TINY = "trainer/ratio_mean"
+CURVES = "/campaign/long?key=mean_reward&thin=0"
+CHARTS = "/metrics/long?keys=mean_reward,correct_rate"
+# Every chart that is made, to be asked for its axes.
+KEPT = """(() => { let kept; window.charts = []; Object.defineProperty(window, "uPlot", {get: () => kept, set(real) {
+  kept = function (...values) { const made = new real(...values); charts.push(made); return made; }; }}); })()"""
+AXES = """() => charts.filter((each) => each.root.isConnected).map((each) =>
+  ["x", "y"].map((axis) => [each.scales[axis].min, each.scales[axis].max]))"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """Two conditions, two seeds, of so many steps that no chart has a point for each."""
+    home = campaign(tmp_path_factory.mktemp("charts") / "long", steps=STEPS)
+    flat = campaign(home.parent / "flat", seeds=1, steps=0, labels=LABELS[:1])
+    rows = [row(step) | {TINY: 1.0 + (step % 3 - 1) * 2e-7} for step in range(40)]
+    append_jsonl(flat / "runs" / f"{LABELS[0]}_s1" / "metrics.jsonl", rows)
+    with serving([home, flat], home.parent / "cache") as address:
+        yield address
+
+
+@pytest.fixture
+def page(context, url):
+    watched = Watched(context.new_page(), url)
+    watched.page.add_init_script(KEPT)
+    yield watched
+    watched.fine().page.close()
+
+
+def asked(page, name="curves"):
+    return [each for each in page.requests if f"/api/{name}?" in each]
+
+
+def drag(page, chart, start, end):
+    """Drag over a chart, between these shares of its width."""
+    box = page.page.locator(".plot .u-over").nth(chart).bounding_box()
+    at = [(box["x"] + share * box["width"], box["y"] + box["height"] / 2) for share in (start, end)]
+    page.page.mouse.move(*at[0])
+    page.page.mouse.down()
+    page.page.mouse.move(*at[1], steps=4)
+    page.page.mouse.up()
+    return page.settle()
+
+
+def at(page, chart=0):
+    """Where the chart's legend says that its cursor stands."""
+    text = page.page.locator(".chartcard .readout .at").nth(chart).inner_text()
+    return float(text.removeprefix("at ").replace("k", "e3"))
+
+
+def x_axes(page):
+    page.page.wait_for_timeout(100)
+    return [x for x, _ in page.page.evaluate(AXES)]
+
+
+def test_a_drag_zooms_every_chart_to_finer_points_and_a_double_click_goes_back(page):
+    page.open(CURVES)
+    whole, before = x_axes(page), len(asked(page))
+    assert whole == [[0, STEPS - 1]] * 2
+    drag(page, 0, 0.5, 0.52)
+    low, high = map(float, page.query["zoom"].split(","))
+    assert 1480 < low < 1510 < 1545 < high < 1575
+    assert x_axes(page) == [[pytest.approx(low), pytest.approx(high)]] * 2
+    assert len(asked(page)) == before + 1
+    assert re.search(r"[?&]from=15?\d+\.?\d*&to=15\d+", asked(page)[-1])
+    page.page.locator(".plot").first.focus()
+    page.press("Home")
+    first = at(page)
+    page.press("ArrowRight")
+    assert at(page) == first + 1, "every step is there"
+    page.page.locator(".plot .u-over").first.dblclick()
+    page.settle()
+    assert "zoom" not in page.query
+    assert x_axes(page) == whole
+    assert len(asked(page)) == before + 1, "the whole line was known"
+    page.page.locator(".plot").first.focus()
+    page.press("Home", "ArrowRight")
+    assert at(page) > 10, "a mean over the whole has a point every few steps"
+
+
+@pytest.mark.parametrize("lines", ["", "&lines=conditions"])
+def test_an_address_with_a_part_of_the_axis_shows_all_of_its_points(page, lines):
+    page.open(f"{CHARTS}{lines}&zoom=100,120")
+    page.until("() => document.querySelectorAll('.plot[tabindex]').length === 2", "both charts")
+    assert x_axes(page) == [[100, 120]] * 2
+    assert all("from=100&to=120" in each for each in asked(page))
+    assert page.page.locator(".readout .at").all_inner_texts() == ["at 120"] * 2
+    for chart in (0, 1):
+        page.page.locator(".plot").nth(chart).focus()
+        page.press("Home", "ArrowRight", "ArrowRight")
+        assert at(page, chart) == 102
+    page.press("Escape")
+    assert "zoom" not in page.query
+    assert [x[1] for x in x_axes(page)] == [STEPS - 1] * 2
+    assert all(x[0] < 5 for x in x_axes(page))
+
+
+def test_a_part_that_is_chosen_again_or_seen_otherwise_is_not_asked_for_again(page):
+    page.open(f"{CHARTS}&lines=conditions")
+    before = len(asked(page))
+    for label in ("every seed", "log y", "log x"):
+        page.page.get_by_label(label, exact=True).click()
+        page.settle()
+    assert len(asked(page)) == before
+    page.page.get_by_label("smoothing").select_option("10")
+    page.settle()
+    assert len(asked(page)) == before + 2
+    assert all("smooth=10" in each for each in asked(page)[before:])
+
+
+def test_a_fine_answer_is_drawn_as_the_server_gives_it(page):
+    """Smoothing over steps is the server's, of a part of the axis too."""
+    page.open(f"{CHARTS}&smooth=50&zoom=1000,1010")
+    page.page.locator(".plot").first.focus()
+    page.press("Home")
+    value = page.page.locator(".readout b").first.inner_text()
+    assert float(value) == pytest.approx(0.1 * (1000 - 49 / 2), rel=1e-2)
+
+
+def test_the_cursor_goes_by_keys_and_is_told(page):
+    page.open("/metrics/flat?keys=mean_reward,correct_rate")
+    chart = page.page.locator(".plot").first
+    assert chart.get_attribute("role") == "application"
+    assert "mean_reward" in chart.get_attribute("aria-label")
+    chart.focus()
+    for key, place in (("End", 39), ("ArrowLeft", 38), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1),
+                       ("Shift+ArrowRight", 11), ("Shift+ArrowLeft", 1)):  # fmt: skip
+        page.page.keyboard.press(key)
+        page.page.wait_for_timeout(60)
+        assert at(page) == place
+        assert at(page, 1) == place, "one cursor runs through all charts"
+        told = page.page.locator(".chartcard > p[role=status]").first.text_content()
+        assert told.startswith(f"step {place}, grpo+none")
+        assert told.endswith(f" {0.1 * place:.3g}")
+    page.press("+")
+    assert x_axes(page)[0][1] < 39
+    assert at(page) == 1, "the cursor stays where it is"
+    page.press("-")
+    assert "zoom" not in page.query
+    page.press("+", "Escape")
+    assert "zoom" not in page.query
+    page.press("j")  # the page's own keys stay its own
+    assert page.page.evaluate("() => Boolean(document.activeElement.closest('.chartcard'))")
+    page.press("l", "ArrowRight")
+    assert at(page) in (0, 2)
+    page.page.evaluate("() => document.activeElement.blur()")
+    assert page.page.locator(".readout .at").first.inner_text() == "at 39"
+
+
+def test_the_keys_of_charts_are_in_the_help(page):
+    page.open("/metrics/flat?keys=mean_reward").press("?")
+    text = page.text("#help")
+    assert "In a chart that has the focus" in text
+    assert all(word in text for word in ("← →", "zoom in around the cursor", "the last point"))
+    page.open("/notes/flat").press("?")
+    assert "In a chart" not in page.text("#help")
+
+
+def saved(page, card, kind):
+    """The text of what a card's menu saves as this kind."""
+    card.locator("summary[aria-label='save this chart']").click()
+    with page.page.expect_download() as download:
+        card.get_by_role("button", name=kind, exact=True).click()
+    path = download.value.path()
+    return download.value.suggested_filename, path.read_bytes()
+
+
+def test_forest_and_cost_are_saved_as_table_and_picture(page):
+    page.open("/campaign/long")
+    figures = page.page.locator("figure.card:has(.forest)")
+    assert figures.count() == 3
+    heads = (
+        ["condition", "seed", "eval/heldout/correct_rate"],
+        ["condition", "baseline", "seed"],
+        ["condition", "seconds per run"],
+    )
+    for at, head in enumerate(heads):
+        name, data = saved(page, figures.nth(at), "CSV")
+        rows = list(csv.reader(data.decode().splitlines()))
+        assert name.endswith(".csv")
+        assert rows[0][: len(head)] == head
+        assert {each[0] for each in rows[1:]} <= set(LABELS)
+        assert len({len(each) for each in rows}) == 1
+        name, data = saved(page, figures.nth(at), "SVG")
+        assert name.endswith(".svg")
+        assert data.startswith(b"<svg")
+        assert b"var(" not in data, "a file has colours of its own"
+        assert b"class=" not in data
+        assert LABELS[1].encode() in data
+        assert saved(page, figures.nth(at), "PNG")[1].startswith(b"\x89PNG")
+    _, data = saved(page, figures.nth(1), "CSV")
+    values = list(csv.reader(data.decode().splitlines()))[1:]
+    comparison = json.loads(page.page.request.get(f"{page.base}/api/campaign?at=long").text())["comparison"]
+    assert [float(each[3]) for each in values] == comparison["conditions"][1]["differences"]
+    assert {each[2] for each in values} == {"1", "2"}
+
+
+def test_what_float32_rounds_looks_flat(page):
+    page.open(f"/metrics/flat?keys={TINY}")
+    ((_, (low, high)),) = page.page.evaluate(AXES)
+    assert high - low >= 0.9e-5
+    assert low < 1 < high < low + 1e-4
+    name, data = saved(page, page.page.locator(".chartcard").first, "SVG")
+    heights = [float(each) for each in re.findall(r"[ML][\d.]+ ([\d.]+)", data.decode().split("<path")[-1])]
+    assert max(heights) - min(heights) < 0.1 * 262
+    ticks = re.findall(r'text-anchor="end">([\d.]+)<', data.decode())
+    assert len(set(ticks)) == len(ticks) > 2, ticks
+    assert "ratio" in name
