@@ -21,6 +21,7 @@ import numpy as np
 
 from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
+from retrain.files import stamp_of
 from retrain.record.columns import BLOCK, Columns, ColumnWriter
 from retrain.record.status import Tail, last_row
 from retrain.ui.answers import Refusal
@@ -134,7 +135,7 @@ class RunNumbers:
                 self._rows, self._keys = rows if replaced else self._rows + rows, None
 
     def _refresh(self) -> None:
-        signature = _signature(self.metrics), _signature(self._columns.columns)
+        signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
         if signature == self._signature:
             return
         if self._cached and self._columns.uncovered > MANY:
@@ -146,7 +147,7 @@ class RunNumbers:
         if replaced or len(self._columns) < self._length:
             self._version += 1
         self._length, self._keys = len(self._columns), None
-        self._signature = _signature(self.metrics), _signature(self._columns.columns)
+        self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
     def _bare(self) -> bool:
         """Whether this is a long run that nothing has the columns of."""
@@ -156,9 +157,9 @@ class RunNumbers:
 
     def _is_made(self) -> bool:
         """Whether the cache has all rows, from an earlier time."""
-        made = _signature(self._cache.with_suffix(MADE)) if self._cache is not None else None
-        metrics = _signature(self.metrics)
-        return made is not None and metrics is not None and made[2] >= metrics[2]
+        made = stamp_of(self._cache.with_suffix(MADE)) if self._cache is not None else None
+        metrics = stamp_of(self.metrics)
+        return made is not None and metrics is not None and made.written >= metrics.written
 
     def _make(self) -> None:
         """Have the columns in the cache; others go on with what there is meanwhile."""
@@ -301,17 +302,9 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
     return next((numbers.column(name) for name in names if name in keys), None)
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _size(path: Path) -> int:
-    found = _signature(path)
-    return found[1] if found else 0
+    found = stamp_of(path)
+    return found.size if found else 0
 
 
 @contextmanager
