@@ -6,9 +6,10 @@ import pytest
 from sampled_cases import record
 
 from retrain.errors import UsageError
+from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, rollouts_of
 from retrain.ui.problems import evolution, matrix, twice
-from retrain.ui.rollouts import Filter, histogram, table, whole
+from retrain.ui.rollouts import Filter, table, whole
 
 
 def test_a_recorded_iteration_and_one_that_is_not_say_the_same_but_for_whole_texts(tmp_path):
@@ -102,9 +103,9 @@ def test_a_rollout_is_shown_token_by_token_with_what_credit_changed(tmp_path):
 
 
 def test_histograms():
-    many = histogram([float(n) for n in range(100)] + [None])
+    many = rewards([float(n) for n in range(100)] + [None])
     assert (sum(many["counts"]), many["absent"], len(many["ends"])) == (100, 1, len(many["counts"]) + 1)
-    assert histogram([]) == {"ends": [], "counts": [], "at": None, "absent": 0}
+    assert rewards([]) == {"ends": [], "counts": [], "at": None, "absent": 0}
 
 
 def test_problems_show_who_solves_what_and_how_that_has_changed(tmp_path):
@@ -113,19 +114,19 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(tmp_path):
         "b": [record(tmp_path / "b1", (1.0, 0.0)), record(tmp_path / "b2", (1.0, 0.0))],
     }
     runs = {label: [Index(folder) for folder in own] for label, own in folders.items()}
-    found = matrix(runs, "heldout")
+    found = matrix(runs, "heldout").shown()
     assert (found["conditions"], found["steps"]) == (["a", "b"], {"a": [0, 3], "b": [0, 3]})
     assert [row["id"] for row in found["problems"]] == ["p1", "p0"]  # differ most first
     assert found["problems"][0]["rates"] == {
         "a": {"before": 0.0, "after": 0.5, "answers": 2},
         "b": {"before": 1.0, "after": 0.0, "answers": 2},
     }
-    assert [row["id"] for row in matrix(runs, "heldout", sort="worse")["problems"]] == ["p1", "p0"]
-    assert [row["id"] for row in matrix(runs, "heldout", tag="hard")["problems"]] == ["p1"]
-    assert [row["id"] for row in matrix(runs, "heldout", text="IS P0")["problems"]] == ["p0"]
-    assert matrix(runs, "nowhere")["problems"] == []
+    assert [row["id"] for row in matrix(runs, "heldout").shown(sort="worse")["problems"]] == ["p1", "p0"]
+    assert [row["id"] for row in matrix(runs, "heldout").shown(tag="hard")["problems"]] == ["p1"]
+    assert [row["id"] for row in matrix(runs, "heldout").shown(text="IS P0")["problems"]] == ["p0"]
+    assert matrix(runs, "nowhere").shown()["problems"] == []
     with pytest.raises(UsageError, match="is none of differ"):
-        matrix(runs, "heldout", sort="x")
+        matrix(runs, "heldout").shown(sort="x")
     one = evolution(runs, "heldout", "p1")["conditions"]
     evolved = [{"step": 0, "rate": 1.0, "answers": 2}, {"step": 3, "rate": 0.0, "answers": 2}]
     assert one["a"] == [{"step": 0, "rate": 0.0, "answers": 2}, {"step": 3, "rate": 0.5, "answers": 2}]
@@ -134,7 +135,7 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(tmp_path):
     for folder in (folder for own in folders.values() for folder in own):
         (folder / "iterations.jsonl").unlink()
     runs = {label: [Index(folder) for folder in own] for label, own in folders.items()}
-    assert matrix(runs, "heldout") == found  # a run of an earlier release has no index
+    assert matrix(runs, "heldout").shown() == found  # a run of an earlier release has no index
     assert evolution(runs, "heldout", "p1")["conditions"] == one | {"b": evolved}
 
 
@@ -147,7 +148,7 @@ def test_the_same_prompt_twice_names_the_words_and_the_first_token_that_differ(t
     assert found["diverge"] == [0, 1]
     assert found["a"]["pieces"][0][:3] == ["it ", "is ", "five "]
     changed = [(tag, found["words"][0][a:b], found["words"][1][c:d]) for tag, a, b, c, d in found["changes"]]
-    assert [each for each in changed if each[0] != "equal"] == [("replace", ["is"], ["was"])]
+    assert [each for each in changed if each[0] != "equal"] == [("replace", ["is "], ["was "])]
     assert "".join(found["words"][0]) == "it is five "
     assert twice((left, one), (right, other), "p0")["diverge"] is None
     train = left.get("train", 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from retrain.config.evaluation import PART
 from retrain.files import Stamp, read_json, stamp_of
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
@@ -125,6 +126,11 @@ def _json(path: Path, stamp: Stamp) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def sets_of(names: Iterable[str]) -> list[str]:
+    """The held-out sets among the names of evaluations, each once; one on a part of the problems is for the curve."""
+    return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
 def whole(value: Any, default: int = 0) -> int:

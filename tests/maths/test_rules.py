@@ -9,7 +9,7 @@ import pytest
 
 from retrain.maths.boundaries import boundaries
 from retrain.maths.collapse import flagged
-from retrain.maths.deciding import decide
+from retrain.maths.deciding import Left, decide
 from retrain.maths.following import follow
 from retrain.maths.normal import additive_fit, dunnett_p, step_down, t_p
 from retrain.maths.permutation import closed_permutation
