@@ -132,8 +132,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON value in ``path``. Raises ValueError where there is none, also for brackets without end."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
@@ -172,7 +175,7 @@ def read_jsonl(path: Path) -> list[Any]:
             if line.endswith("\n") and line.strip():
                 try:
                     rows.append(json.loads(line))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{path}:{number} is damaged ({error}): remove that line") from error
     return rows
 

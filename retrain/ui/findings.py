@@ -196,7 +196,7 @@ class Findings:
         try:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}
         except RetrainError as error:
-            return Found(signature, None, str(error).replace(str(home.path), home.place))
+            return Found(signature, None, self._library.places.told(str(error)))
         except ODD as error:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Found(signature, None, why)
