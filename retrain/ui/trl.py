@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -69,6 +70,10 @@ class LogHistory:
     def evaluations(self) -> list[dict[str, Any]]:
         """None: evaluations are keys of the rows (``eval_…``)."""
         return []
+
+    def still(self) -> AbstractContextManager[object]:
+        """The lock of all that is read."""
+        return self._lock
 
 
 class Trl(Foreign):
