@@ -18,7 +18,7 @@ from retrain.ui.api.columns import columns_of
 from retrain.ui.decimation import extremes, joined
 from retrain.ui.library import Library
 from retrain.ui.measured import _graded_row
-from retrain.ui.numbers import Pool, own_seconds, steps_of
+from retrain.ui.numbers import Pool, own_seconds
 from retrain.ui.places import Places
 
 
@@ -171,10 +171,15 @@ def test_rows_without_a_wall_clock_are_left_out_of_it(tmp_path):
     assert get(client, "/api/curves", at="one", key="mean_reward")["note"] is None
 
 
-@pytest.mark.parametrize("way", ["own_seconds", "graded", "columns", "curves", "steps"])
+@pytest.mark.parametrize("way", ["own_seconds", "graded", "columns", "curves"])
 def test_columns_that_are_taken_together_have_the_same_rows(tmp_path, monkeypatch, way):
     """However a file is cut between two of them."""
     home = campaign(tmp_path / "one", seeds=1, steps=300)
+    graded = {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.5, "reward_std": 0.5}
+    for path in home.glob("runs/*/metrics.jsonl"):
+        path.unlink()
+        append_jsonl(path, [row(n, **graded) | {"time/rollout": float(n)} for n in range(300)])
+        append_jsonl(path, [row(300, **graded) | {"reward_std": 0.1}])
     library = Library(Places([home]), Pool())
     run = library.home("one").runs[0]
     numbers, path = library.numbers(run), run.path / "metrics.jsonl"
@@ -190,17 +195,15 @@ def test_columns_that_are_taken_together_have_the_same_rows(tmp_path, monkeypatc
 
     monkeypatch.setattr(numbers, "column", cutting)
     if way == "own_seconds":
-        assert len(own_seconds(numbers)) == 300
+        assert own_seconds(numbers)[:300] == pytest.approx(0.5 + np.arange(300) / 2)
     elif way == "graded":
-        assert _graded_row(numbers) == {}
+        assert _graded_row(numbers) == pytest.approx(graded | {"reward_std": 0.1})
     elif way == "columns":
         found = columns_of(library, run, ["entropy", "mean_reward"], "device", 1_000, 0)
-        assert {len(each["y"]) for each in found["columns"].values()} == {len(found["x"])} == {300}
-    elif way == "curves":
-        line = curves_api.line_of(library, run, "mean_reward", "tokens")
-        assert len(line.xs) == len(line.values) == 300
+        assert {len(each["y"]) for each in found["columns"].values()} == {len(found["x"])} == {301}
     else:
-        assert len(steps_of(numbers)) == 300
+        line = curves_api.line_of(library, run, "mean_reward", "tokens")
+        assert len(line.xs) == len(line.values) == 301
     cut[0].join(20)
     assert len(numbers) == 1
 
