@@ -62,6 +62,29 @@ def test_a_campaign_has_the_comparison_of_retrain_compare(home):
     assert [cost["label"] for cost in found["cost"]] == ["grpo+none", "maxrl+none"]
 
 
+def test_a_campaign_has_all_that_its_pictures_draw(home):
+    """What a table of the forest and of the cost chart has to hold, row by row."""
+    found = get(client_of(home), "/api/campaign", at="one", wait_ms=60_000)
+    comparison = found["comparison"]
+    assert comparison.keys() >= {"baseline", "margin", "metric", "share", "conditions"}
+    for index, one in enumerate(comparison["conditions"]):
+        assert len(one["after_values"]) == len(one["finished"]) == 3
+        assert one["interval"][0] < one["after_mean"] < one["interval"][1]
+        assert set(one["finished"]) <= set(one["seeds"])
+        if index:
+            assert len(one["differences"]) == len(one["paired_seeds"]) == one["pairs"] == 3
+            assert one["difference_interval"][0] <= one["difference"] <= one["difference_interval"][1]
+            assert one["verdict"]
+            assert "difference_new_problems" in one
+    costs = {each["label"]: each for each in found["cost"]}
+    assert list(costs) == [one["label"] for one in comparison["conditions"]]
+    for label, cost in costs.items():
+        assert (cost["seconds_per_run"], cost["tokens_per_run"]) == (pytest.approx(6.0), 600), label
+    other = comparison["conditions"][1]
+    assert costs[other["label"]]["difference"] == other["difference"]
+    assert costs[other["label"]]["difference_interval"] == other["difference_interval"]
+
+
 def test_a_comparison_from_columns_is_the_one_from_rows(home, monkeypatch, tmp_path):
     """Runs whose rows would not fit in memory: only float32 is between the two."""
     monkeypatch.setattr("retrain.ui.measured.WHOLE_BYTES", 0)
