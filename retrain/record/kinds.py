@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST = 1e300
 """Amounts beyond it are no measurement, and their sums no float."""
@@ -18,7 +18,7 @@ def anything(value: Any) -> bool:
     return True
 
 
-def number(value: Any) -> bool:
+def number(value: Any) -> TypeGuard[float]:
     """A finite number."""
     return isinstance(value, int | float) and -LARGEST < value < LARGEST
 

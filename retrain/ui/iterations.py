@@ -7,7 +7,6 @@ shortened texts of ``emergence/`` remain.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import defaultdict
@@ -23,9 +22,9 @@ from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, stamp_of
 from retrain.record import kinds
 from retrain.record.kinds import Wanted, checked
+from retrain.record.lines import Tail, row_of
 from retrain.record.rollout_files import INDEX, SUMMARIES
 from retrain.record.rollouts import TRAIN
-from retrain.record.status import Tail
 from retrain.record.tokens import TokenFile
 
 Line = dict[str, Any]
@@ -295,5 +294,5 @@ def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Ite
                 begins, at = whole, at + len(line)
                 whole = line.endswith(b"\n")
                 with suppress(ValueError, RecursionError):
-                    if begins and isinstance(row := json.loads(line), dict):
-                        yield at - len(line), row
+                    if begins:
+                        yield at - len(line), row_of(line)

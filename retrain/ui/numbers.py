@@ -23,7 +23,8 @@ from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
 from retrain.files import stamp_of
 from retrain.record.columns import BLOCK, Columns, ColumnWriter
-from retrain.record.status import Tail, last_row
+from retrain.record.lines import Tail
+from retrain.record.status import last_row
 from retrain.ui.answers import Refusal
 
 AXES = ("step", "tokens", "device", "wall")

@@ -233,8 +233,8 @@ def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, 
     """The same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long texts)
     in which they differ, and the first token that does. Raises UsageError where one of them has no such rollout."""
     left, right = (_found(run, one, problem, sample) for run, one in (a, b))
-    texts = ["\n".join(turn["text"] for turn in side["line"]["turns"]) for side in (left, right)]
-    *words, changes, by = compared(*texts)
+    one, other = ("\n".join(turn["text"] for turn in side["line"]["turns"]) for side in (left, right))
+    *words, changes, by = compared(one, other)
     return {"a": left, "b": right, "words": words, "changes": changes, "by": by, "diverge": _diverge(left, right)}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from retrain.files import Stamp, stamp_of
-from retrain.record.status import Tail
+from retrain.record.lines import Tail, row_of
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run, touched
@@ -73,8 +72,7 @@ def _last_note(path: Path) -> dict[str, Any] | None:
     rows: list[dict[str, Any]] = []
     for line in Tail(path, last_only=True).lines()[1]:
         with suppress(ValueError, RecursionError):
-            if isinstance(row := json.loads(line), dict):
-                rows.append(row)
+            rows.append(row_of(line))
     warnings = [row for row in rows if row.get("level") == "warning"]
     note = (warnings or rows)[-1] if rows else None
     _last_notes[path] = stamp, note
