@@ -9,10 +9,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrain.errors import CheckpointError, StorageError, UsageError
 
@@ -132,8 +132,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON value in ``path``. Raises ValueError where there is none, also for brackets without end."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
@@ -172,19 +175,41 @@ def read_jsonl(path: Path) -> list[Any]:
             if line.endswith("\n") and line.strip():
                 try:
                     rows.append(json.loads(line))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{path}:{number} is damaged ({error}): remove that line") from error
     return rows
 
 
-def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
-    """Keep the rows with ``row[key] < before_step``; drop the rest and any torn line. Atomic."""
+def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Keep the rows of which ``keep`` says so; drop the rest and any torn line. Atomic."""
     if not path.exists():
         return
-    kept = [row for row in read_jsonl(path) if row.get(key) is None or row[key] < before_step]
-    text = "".join(dumps(row) + "\n" for row in kept).encode()
+    text = "".join(dumps(row) + "\n" for row in read_jsonl(path) if keep(row)).encode()
     if len(text) != path.stat().st_size:
         write_bytes(path, text)
+
+
+def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
+    """Keep the rows with ``row[key] < before_step``, as ``keep_rows`` does."""
+    keep_rows(path, lambda row: row.get(key) is None or row[key] < before_step)
+
+
+class Stamp(NamedTuple):
+    """What a file is now: with another stamp it may be another file, or have other bytes."""
+
+    inode: int
+    size: int
+    written: int
+    """In nanoseconds of unix time."""
+
+
+def stamp_of(path: Path | None) -> Stamp | None:
+    """None where there is nothing, or it may not be looked at."""
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return None if found is None else Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def sha256(path: Path) -> str:

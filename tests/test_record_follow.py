@@ -21,8 +21,9 @@ from rich.console import Console
 from retrain.files import write_json
 from retrain.record.console import LiveConsole, PlainConsole
 from retrain.record.follow import Follower, JsonLines
+from retrain.record.lines import LAST_BLOCK, Tail, whole_lines
 from retrain.record.recorder import RunRecorder
-from retrain.record.status import LAST_BLOCK, Tail, read_status
+from retrain.record.status import read_status
 
 
 def test_a_tail_gives_every_complete_row_once(tmp_path):
@@ -280,3 +281,13 @@ def test_ctrl_c_leaves_the_command_quietly(tmp_path, environment):
     finally:
         process.kill()
     assert (process.returncode, rest, errors) == (0, "", "")
+
+
+def test_lines_are_read_in_pieces_of_any_size(tmp_path, monkeypatch):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n\n" + b"x" * 50 + b"\ntorn")
+    for size in (1, 3, 7, 1000):
+        monkeypatch.setattr("retrain.record.lines.CHUNK", size)
+        with open(path, "rb") as file:
+            assert list(whole_lines(file, 0)) == [(b"one\n", 4), (b"\n", 5), (b"x" * 50 + b"\n", 56)]
+            assert list(whole_lines(file, 5)) == [(b"x" * 50 + b"\n", 56)]

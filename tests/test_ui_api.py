@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -10,10 +11,15 @@ from ui_cases import campaign, client_of, evaluation, get, row
 
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
-from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.files import append_jsonl, dumps, jsonable, read_jsonl, write_text
 from retrain.ui.answers import plain
 from retrain.ui.api import curves as curves_api
+from retrain.ui.api.columns import columns_of
 from retrain.ui.decimation import extremes, joined
+from retrain.ui.library import Library
+from retrain.ui.measured import _graded_row
+from retrain.ui.numbers import Pool, own_seconds
+from retrain.ui.places import Places
 
 
 @pytest.fixture
@@ -54,6 +60,29 @@ def test_a_campaign_has_the_comparison_of_retrain_compare(home):
     assert [run["place"] for run in found["runs"]] == [f"one/runs/{run.run_id}" for run in read_campaign(home).runs]
     assert found["checksums"]["data_hash"] == "d1"
     assert [cost["label"] for cost in found["cost"]] == ["grpo+none", "maxrl+none"]
+
+
+def test_a_campaign_has_all_that_its_pictures_draw(home):
+    """What a table of the forest and of the cost chart has to hold, row by row."""
+    found = get(client_of(home), "/api/campaign", at="one", wait_ms=60_000)
+    comparison = found["comparison"]
+    assert comparison.keys() >= {"baseline", "margin", "metric", "share", "conditions"}
+    for index, one in enumerate(comparison["conditions"]):
+        assert len(one["after_values"]) == len(one["finished"]) == 3
+        assert one["interval"][0] < one["after_mean"] < one["interval"][1]
+        assert set(one["finished"]) <= set(one["seeds"])
+        if index:
+            assert len(one["differences"]) == len(one["paired_seeds"]) == one["pairs"] == 3
+            assert one["difference_interval"][0] <= one["difference"] <= one["difference_interval"][1]
+            assert one["verdict"]
+            assert "difference_new_problems" in one
+    costs = {each["label"]: each for each in found["cost"]}
+    assert list(costs) == [one["label"] for one in comparison["conditions"]]
+    for label, cost in costs.items():
+        assert (cost["seconds_per_run"], cost["tokens_per_run"]) == (pytest.approx(6.0), 600), label
+    other = comparison["conditions"][1]
+    assert costs[other["label"]]["difference"] == other["difference"]
+    assert costs[other["label"]]["difference_interval"] == other["difference_interval"]
 
 
 def test_a_comparison_from_columns_is_the_one_from_rows(home, monkeypatch, tmp_path):
@@ -136,6 +165,70 @@ def test_axes(home, x, expected):
     assert held_out["y"] == [0.25, 0.515625]
     curves = get(client, "/api/curves", at=run, key="mean_reward", x=x, smooth=1)
     assert [point[0] for point in curves["conditions"][0]["mean"]] == expected
+
+
+def test_rows_without_a_wall_clock_are_left_out_of_it(tmp_path):
+    """A run that an earlier release began: its clock starts with the resume."""
+    home = campaign(tmp_path / "one", seeds=1, steps=2)
+    for number, path in enumerate(sorted(home.glob("runs/*/metrics.jsonl"))):
+        path.unlink()
+        clock = [{} if number == 0 and n < 4 else {"timing_wall_clock": 10.0 * n} for n in range(8)]
+        append_jsonl(path, [row(n, **clock[n]) for n in range(8)])
+        append_jsonl(path.with_name("evals.jsonl"), [evaluation(6, 0.75)])
+    client = client_of(home)
+    keys = {"at": "one/runs/grpo+none_s1", "key": ["mean_reward", "eval/heldout/correct_rate"]}
+    (run,) = get(client, "/api/columns", **keys, x="wall")["runs"]
+    assert (run["x"], run["rows"]) == ([40, 50, 60, 70], 8)
+    assert run["columns"]["mean_reward"]["y"] == [0.4, 0.5, 0.6, 0.7]
+    assert run["columns"]["eval/heldout/correct_rate"]["x"] == [50]  # those after 0 and 2 updates have no place
+    assert run["note"].startswith("there are 4 rows of an earlier release")
+    (more,) = get(client, "/api/columns", **keys, x="wall", since=6)["runs"]
+    assert (more["x"], more["note"]) == ([60, 70], None)
+    (over,) = get(client, "/api/columns", **keys, x="step")["runs"]
+    assert (len(over["x"]), over["note"]) == (8, None)
+    curves = get(client, "/api/curves", at="one", key="mean_reward", x="wall", smooth=1)
+    (points,) = [each["points"] for each in curves["conditions"][0]["runs"]]
+    assert points == [[40, 0.4], [50, 0.5], [60, 0.6], [70, 0.7]]
+    assert len(curves["conditions"][1]["mean"]) == 8
+    assert curves["note"].startswith("1 of 2 runs have rows of an earlier release")
+    assert get(client, "/api/curves", at="one", key="mean_reward")["note"] is None
+
+
+@pytest.mark.parametrize("way", ["own_seconds", "graded", "columns", "curves"])
+def test_columns_that_are_taken_together_have_the_same_rows(tmp_path, monkeypatch, way):
+    """However a file is cut between two of them."""
+    home = campaign(tmp_path / "one", seeds=1, steps=300)
+    graded = {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.5, "reward_std": 0.5}
+    for path in home.glob("runs/*/metrics.jsonl"):
+        path.unlink()
+        append_jsonl(path, [row(n, **graded) | {"time/rollout": float(n)} for n in range(300)])
+        append_jsonl(path, [row(300, **graded) | {"reward_std": 0.1}])
+    library = Library(Places([home]), Pool())
+    run = library.home("one").runs[0]
+    numbers, path = library.numbers(run), run.path / "metrics.jsonl"
+    rows, column, cut = read_jsonl(path), numbers.column, []
+
+    def cutting(key):
+        found = column(key)
+        if not cut:
+            cut.append(threading.Thread(target=lambda: (write_text(path, dumps(rows[0]) + "\n"), numbers.refresh())))
+            cut[0].start()
+            cut[0].join(0.3)
+        return found
+
+    monkeypatch.setattr(numbers, "column", cutting)
+    if way == "own_seconds":
+        assert own_seconds(numbers)[:300] == pytest.approx(0.5 + np.arange(300) / 2)
+    elif way == "graded":
+        assert _graded_row(numbers) == pytest.approx(graded | {"reward_std": 0.1})
+    elif way == "columns":
+        found = columns_of(library, run, ["entropy", "mean_reward"], "device", 1_000, 0)
+        assert {len(each["y"]) for each in found["columns"].values()} == {len(found["x"])} == {301}
+    else:
+        line = curves_api.line_of(library, run, "mean_reward", "tokens")
+        assert len(line.xs) == len(line.values) == 301
+    cut[0].join(20)
+    assert len(numbers) == 1
 
 
 def test_columns_join_rows_and_keep_extremes(tmp_path):
@@ -290,19 +383,20 @@ def test_numbers_for_json():
     assert all(value is None or math.isfinite(value) for value in found)
 
 
-@pytest.mark.parametrize("most", [2, 10, 101])
+@pytest.mark.parametrize("most", [4, 10, 101])
 def test_decimation_keeps_ends_and_extremes(most):
     y = np.random.default_rng(1).normal(size=10_000)
     y[::7] = np.nan
     places = extremes(y, most)
-    assert len(places) <= max(most, 4)
+    assert len(places) <= most
+    assert len(places) > most - 4  # an even number beside the ends
     assert list(places) == sorted(set(places))
     assert {int(np.nanargmax(y)), int(np.nanargmin(y)), 1, 9_999} <= set(places.tolist())
     assert np.isfinite(y[places]).all()
-    x, ((mean, low, high),) = joined(np.arange(10_000.0), [y], most)
+    x, ((mean, low, high),) = joined(np.arange(10_000.0), [y], most - 2)
     assert (np.nanmin(low), np.nanmax(high)) == (np.nanmin(y), np.nanmax(y))
     assert (low <= mean).all()
-    assert len(x) == most
+    assert len(x) == most - 2
 
 
 def test_an_answer_that_is_known_is_not_sent_again(home):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import html
 import json
+import os
+import pwd
 import re
+import socket
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from retrain.errors import UsageError
-from retrain.ui.bundle import key_of, write_bundle
+from retrain.ui.bundle import key_of, without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
@@ -64,6 +70,22 @@ def test_a_question_has_one_name():
     assert key_of("places", {}) == "places?"
 
 
+@pytest.mark.parametrize(
+    ("text", "copied"),
+    [
+        ("adapter at /home/me/x y/final.", "adapter at …/x y/final."),
+        ('"/home/me/runs/a": ("/tmp/b/c.py", line 3)', '"…/a": ("…/c.py", line 3)'),
+        ("file:///home/me/a and ~/a/b and https://me.org/a/b", "file://…/a and ~/a/b and https://me.org/a/b"),
+        (
+            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
+            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
+        ),
+    ],
+)
+def test_of_a_path_of_the_machine_the_last_part_is_told(text, copied):
+    assert without_paths({"a": [text, None, 1.5], text: text}) == {"a": [copied, None, 1.5], copied: copied}
+
+
 @pytest.fixture(scope="module")
 def copied(mixed_campaign, tmp_path_factory):
     out = tmp_path_factory.mktemp("copy") / "page"
@@ -89,8 +111,21 @@ def test_a_copy_holds_every_answer_that_its_index_names_and_nothing_of_the_machi
                      "iterations", "compare", "log", "lora"}  # fmt: skip
     campaign = found["000_campaign"][f"campaign?at={about['homes'][0]}"]
     assert campaign["comparison"]["conditions"]
-    everything = b"".join(path.read_bytes() for path in (copied / "data").iterdir())
-    assert b"Traceback" not in everything
+    assert b"Traceback" not in b"".join(path.read_bytes() for path in (copied / "data").iterdir())
+
+
+def test_a_copy_has_nothing_of_the_machine(copied, mixed_campaign):
+    """Of the computer that trained and made the copy, neither its name, nor who uses it, nor where its files lie."""
+    user = pwd.getpwuid(os.getuid())
+    names = {socket.gethostname(), user.pw_name}
+    places = {str(Path.home()), user.pw_dir, tempfile.gettempdir(), sys.prefix, str(Path(__file__).parents[1])}
+    places |= {str(mixed_campaign), str(copied)}
+    for path in sorted(each for each in copied.rglob("*") if each.is_file()):
+        # The page's own code, the same everywhere, may have a variable of that name.
+        words = places | names if path.parent.name == "data" or path.name == "data.js" else places
+        told = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}(?!\w)" for word in words if len(word) > 1))
+        found = told.search(path.read_text("utf-8", "replace"))
+        assert found is None, (path.name, found and found.string[max(0, found.start() - 80) : found.end() + 60])
 
 
 def test_a_copys_page_loads_nothing_but_what_lies_beside_it(copied):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from ui_cases import campaign, client_of, evaluation, get, note, row
 
-from retrain.files import append_jsonl
+from retrain.files import append_jsonl, write_json
 from retrain.serving.listening import Server, listening_socket
 from retrain.ui.events import Pages, changes, look, stream
 from retrain.ui.findings import Findings
@@ -59,6 +59,40 @@ def test_a_new_comparison_is_told(library, tmp_path):
     seen = look(library, findings, "one")
     findings.comparison(library.home("one"), 60.0)
     assert {"place": "one", "what": ["comparison"]} in told(library, findings, seen)[0]
+
+
+def test_versions_count_the_comparisons_that_were_made(library, tmp_path):
+    findings = Findings(library)
+    assert findings.version(library.home("one")) == 0
+    findings.comparison(library.home("one"), 60.0)
+    append_jsonl(tmp_path / "one/runs/grpo+none_s1/metrics.jsonl", [row(6)])  # no comparison reads it
+    findings.comparison(library.home("one"), 60.0)
+    assert findings.version(library.home("one")) == 1
+    append_jsonl(tmp_path / "one/runs/grpo+none_s1/evals.jsonl", [evaluation(6, 0.5)])
+    findings.comparison(library.home("one"), 60.0)
+    assert findings.version(library.home("one")) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequential": {"rule": "looks"}},
+        {"declared": {"margin": 0.1}},
+        {"notes": ["a seed was repeated"]},
+        {"state": "failed"},
+        {"reason": "out of memory"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_comparison_says_of_a_manifest_makes_it_anew(library, tmp_path, change):
+    findings = Findings(library)
+    before = findings.signature(library.home("one"))
+    assert findings.signature(library.home("one")) == before
+    manifest = json.loads((tmp_path / "one/manifest.json").read_text())
+    changed = manifest["runs"][0] if change.keys() & {"state", "reason"} else manifest
+    changed |= change
+    write_json(tmp_path / "one/manifest.json", manifest)
+    assert findings.signature(library.home("one")) != before
 
 
 def test_a_stream_tells_views_and_changes_and_ends_with_the_server(library, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from sampled_cases import record
 from ui_cases import campaign, client_of, get, row
 
 from retrain.files import append_jsonl, read_jsonl, write_json
@@ -29,7 +30,14 @@ ENDPOINTS = {
     "/api/lora": {"at": "one"},
     "/api/histogram": {"at": RUN, "metric": "reward"},
     "/api/why": {"at": RUN, "key": "kl"},
+    "/api/iterations": {"at": RUN},
+    "/api/rollouts": {"at": RUN, "sort": "reward"},
+    "/api/rollout": {"at": RUN, "index": 1},
+    "/api/problems": {"at": "one"},
+    "/api/problem": {"at": "one", "id": "p1"},
+    "/api/prompt": {"a": RUN, "b": "one/runs/maxrl+none_s2"},
 }
+SAMPLED = ("iterations.jsonl", "timing_spans.jsonl", "emergence/*", "tokens_*", "*_rollout_summaries.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +47,22 @@ def at_once(monkeypatch):
     monkeypatch.setattr("retrain.ui.library.CHECKED_S", 0.0)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("made"))
+
+
 @pytest.fixture
-def home(tmp_path):
-    return campaign(tmp_path / "one")
+def home(tmp_path, made):
+    """A campaign whose runs have rollouts."""
+    home = campaign(tmp_path / "one")
+    for run in (home / "runs").iterdir():
+        for pattern in SAMPLED:
+            for path in made.glob(pattern):
+                target = run / path.relative_to(made)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+    return home
 
 
 def everything(client, *allowed):
@@ -58,6 +79,121 @@ def everything(client, *allowed):
 def rewards(client, place=RUN):
     (run,) = get(client, "/api/columns", at=place, key="mean_reward", points=10_000)["runs"]
     return run["columns"]["mean_reward"]["y"]
+
+
+def test_all_there_is_is_answered(home):
+    found = everything(client_of(home))
+    assert found["/api/rollout"]["pieces"]
+    assert found["/api/problems"]["problems"]
+    assert found["/api/prompt"]["a"]["pieces"]
+
+
+ODD = [
+    None,
+    b"",
+    b"\0" * 1000,
+    b"{",
+    b"[1, 2]\n",
+    b"[" * 100_000 + b"\n",
+    b'{"steps": [1], "turns": [1], "lines": [1], "split": "train", "iteration": 0, "name": "heldout", "step": 0}\n',
+    b'{"steps": 1, "tags": 5, "problem_id": [], "step": [], "group_idx": {}, "total_reward": "x", "name": "heldout"}\n',
+    b'{"trajectory_metrics": [], "steps": [{"ac_len": "x", "logs": 7}], "iteration": 1e400, "split": 1, "name": "a"}\n',
+    b'{"total_reward": 1' + b"0" * 400 + b', "tags": [{}], "lines": [-1, 1e300], "split": "train", "iteration": 0,'
+    b' "name": "train_iteration_000000", "rollouts": "many", "step": -1}\n',
+    b'{"split": "eval/heldout", "iteration": 0, "name": "x", "tokens": "../../../etc/passwd"}\n',
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("iterations.jsonl", True),
+        ("timing_spans.jsonl", True),
+        ("tokens_000000.safetensors", True),
+        ("emergence/evaluations.jsonl", True),
+        ("emergence/evaluations.jsonl", False),
+        ("emergence/generations.jsonl", False),
+        ("train_iteration_000000_rollout_summaries.jsonl", False),
+    ],
+)
+@pytest.mark.parametrize("content", ODD, ids=range(len(ODD)))
+def test_damaged_rollouts_cost_a_sentence(home, tmp_path, name, content, recorded):
+    run = home / "runs/grpo+none_s1"
+    if not recorded:  # what then remains is read
+        for path in run.glob("tokens_*"):
+            path.unlink()
+        if name != "emergence/generations.jsonl":
+            (run / "iterations.jsonl").unlink()
+    client = client_of(home)
+    everything(client, 400, 404)
+    (run / name).unlink(missing_ok=True)
+    if content is not None:
+        (run / name).write_bytes(content)
+    found = everything(client, 400, 404)
+    assert str(tmp_path) not in json.dumps(found)
+    assert found["/api/places"]["places"][0]["runs"]["planned"] == 4
+
+
+def lines_of(path):
+    """Where the lines of a token file stand in it, by kind: their bytes are of the same length in every damaged one."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    return data, {kind: 8 + length + header[kind]["data_offsets"][0] for kind in ("prompts", "rollouts")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "words"),
+    [
+        ("rollouts", b'{"group"', b'["group"', "the line of rollout 0"),
+        ("rollouts", b'"group":', b'"graup":', "rollout 0: it has no group"),
+        ("rollouts", b'"group": 0', b'"group": 9', "it has no prompt 9"),
+        ("rollouts", b'"turns": [{', b'"turns": [[', "the line of rollout 0"),
+        ("rollouts", b'"tokens": 3', b'"tokens": 4', "another number of tokens than its turns"),
+        ("rollouts", b'"reward": 1.0', b'"reward": "1"', "rollout 0: reward is not a finite number"),
+        ("prompts", b'"tags": []', b'"tags": 55', "prompt 0: tags is not a list of texts"),
+        ("prompts", b'"problem_id"', b'"problam_id"', "prompt 0: it has no problem_id"),
+    ],
+)
+def test_bad_lines_inside_a_token_file_are_named(home, tmp_path, kind, before, after, words):
+    client, path = client_of(home), home / "runs/grpo+none_s1/tokens_000000.safetensors"
+    data, begins = lines_of(path)
+    at = data.index(before, begins[kind])
+    path.write_bytes(data[:at] + after + data[at + len(before) :])
+    assert len(after) == len(before)
+    error = get(client, "/api/rollout", 400, at=RUN, index=0)["error"]
+    assert words in error
+    assert error.startswith(f"{RUN}/tokens_000000.safetensors is damaged: ")
+    everything(client, 400)
+
+
+def test_a_page_of_brackets_inside_a_token_file_is_a_sentence(home):
+    path = home / "runs/grpo+none_s1/tokens_000000.safetensors"
+    data, _ = lines_of(path)
+    header_length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_length])
+    deep = b"[" * 200_000
+    at = header["rollout_at"]["data_offsets"][0] + 8 + header_length
+    moved = np.frombuffer(data[at : at + 8 * 6], np.int64).copy()
+    moved[1:] = len(deep)
+    header["rollouts"]["data_offsets"] = [len(data) - 8 - header_length, len(data) - 8 - header_length + len(deep)]
+    text = json.dumps(header).encode()
+    body = bytearray(data[8 + header_length :])
+    body[at - 8 - header_length : at - 8 - header_length + 48] = moved.tobytes()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(body) + deep)
+    assert "the line of rollout 0" in get(client_of(home), "/api/rollout", 400, at=RUN, index=0)["error"]
+
+
+def test_a_long_file_of_answers_without_an_index_is_read_to_its_end(home, monkeypatch):
+    """In pieces: a line that is longer than any of ours does not hide those behind it."""
+    monkeypatch.setattr("retrain.ui.iterations.MOST_LINE", 1 << 12)
+    run = home / "runs/grpo+none_s1"
+    (run / "iterations.jsonl").unlink()
+    path = run / "emergence/evaluations.jsonl"
+    found = get(client_of(home), "/api/problem", at=RUN, id="p1")
+    path.write_bytes(b'{"name": "heldout", "step": 0, "prompt": "' + b"x" * 10_000 + b'"}\n' + path.read_bytes())
+    assert get(client_of(home), "/api/problem", at=RUN, id="p1") == found
+    assert [point["step"] for points in found["conditions"].values() for point in points] == [0, 3]
 
 
 def test_a_torn_row_is_not_shown_until_it_is_whole(home):
@@ -120,6 +256,7 @@ def test_a_damaged_file_stops_nothing(home, name, content):
         b"",
         b"{",
         b"[]",
+        b"[" * 100_000,
         b'{"runs": 5}',
         b'{"runs": [{"run_id": "../x", "path": ".."}]}',
         b'{"runs": [{"run_id": "x", "path": "/etc", "label": "x", "state": "done", "step": 1}]}',
@@ -130,8 +267,8 @@ def test_a_damaged_manifest_says_so(home, content):
     (home / "manifest.json").write_bytes(content)
     (place,) = get(client, "/api/places")["places"]
     assert place["missing"]
-    assert "manifest.json" in place["missing"][0]
-    everything(client, 404)
+    assert place["missing"][0].startswith("one/manifest.json ")
+    assert str(home) not in json.dumps(everything(client, 400, 404))
 
 
 def test_a_campaign_that_is_taken_away_and_comes_back(tmp_path):
@@ -164,7 +301,7 @@ def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_p
     client = client_of(home, cache=tmp_path / "cache")
     until_read(client)
     assert rewards(client)[-1] == 99.9
-    everything(client, 404)
+    everything(client, 400, 404)
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
     assert len(list((tmp_path / "cache").glob("*.f32"))) == 2
     again = client_of(home, cache=tmp_path / "cache")
@@ -206,7 +343,7 @@ def test_a_long_run_without_columns_is_read_beside_what_is_asked(tmp_path, monke
     assert (run["reading"], run["rows"], run["x"]) == (True, 0, [])
     assert "error" not in run
     assert get(client, "/api/curves", at="one", key="mean_reward")["reading"] == 2
-    everything(client, 404)
+    everything(client, 400, 404)
     reading = get(client, "/api/places")["reading"]
     assert reading["of"] > reading["done"]
     go_on.set()

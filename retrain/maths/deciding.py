@@ -63,6 +63,11 @@ class Left:
     different: bool
     p_adjusted: float
 
+    @classmethod
+    def after(cls, different: bool, p_adjusted: float | None) -> Left:
+        """Of the look that ended it; one at which there was nothing to test proves nothing: its p is 1."""
+        return cls(different, 1.0 if p_adjusted is None else p_adjusted)
+
 
 def decide(table: Table, rule: Rule, resolution: float = 0.0) -> Decisions:
     """What the rule says of one table [seeds, 1 + family] in the fixed order of seeds; NaN is a run that is not there.
@@ -139,7 +144,7 @@ def _looked(y: np.ndarray, rule: Rule, resolution: float) -> tuple[Decision, ...
                 continue
             found[i] = decision
             if decision.reason in ("decided", "futility"):
-                left[i] = Left(decision.different, decision.p_adjusted or 1.0)
+                left[i] = Left.after(decision.different, decision.p_adjusted)
     return tuple(found)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from retrain.files import writing
+from retrain.record.lines import whole_lines
 
 METRICS, COLUMNS = "metrics.jsonl", "metrics.f32"
 BLOCK = 64
@@ -32,7 +33,6 @@ BLOCK = 64
 _HEAD = struct.Struct("<4sIIIQII")
 _MAGIC = b"RTC1"
 _MOST_KEYS = 1 << 20
-_CHUNK = 1 << 22
 
 Row = Mapping[str, Any]
 
@@ -315,13 +315,7 @@ def _parsed(line: bytes) -> Row:
 def _lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
     """The whole lines from byte ``begin`` on, with the byte behind each."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
-        file.seek(begin)
-        rest, end = b"", begin
-        while chunk := file.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                end += len(line) + 1
-                yield line + b"\n", end
+        yield from whole_lines(file, begin)
 
 
 def _checked(columns: Path, metrics: Path) -> list[_Block]:

@@ -12,10 +12,11 @@ from typing import IO, Any
 
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
-from retrain.files import dumps
+from retrain.files import Stamp, dumps, stamp_of
+from retrain.record.lines import Tail
 from retrain.record.observer import NullObserver, Observer, SpecLike
 from retrain.record.states import ENDED, MANIFEST, read_manifest
-from retrain.record.status import Tail, homes_of_runs, recommended_rank, run_entries
+from retrain.record.status import homes_of_runs, recommended_rank, run_entries
 
 
 class _Run:
@@ -36,7 +37,7 @@ class Follower:
     def __init__(self, directory: Path, observer: Observer):
         self.directory, self.observer = Path(directory), observer
         self._runs: dict[Path, _Run] = {}
-        self._manifests: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}
+        self._manifests: dict[Path, tuple[Stamp, dict[str, Any]]] = {}
         self._with_rank: set[Path] = set()
 
     def look(self) -> bool:
@@ -66,12 +67,13 @@ class Follower:
     def _manifest(self, home: Path) -> dict[str, Any] | None:
         """The manifest, read again only when it has been replaced; None where there is none."""
         path = home / MANIFEST
+        stamp = stamp_of(path)
+        if stamp is None:
+            return None
         try:
-            status = path.stat()
-            signature = (status.st_mtime_ns, status.st_size, status.st_ino)
-            if path not in self._manifests or self._manifests[path][0] != signature:
-                self._manifests[path] = (signature, read_manifest(home))
-        except (OSError, UsageError):
+            if path not in self._manifests or self._manifests[path][0] != stamp:
+                self._manifests[path] = (stamp, read_manifest(home))
+        except UsageError:
             return None
         return self._manifests[path][1]
 

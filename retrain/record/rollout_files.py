@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retrain.files import dumps, read_jsonl, write_text
+from retrain.files import dumps, keep_rows, write_text
 from retrain.record.rollout_page import rollout_page
 from retrain.record.rollouts import TRAIN, Batch, batch_name, logtree, summary_rows
 from retrain.record.tokens import tokens_name, write_tokens
@@ -47,10 +47,7 @@ def index_line(batch: Batch, shown: int | None, lines: tuple[int, int]) -> dict[
 
 def truncate_index(directory: Path, step: int, evaluation: int) -> None:
     """Keep the lines of steps before ``step`` and of evaluations before ``evaluation``; drop any torn line."""
-    path = directory / INDEX
-    if path.exists():
-        kept = [row for row in read_jsonl(path) if row["iteration"] < (step if row["split"] == TRAIN else evaluation)]
-        write_text(path, "".join(dumps(row) + "\n" for row in kept))
+    keep_rows(directory / INDEX, lambda row: row["iteration"] < (step if row["split"] == TRAIN else evaluation))
 
 
 def remove_files(directory: Path, split: str, iteration: int) -> None:

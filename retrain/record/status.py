@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -18,78 +16,10 @@ from retrain.config.evaluation import HELDOUT
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_jsonl
 from retrain.record.board import Board, Change, RunView
+from retrain.record.lines import Row, Tail, row_of
 from retrain.record.numbers import duration
 from retrain.record.states import MANIFEST, read_manifest
 from retrain.record.views import board_view
-
-LAST_BLOCK = 1 << 16
-"""Bytes read from the end of a file when only its last rows are wanted."""
-SEAM_BYTES = 64
-"""Bytes before the place where reading stopped that must still be the same for reading to go on there."""
-
-Row = dict[str, Any]
-
-
-class Tail:
-    """The complete rows that have been added to one JSONL file since it was last read.
-
-    ``last_only``: of what is there at first, or after the file was cut, only the last ``LAST_BLOCK`` bytes are read,
-    or all of it when no complete row lies in them.
-    """
-
-    def __init__(self, path: Path, last_only: bool = False):
-        self.path, self.last_only = path, last_only
-        self._offset: int | None = None
-        self._seam = b""
-
-    def rows(self) -> tuple[bool, list[Row]]:
-        """(whether the file has been cut or replaced since the last call, new rows in order without damaged ones)."""
-        replaced, lines = self.lines()
-        rows = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # ``resume`` names damaged lines by their numbers
-                rows.append(_row(line))
-        return replaced, rows
-
-    def lines(self) -> tuple[bool, list[bytes]]:
-        """The same as text."""
-        replaced = self._offset is not None
-        try:
-            with open(self.path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if self._offset is not None and self._continues(file, size, self._offset):
-                    replaced, first = False, self._offset
-                else:
-                    first, self._seam = self._first(file, size), b""
-                file.seek(first)
-                data = file.read(size - first)
-        except OSError:  # not there yet, or no longer
-            self._offset = None
-            return replaced, []
-        whole = data[: data.rfind(b"\n") + 1]  # what follows is half a line
-        self._offset = first + len(whole)
-        self._seam = (self._seam + whole)[-SEAM_BYTES:]
-        return replaced, [line for line in whole.split(b"\n") if line.strip()]
-
-    def _continues(self, file: IO[bytes], size: int, offset: int) -> bool:
-        file.seek(offset - len(self._seam))
-        return size >= offset and file.read(len(self._seam)) == self._seam
-
-    def _first(self, file: IO[bytes], size: int) -> int:
-        """Where the rows to read first begin."""
-        if not self.last_only or size <= LAST_BLOCK:
-            return 0
-        file.seek(size - LAST_BLOCK)
-        block = file.read(LAST_BLOCK)
-        first, last = block.find(b"\n"), block.rfind(b"\n")
-        return size - LAST_BLOCK + first + 1 if first < last else 0
-
-
-def _row(line: bytes) -> Row:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("no object")
-    return row
 
 
 def last_row(path: Path) -> Row:
@@ -99,7 +29,7 @@ def last_row(path: Path) -> Row:
     """
     _, lines = Tail(path, last_only=True).lines()
     try:
-        return _row(lines[-1]) if lines else {}
+        return row_of(lines[-1]) if lines else {}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the last line of {path} is damaged ({error}): remove that line") from error
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,32 @@ import numpy as np
 
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
+from retrain.record import kinds
+from retrain.record.kinds import Wanted, checked
 from retrain.record.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.types import Group, Rollout
 
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")
+INDICES = ("offsets", "sampled", "prompt_at", "rollout_at")
 _LARGEST_HEADER = 1 << 24
 _DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
+_NEEDED = dict.fromkeys(INDICES, np.int64) | dict.fromkeys(LINES, np.uint8)
+_NEEDED |= {"ids": np.int32, "action": np.uint8, "logprobs": np.float32, "ends": np.int32}
+_NONE = (None, 0, 0)
+_LINES: Mapping[str, Wanted] = {
+    "prompt": {kinds.text: "problem_id", kinds.texts: "tags", kinds.tables: "messages"},
+    "rollout": {
+        kinds.anything: "reward correct advantage turn_advantages", kinds.count: "group sample",
+        kinds.table: "metrics", kinds.tables: "turns",
+    },
+}  # fmt: skip
+_KNOWN: Wanted = {
+    kinds.number: "reward advantage",
+    kinds.numbers: "turn_advantages",
+    kinds.text: "stop_reason ended discarded error",
+}
+_TURN: Wanted = {kinds.text: "text", kinds.count: "tokens", kinds.tables: "messages"}
 
 
 def tokens_name(split: str, iteration: int) -> str:
@@ -223,11 +243,13 @@ class RolloutTokens:
 class TokenFile:
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
-    Raises CheckpointError for a file that is none, or is cut; OSError as ``open`` does. Close it, or use ``with``.
+    Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
+    as ``shown``. Raises OSError as ``open`` does. Close it, or use ``with``.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, shown: str | None = None):
         self.path = path
+        self.shown = str(path) if shown is None else shown
         self._file = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(self._file).st_size
@@ -237,12 +259,15 @@ class TokenFile:
             header = json.loads(os.pread(self._file, length, 8))
             self.about: dict[str, str] = header.pop("__metadata__", {})
             self._places = {name: _place(entry, 8 + length, size) for name, entry in header.items()}
-            if missing := [name for name in ("offsets", "sampled", "prompt_at", "rollout_at") if name not in header]:
+            if missing := [name for name, dtype in _NEEDED.items() if self._places.get(name, _NONE)[0] is not dtype]:
                 raise ValueError(f"it has no {missing[0]}")
-            self._index = {name: self._read(name) for name in ("offsets", "sampled", "prompt_at", "rollout_at")}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._index = {name: self._read(name) for name in INDICES}
+            lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
+            if len(lengths) != 1 or 0 in lengths:
+                raise ValueError("its indices are of different lengths")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.close()
-            raise CheckpointError(f"{path} is no file of tokens, or cut short: {error}") from error
+            raise CheckpointError(f"{self.shown} is no file of tokens, or cut short: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -266,16 +291,36 @@ class TokenFile:
     @property
     def names(self) -> list[str]:
         """The arrays there are."""
-        return [name for name in self._places if name not in (*LINES, *self._index)]
+        return [name for name in self._places if name not in (*LINES, *INDICES)]
 
     def lines(self, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
         """The lines of the rollouts [first, last), without their tokens."""
         for i in range(first, len(self) if last is None else min(last, len(self))):
             yield self._line("rollout", i)
 
+    def prompt(self, group: int) -> dict[str, Any]:
+        """The line of a group."""
+        return self._line("prompt", group)
+
     def prompts(self) -> list[dict[str, Any]]:
         """The lines of all groups."""
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
+
+    def beside(self, index: int) -> range:
+        """The rollouts of the same group as this one, which stand together."""
+        group = self._line("rollout", index)["group"]
+        first = last = index
+        while first and self._line("rollout", first - 1)["group"] == group:
+            first -= 1
+        while last + 1 < len(self) and self._line("rollout", last + 1)["group"] == group:
+            last += 1
+        return range(first, last + 1)
+
+    def of_group(self, group: int) -> range:
+        """The rollouts of a group; groups stand in their order, so that few lines are read."""
+        first = bisect_left(range(len(self)), group, key=lambda i: self._line("rollout", i)["group"])
+        found = self.beside(first) if first < len(self) else range(0)
+        return found if found and self._line("rollout", first)["group"] == group else range(0)
 
     def rollout(self, index: int) -> RolloutTokens:
         """One rollout with its tokens. Raises IndexError where there is none."""
@@ -286,6 +331,8 @@ class TokenFile:
         for name in self.names:
             begins = self._index["offsets" if name in ("ids", "action") else "sampled"]
             arrays[name] = self._read(name, int(begins[index]), int(begins[index + 1]))
+        if len(arrays["ends"]) != sum(turn["tokens"] for turn in line["turns"]):
+            raise self._damaged(f"rollout {index} has another number of tokens than its turns")
         return RolloutTokens(line, self._line("prompt", line["group"]), arrays)
 
     def array(self, name: str) -> np.ndarray:
@@ -294,23 +341,38 @@ class TokenFile:
 
     def _line(self, kind: str, index: int) -> dict[str, Any]:
         begins = self._index[f"{kind}_at"]
+        if not 0 <= index < len(begins) - 1:
+            raise self._damaged(f"it has no {kind} {index}")
         data = self._read(f"{kind}s", int(begins[index]), int(begins[index + 1]))
-        return json.loads(data.tobytes())
+        try:
+            row = checked(json.loads(data.tobytes()), _LINES[kind], _KNOWN)
+            turns = [checked(turn, _TURN) for turn in row.get("turns", ())]
+            if row.get("turn_advantages") is not None and len(row["turn_advantages"]) != len(turns):
+                raise ValueError("turn_advantages are not one for each turn")
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"the line of {kind} {index}: {error}") from error
+        return row
 
     def _read(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         dtype, begin, count = self._places[name]
         last = count if last is None else last
         width = np.dtype(dtype).itemsize
         if not 0 <= first <= last <= count:
-            raise CheckpointError(f"{self.path}: {name} is shorter than its index says")
+            raise self._damaged(f"{name} is shorter than its index says")
         data = os.pread(self._file, (last - first) * width, begin + first * width)
+        if len(data) != (last - first) * width:
+            raise self._damaged(f"{name} is cut short")
         return np.frombuffer(data, dtype)
+
+    def _damaged(self, how: str) -> CheckpointError:
+        return CheckpointError(f"{self.shown} is damaged: {how}")
 
 
 def _place(entry: Mapping[str, Any], base: int, size: int) -> tuple[Any, int, int]:
     """Type, first byte and number of entries of a tensor."""
     begin, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None or not 0 <= begin <= end or base + end > size:
+    whole = isinstance(begin, int) and isinstance(end, int)
+    if dtype is None or not whole or not 0 <= begin <= end or base + end > size:
         raise ValueError("a tensor lies outside of it")
     return dtype, base + begin, (end - begin) // np.dtype(dtype).itemsize

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from retrain.files import read_json
+from retrain.files import Stamp, read_json, stamp_of
 
 DIRECTIONS = 4
 """Leading directions of an update that two adapters are compared in."""
@@ -43,12 +43,11 @@ class Spectrum:
 def spectra(weights: Path, settings: Path) -> dict[str, Spectrum]:
     """Every module's spectrum, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises ValueError for
     files that are none of an adapter."""
-    found = weights.stat()
-    return _spectra(weights, settings, found.st_size, found.st_mtime_ns)
+    return _spectra(weights, settings, (stamp_of(weights), stamp_of(settings)))
 
 
 @lru_cache(32)
-def _spectra(weights: Path, settings: Path, size: int, written: int) -> dict[str, Spectrum]:
+def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) -> dict[str, Spectrum]:
     config = read_json(settings)
     if not isinstance(config, dict):
         raise ValueError("adapter_config.json is no object")

@@ -3,11 +3,13 @@
 The answers are those of the API, asked for here and written as scripts that the page loads when a view needs them
 (``static/copy.js``). A copy holds what a reader of a finished campaign looks at: all curves and metrics over steps,
 the chief ones over tokens and time, verdicts, problems, the newest recorded rollouts token by token, the same prompt
-under every condition, notes, timelines and adapters. Filters, searches and histograms need the server.
+under every condition, notes, timelines and adapters. Filters, searches and histograms need the server. Of the paths of
+the machine that settings, notes and logs name, a copy has the last part alone.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +42,12 @@ WAIT_MS = 60_000
 FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
 """What does not change the name of an answer, as in ``static/copy.js``."""
+
+OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora")
+"""Answers whose texts are of programs and settings; those of models and problems stay as they are."""
+ABSOLUTE = re.compile(
+    r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
+)
 
 Asked = tuple[str, dict[str, Any]]
 """The name of an endpoint and its query."""
@@ -98,10 +106,22 @@ def _write_answers(
     found = {}
     for endpoint, query in asked:
         try:
-            found[key_of(endpoint, query)] = answers[endpoint](_query(query))
+            answer = answers[endpoint](_query(query))
+            found[key_of(endpoint, query)] = without_paths(answer) if endpoint in OF_THE_MACHINE else answer
         except (Refusal, RetrainError, OSError):
             continue
     _write_found(path, found, name, files)
+
+
+def without_paths(value: Any) -> Any:
+    """An answer whose texts name of every absolute path only what it ends in."""
+    if isinstance(value, str):
+        return ABSOLUTE.sub(r"…/\1", value)
+    if isinstance(value, Mapping):
+        return {without_paths(key): without_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(item) for item in value]
+    return value
 
 
 def _write_found(path: Path, found: Mapping[str, Any], name: str, files: dict[str, str]) -> None:

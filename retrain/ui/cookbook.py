@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retrain.record.status import Tail
+from retrain.record.lines import Tail
 from retrain.ui.foreign import Foreign
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places

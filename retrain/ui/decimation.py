@@ -8,8 +8,8 @@ MOST_POINTS = 2_000
 
 
 def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """The places of at most ``most`` points of a line, in order: of each stretch its least and its greatest one, and
-    both ends of the line. NaN are left out."""
+    """The places of at most ``most`` points of a line (four or more), in order: of each stretch its least and its
+    greatest one, and both ends of the line. NaN are left out."""
     known = np.flatnonzero(np.isfinite(y))
     if len(known) <= most:
         return known

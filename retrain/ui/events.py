@@ -9,12 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from retrain.files import dumps
+from retrain.files import dumps, stamp_of
 from retrain.ui.answers import Refusal
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
@@ -128,17 +127,9 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
 
 
 def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {name: _size(library.file(run, name)) for name in WATCHED}
+    facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED}
     facts["metrics.jsonl"] = facts["metrics.jsonl"], _is_reading(library, run)
     return facts | {"state": (home.state, run.state), "run": run}
-
-
-def _size(path: Path | None) -> tuple[int, int] | None:
-    try:
-        found = path.stat() if path is not None else None
-    except OSError:
-        return None
-    return (found.st_size, found.st_mtime_ns) if found else None
 
 
 def _is_reading(library: Library, run: Run) -> bool:

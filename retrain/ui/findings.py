@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from retrain.errors import RetrainError
+from retrain.files import stamp_of
 from retrain.ui.library import Library
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
@@ -25,6 +26,10 @@ ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """What reading files of any content may raise."""
+READ = ("config.json", "evals.jsonl")
+"""Files of a run that a comparison reads."""
+DECLARED = ("sequential", "declared", "notes")
+"""Entries of a manifest that it reads."""
 Signature = tuple[Any, ...]
 
 
@@ -55,6 +60,7 @@ class Findings:
         self._library = library
         self._turn = Condition()
         self._kept: dict[Path, Found] = {}
+        self._versions: dict[Path, int] = {}
         self._seconds: dict[Path, tuple[int, float]] = {}
         self._asked: dict[Path, Signature] = {}
         self._waiting: list[Task] = []
@@ -90,8 +96,8 @@ class Findings:
         return None
 
     def version(self, home: Home) -> int:
-        """Changes when the comparison does."""
-        return id(self._kept.get(home.path))
+        """How often the comparison was made anew."""
+        return self._versions.get(home.path, 0)
 
     def device_seconds(self, home: Home) -> float | None:
         """Seconds of devices that all runs took, as far as they were read; None before any was."""
@@ -99,18 +105,18 @@ class Findings:
         return math.fsum(known) if known else None
 
     def signature(self, home: Home) -> Signature:
-        """What a comparison depends on: states, settings and evaluations, not every row of training."""
-        names = ("config.json", "evals.jsonl")
-        runs = [(run.run_id, run.state == "done", *(_stat(run.path / name) for name in names)) for run in home.runs]
-        return (_stat(home.path / "plan.json"), tuple(runs))
+        """What a comparison depends on: states, settings, evaluations, and what the campaign declared, looked at and
+        noted; not every row of training."""
+        runs = [(run.run_id, run.state, run.reason, *(stamp_of(run.path / name) for name in READ)) for run in home.runs]
+        return (stamp_of(home.path / "plan.json"), [home.manifest.get(name) for name in DECLARED], runs)
 
     def ask(self, homes: Sequence[Home], first: bool = False) -> None:
         """Have these read and compared in the background where something is new, small ones before large ones;
         ``first``: before all others."""
-        signatures = {home.path: tuple(_stat(run.path / "metrics.jsonl") for run in home.runs) for home in homes}
+        signatures = {home.path: tuple(stamp_of(run.path / "metrics.jsonl") for run in home.runs) for home in homes}
 
         def size(home: Home) -> int:
-            return sum(found[1] for found in signatures[home.path] if found)
+            return sum(found.size for found in signatures[home.path] if found)
 
         with self._turn:
             for home in sorted(homes, key=size):
@@ -151,7 +157,9 @@ class Findings:
             with self._turn:
                 self.done += 1
                 if run is None:
-                    self._kept[home.path] = found
+                    if found is not self._kept.get(home.path):
+                        self._kept[home.path] = found
+                        self._versions[home.path] = self.version(home) + 1
                     if task.home is home:  # not asked for again meanwhile
                         self._waiting.remove(task)
                     else:
@@ -188,7 +196,7 @@ class Findings:
         try:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}
         except RetrainError as error:
-            return Found(signature, None, str(error).replace(str(home.path), home.place))
+            return Found(signature, None, self._library.places.told(str(error)))
         except ODD as error:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Found(signature, None, why)
@@ -216,10 +224,3 @@ def verdict_of(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "difference": one["difference"], "low": low, "high": high,
         "margin": comparison.get("margin"), "share": bool(comparison.get("share")), "baseline": comparison["baseline"],
     }  # fmt: skip
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    with suppress(OSError):
-        found = path.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return None

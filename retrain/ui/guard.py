@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlencode
@@ -100,11 +101,9 @@ class Guard:
 
 
 def name_in(host: str) -> str:
-    """The name in a Host header, in small letters, without its port and a number's brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, colon, port = host.partition(":")
-    return name.lower().rstrip(".") if not colon or port.isdecimal() else ""
+    """The name in a Host header, in small letters, without its port and a number's brackets; "" of one that is none."""
+    found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]+)?", host)
+    return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 
 
 def _foreign(headers: Headers) -> Response | None:

@@ -7,26 +7,40 @@ shortened texts of ``emergence/`` remain.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from retrain.errors import UsageError
+from retrain.errors import CheckpointError, UsageError
+from retrain.files import Stamp, stamp_of
+from retrain.record import kinds
+from retrain.record.kinds import Wanted, checked
+from retrain.record.lines import Tail, row_of
 from retrain.record.rollout_files import INDEX, SUMMARIES
 from retrain.record.rollouts import TRAIN
-from retrain.record.status import Tail
 from retrain.record.tokens import TokenFile
 
 Line = dict[str, Any]
 GENERATIONS, EVALUATIONS = "emergence/generations.jsonl", "emergence/evaluations.jsonl"
 TOOL_ERRORS = "tools/tool_errors"
-MOST_LINES = 64 << 20
-"""Bytes of the completions of one iteration that are read at most."""
+MOST_LINE = 64 << 20
+"""Bytes of a line; what is longer is no line of ours."""
+KEPT_FILES = 16
+"""Recorded iterations of which the problems' groups are kept."""
+_COMPLETION: Wanted = {kinds.count: "step group sample", kinds.texts: "tags", kinds.text: "completion"}
+_ROLLOUT: Wanted = {
+    kinds.count: "group_idx traj_idx", kinds.number: "total_reward advantage", kinds.table: "trajectory_metrics",
+    kinds.texts: "tags", kinds.tables: "steps", kinds.text: "stop_reason ended",
+}  # fmt: skip
+_STEP: Wanted = {kinds.number: "ac_len ob_len", kinds.table: "logs"}
+_COUNTS = {"groups": kinds.count, "rollouts": kinds.count, "correct": kinds.count, "reward": kinds.number}
 _SUMMARY = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(SUMMARIES))
 
 
@@ -61,19 +75,25 @@ class Iteration:
 
 
 class Index:
-    """The iterations of one run, read on as they come. Every ``refresh`` costs what is new; several threads may."""
+    """The iterations of one run, read on as they come. Every ``refresh`` costs what is new; several threads may.
 
-    def __init__(self, run: Path, find: Find = anywhere):
-        self.run = run
+    ``place`` is what errors call the run's directory.
+    """
+
+    def __init__(self, run: Path, find: Find = anywhere, place: str = ""):
+        self.run, self.place = run, place or run.name
         self._find, self._lock = find, Lock()
         self._tail = Tail(run / INDEX)
         self._known: dict[tuple[str, int], Iteration] = {}
 
-    def refresh(self) -> dict[tuple[str, int], Iteration]:
-        """All iterations by split and number, in the order in which they were made."""
+    def refresh(self) -> Mapping[tuple[str, int], Iteration]:
+        """All iterations by split and number, in the order in which they were made; later ones make another table."""
         with self._lock:
-            if self.file(INDEX) is not None:
-                replaced, rows = self._tail.rows()
+            if self.file(INDEX) is None:
+                self._tail, self._known = Tail(self.run / INDEX), {}
+                return self._listed()
+            replaced, rows = self._tail.rows()
+            if replaced or rows:
                 known = {} if replaced else dict(self._known)
                 known |= {(one.split, one.number): one for row in rows if (one := _iteration(row)) is not None}
                 self._known = known
@@ -86,7 +106,34 @@ class Index:
     def tokens(self, one: Iteration) -> TokenFile | None:
         """The open file of a recorded iteration; None of another."""
         path = self.file(one.tokens) if one.tokens else None
-        return TokenFile(path) if path is not None else None
+        return TokenFile(path, f"{self.place}/{one.tokens}") if path is not None else None
+
+    def groups(self, one: Iteration, problem: str) -> Sequence[int]:
+        """The groups of a recorded iteration that are of this problem, in their order."""
+        path = self.file(one.tokens) if one.tokens else None
+        return _groups(path, f"{self.place}/{one.tokens}", stamp_of(path)).get(problem, ()) if path is not None else ()
+
+    def lines(self, name: str, wanted: Wanted, begin: int = 0, end: int | None = None) -> Iterator[Line]:
+        """The objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone, give
+        nothing. Raises CheckpointError for an object with a value of another kind."""
+        for at, row in json_lines(self.file(name), begin, end):
+            try:
+                yield checked(row, {}, wanted)
+            except ValueError as error:
+                raise CheckpointError(f"{self.place}/{name} is damaged: the line at byte {at}: {error}") from error
+
+    def summaries(self, one: Iteration) -> Iterator[Line]:
+        """The summary lines of an iteration."""
+        for row in self.lines(f"{one.name}{SUMMARIES}", _ROLLOUT):
+            try:
+                row["steps"] = [checked(step, {}, _STEP) for step in row.get("steps") or ()]
+            except ValueError as error:
+                raise CheckpointError(f"{self.place}/{one.name}{SUMMARIES} is damaged: in a step, {error}") from error
+            yield row
+
+    def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Line]:
+        """The lines of ``GENERATIONS`` or ``EVALUATIONS``."""
+        return self.lines(name, _COMPLETION, begin, end)
 
     def get(self, split: str, number: int | None) -> Iteration:
         """An iteration; the newest recorded one for None, or the newest. Raises UsageError where there is none."""
@@ -121,10 +168,12 @@ def _iteration(row: Mapping[str, Any]) -> Iteration | None:
         name, tokens, lines = str(row["name"]), row.get("tokens"), row.get("lines")
         if any("/" in each or each.startswith(".") for each in (name, str(tokens or "x"))):
             return None
-        place = (int(lines[0]), int(lines[1])) if lines else None
-        known = (row.get("groups"), row.get("rollouts"), row.get("correct"), row.get("reward"))
-        return Iteration(str(row["split"]), int(row["iteration"]), name, *known, place, tokens and str(tokens))
-    except (KeyError, TypeError, ValueError, IndexError):
+        place = (lines[0], lines[1]) if lines and all(kinds.count(each) for each in lines[:2]) else None
+        known = {key: value for key, kind in _COUNTS.items() if kind(value := row.get(key))}
+        at = row["iteration"]
+        one = Iteration(str(row["split"]), at, name, lines=place, tokens=tokens and str(tokens), **known)
+        return one if kinds.count(at) else None
+    except (KeyError, TypeError, IndexError):
         return None
 
 
@@ -134,10 +183,29 @@ def rollouts_of(index: Index, one: Iteration) -> list[Line]:
     ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``text`` and whether it is ``whole``."""
     if (tokens := index.tokens(one)) is not None:
         with tokens as file:
-            prompts = file.prompts()
-            return [_of_tokens(i, line, prompts[line["group"]]) for i, line in enumerate(file.lines())]
+            prompt = cache(file.prompt)
+            return [_of_tokens(i, line, prompt(line["group"])) for i, line in enumerate(file.lines())]
     texts = _texts(index, one)
-    return [_of_summary(i, row, texts) for i, row in enumerate(json_lines(index.file(f"{one.name}{SUMMARIES}")))]
+    return [_of_summary(i, row, texts) for i, row in enumerate(index.summaries(one))]
+
+
+def first_problem(index: Index, one: Iteration) -> str | None:
+    """The problem of an iteration's first rollout; None where there is none."""
+    if (tokens := index.tokens(one)) is not None:
+        with tokens as file:
+            return file.prompt(next(file.lines())["group"])["problem_id"] if len(file) else None
+    first = next(index.summaries(one), None)
+    return None if first is None else str(first.get("problem_id"))
+
+
+@lru_cache(KEPT_FILES)
+def _groups(path: Path, shown: str, stamp: Stamp | None) -> Mapping[str, Sequence[int]]:
+    """The groups of every problem of a file of tokens."""
+    found: dict[str, list[int]] = defaultdict(list)
+    with TokenFile(path, shown) as file:
+        for group, prompt in enumerate(file.prompts()):
+            found[prompt["problem_id"]].append(group)
+    return dict(found)
 
 
 def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -> Line:
@@ -160,7 +228,7 @@ def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -
         "tags": prompt["tags"],
         "length": sum(turn["tokens"] for turn in turns),
         "turns": len(turns),
-        "tool_errors": int((line.get("metrics") or {}).get(TOOL_ERRORS) or 0),
+        "tool_errors": _tool_errors(line["metrics"]),
         "text": "\n".join(turn["text"] for turn in turns),
         "whole": True,
     }
@@ -171,7 +239,7 @@ def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, in
     group, sample = row.get("group_idx", 0), row.get("traj_idx", 0)
     text = texts.get((group, sample), {})
     metrics = row.get("trajectory_metrics") or {}
-    errors = [step.get("logs", {}).get("error") for step in steps]
+    errors = [(step.get("logs") or {}).get("error") for step in steps]
     return {
         "index": index,
         "group": group,
@@ -188,10 +256,15 @@ def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, in
         "discarded": row.get("discarded"),
         "error": next((error for error in errors if error), None),
         "metrics": metrics,
-        "tool_errors": int(metrics.get(TOOL_ERRORS) or 0),
+        "tool_errors": _tool_errors(metrics),
         "text": text.get("completion", ""),
         "whole": False,
     }
+
+
+def _tool_errors(metrics: Mapping[str, Any]) -> int:
+    value = metrics.get(TOOL_ERRORS)
+    return int(value) if kinds.number(value) else 0
 
 
 def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Line]:
@@ -200,28 +273,26 @@ def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Line]:
         return {}
     found: dict[tuple[int, int], Line] = {}
     group, before = -1, None
-    for row in json_lines(index.file(GENERATIONS if one.split == TRAIN else EVALUATIONS), *one.lines):
-        if "group" not in row:  # an evaluation: groups follow each other, each from its first sample on
-            group += row.get("sample", 0) == 0 or row.get("problem_id") != before
+    for row in index.completions(GENERATIONS if one.split == TRAIN else EVALUATIONS, *one.lines):
+        if row.get("group") is None:  # an evaluation: groups follow each other, each from its first sample on
+            group += not row.get("sample") or row.get("problem_id") != before
             before = row.get("problem_id")
-        found[row.get("group", group), row.get("sample", 0)] = row
+        found[group if row.get("group") is None else row["group"], row.get("sample") or 0] = row
     return found
 
 
-def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[Line]:
-    """The objects between two bytes of a file; lines that are none, and a file that is gone, give nothing."""
-    if path is None:
-        return
-    try:
+def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Line]]:
+    """The objects between two bytes of a file with the byte at which each begins, one line in memory at a time; lines
+    that are none, and a file that is gone, give nothing."""
+    with suppress(OSError):
+        if path is None:
+            return
         with open(path, "rb") as file:
             file.seek(begin)
-            data = file.read(MOST_LINES if end is None else max(0, min(end - begin, MOST_LINES)))
-    except OSError:
-        return
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+            at, whole = begin, True
+            while (end is None or at < end) and (line := file.readline(MOST_LINE)):
+                begins, at = whole, at + len(line)
+                whole = line.endswith(b"\n")
+                with suppress(ValueError, RecursionError):
+                    if begins:
+                        yield at - len(line), row_of(line)

@@ -102,7 +102,7 @@ class Library:
     def index(self, run: Run) -> Index:
         """What a run has sampled."""
         with self._lock:
-            return self._indices.setdefault(run.path, Index(run.path, self.places.file))
+            return self._indices.setdefault(run.path, Index(run.path, self.places.file, run.place))
 
     def _source_of(self, run: Run) -> Source:
         source = self._source_by_run.get(run.path)

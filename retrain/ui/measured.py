@@ -92,7 +92,8 @@ def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -
 
 def _graded_row(numbers: Numbers) -> dict[str, float]:
     """A row in which rewards had values other than 0 and 1, where there is one (``record.notes.is_graded``)."""
-    low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
+    with numbers.still():
+        low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
     with np.errstate(invalid="ignore"):
         ends = np.isin(low, (0.0, 1.0)) & np.isin(high, (0.0, 1.0))
         other = np.isfinite(low + high + mean + std) & (~ends | (np.abs(std**2 - mean * (1 - mean)) > 1e-5))
@@ -110,6 +111,7 @@ def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:
                  if row.get("name") == name and isinstance(value := row.get(key), int | float)]  # fmt: skip
         table = np.array(pairs, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
-    column = numbers.column(key)
-    steps, known = steps_of(numbers), np.isfinite(column)
-    return steps[: len(column)][known], column[known].astype(np.float64)
+    with numbers.still():
+        column, steps = numbers.column(key), steps_of(numbers)
+    known = np.isfinite(column)
+    return steps[known], column[known].astype(np.float64)

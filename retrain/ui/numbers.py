@@ -12,7 +12,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
@@ -21,8 +21,10 @@ import numpy as np
 
 from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
+from retrain.files import stamp_of
 from retrain.record.columns import BLOCK, Columns, ColumnWriter
-from retrain.record.status import Tail, last_row
+from retrain.record.lines import Tail
+from retrain.record.status import last_row
 from retrain.ui.answers import Refusal
 
 AXES = ("step", "tokens", "device", "wall")
@@ -31,6 +33,7 @@ clock have the seconds of their steps added up, without the pauses between them.
 MADE = ".made"
 """Ending of the empty file beside a cache that says how new it is; one that is being written has none."""
 WALL_CLOCK = "timing_wall_clock"
+UNPLACED = "rows of an earlier release, which did not record the wall clock: these are left out"
 STEP_KEYS = ("step", "progress/batch")
 TOKEN_KEYS = ("num_tokens",)
 STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
@@ -73,6 +76,10 @@ class Numbers(Protocol):
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows of held-out evaluations."""
+        ...
+
+    def still(self) -> AbstractContextManager[object]:
+        """As long as this is held nothing is read anew: columns that are taken together have the same rows."""
         ...
 
 
@@ -134,7 +141,7 @@ class RunNumbers:
                 self._rows, self._keys = rows if replaced else self._rows + rows, None
 
     def _refresh(self) -> None:
-        signature = _signature(self.metrics), _signature(self._columns.columns)
+        signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
         if signature == self._signature:
             return
         if self._cached and self._columns.uncovered > MANY:
@@ -146,7 +153,7 @@ class RunNumbers:
         if replaced or len(self._columns) < self._length:
             self._version += 1
         self._length, self._keys = len(self._columns), None
-        self._signature = _signature(self.metrics), _signature(self._columns.columns)
+        self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
     def _bare(self) -> bool:
         """Whether this is a long run that nothing has the columns of."""
@@ -156,9 +163,9 @@ class RunNumbers:
 
     def _is_made(self) -> bool:
         """Whether the cache has all rows, from an earlier time."""
-        made = _signature(self._cache.with_suffix(MADE)) if self._cache is not None else None
-        metrics = _signature(self.metrics)
-        return made is not None and metrics is not None and made[2] >= metrics[2]
+        made = stamp_of(self._cache.with_suffix(MADE)) if self._cache is not None else None
+        metrics = stamp_of(self.metrics)
+        return made is not None and metrics is not None and made.written >= metrics.written
 
     def _make(self) -> None:
         """Have the columns in the cache; others go on with what there is meanwhile."""
@@ -228,6 +235,10 @@ class RunNumbers:
         with self._lock:
             return self._rows
 
+    def still(self) -> AbstractContextManager[object]:
+        """The lock of all that is read."""
+        return self._lock
+
 
 class Pool:
     """The numbers of all runs, one object for each directory."""
@@ -256,15 +267,15 @@ def cache_directory() -> Path:
 
 def steps_of(numbers: Numbers) -> np.ndarray:
     """float64 [rows]: the number of every row's step; rows without one go on counting."""
-    column = _first(numbers, STEP_KEYS)
-    count = np.arange(len(numbers), dtype=np.float64)
-    if column is None:
-        return count
-    return np.where(np.isfinite(column), column, count[: len(column)]).astype(np.float64)
+    with numbers.still():
+        column, rows = _first(numbers, STEP_KEYS), len(numbers)
+    count = np.arange(rows, dtype=np.float64)
+    return count if column is None else np.where(np.isfinite(column), column, count).astype(np.float64)
 
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
-    """float64 [rows]: how far the run was at each row. Raises Refusal where its files do not say."""
+    """float64 [rows]: how far the run was at each row; of the wall clock NaN in rows that do not record it, as those
+    before a resume under an earlier release. Raises Refusal where its files do not say at all."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
@@ -274,26 +285,40 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
         return np.maximum.accumulate(np.nan_to_num(column.astype(np.float64)))
     clock = _first(numbers, (WALL_CLOCK,)) if x == "wall" else None
     if clock is not None and np.isfinite(clock).any():
-        return np.maximum.accumulate(np.nan_to_num(clock.astype(np.float64)))
+        return np.where(np.isfinite(clock), np.fmax.accumulate(clock.astype(np.float64)), np.nan)
     seconds = own_seconds(numbers) if x == "device" else _first(numbers, STEP_TIME_KEYS)
     if seconds is None:
         raise Refusal(400, "these runs do not say how long their steps took: take x=step")
     return np.cumsum(np.nan_to_num(seconds.astype(np.float64)))
 
 
+def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
+    """float64: how far the run was at these steps, NaN where nothing says so. With ``updates`` a step counts the
+    updates done, as that of an evaluation, and lies behind the rows of them."""
+    if x == "step":
+        return steps
+    with numbers.still():
+        done, rows = axis_of(numbers, x), steps_of(numbers)
+    if not updates:
+        return done[np.minimum(np.searchsorted(rows, steps), len(done) - 1)]
+    begin = np.nan if len(done) and np.isnan(done[0]) else 0.0
+    return np.concatenate([[begin], done])[np.searchsorted(rows, steps - 0.5)]
+
+
 def own_seconds(numbers: Numbers) -> np.ndarray | None:
     """float64 [rows]: what each step cost the device for this run alone, as comparisons count it; of other tools' runs
     the step's time. None where nothing is said of either."""
-    keys = numbers.keys
-    if f"time/{SHARED_SPANS[0]}" not in keys:
-        return _first(numbers, STEP_TIME_KEYS)
+    with numbers.still():
+        keys = numbers.keys
+        if f"time/{SHARED_SPANS[0]}" not in keys:
+            return _first(numbers, STEP_TIME_KEYS)
 
-    def total(parts: tuple[str, ...]) -> np.ndarray:
-        columns = [numbers.column(f"time/{part}").astype(np.float64) for part in parts if f"time/{part}" in keys]
-        return np.nansum(columns, axis=0) if columns else np.zeros(len(numbers))
+        def total(parts: tuple[str, ...]) -> np.ndarray:
+            columns = [numbers.column(f"time/{part}").astype(np.float64) for part in parts if f"time/{part}" in keys]
+            return np.nansum(columns, axis=0) if columns else np.zeros(len(numbers))
 
-    cohort = np.nan_to_num(numbers.column("cohort_size").astype(np.float64))
-    return total(OWN_SPANS) + total(SHARED_SPANS) / np.where(cohort > 0, cohort, 1.0)
+        cohort = np.nan_to_num(numbers.column("cohort_size").astype(np.float64))
+        return total(OWN_SPANS) + total(SHARED_SPANS) / np.where(cohort > 0, cohort, 1.0)
 
 
 def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
@@ -301,17 +326,9 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
     return next((numbers.column(name) for name in names if name in keys), None)
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _size(path: Path) -> int:
-    found = _signature(path)
-    return found[1] if found else 0
+    found = stamp_of(path)
+    return found.size if found else 0
 
 
 @contextmanager

@@ -75,6 +75,12 @@ class Places:
         relative = path.relative_to(root).as_posix()
         return name if relative == "." else f"{name}/{relative}"
 
+    def told(self, text: str) -> str:
+        """A sentence with places in it, where it has paths of this machine."""
+        for name, root in sorted(self.roots.items(), key=lambda each: -len(each[1].parts)):
+            text = text.replace(str(root), name)
+        return text
+
     def _real(self, path: Path) -> Path | None:
         """Where a path leads, links followed; None where that is outside of all roots, or nothing."""
         try:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from retrain.errors import UsageError
-from retrain.ui.iterations import EVALUATIONS, Index, Iteration, Line, json_lines, rollouts_of
+from retrain.files import stamp_of
+from retrain.record.rollout_files import INDEX
+from retrain.ui.differences import compared
+from retrain.ui.iterations import EVALUATIONS, Index, Iteration, Line, rollouts_of
 from retrain.ui.rollouts import shown_tokens
 
 MOST_PROMPT = 300
-_WORDS = re.compile(r"\s+|[^\s\w]|\w+")
-
+KEPT = 2
+"""Matrices that are kept: of a large set with ten conditions one takes tens of megabytes."""
 
 Runs = Mapping[str, Sequence[Index]]
 """The runs of a campaign by condition, the baseline first."""
@@ -35,48 +38,120 @@ class _Cell:
         return self.correct / self.answers if self.answers else None
 
 
-def matrix(
-    runs: Runs, held_out: str, *, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200
-) -> Line:
-    """Solve rates of every problem under every condition, before and after training, over all seeds.
+@dataclass(frozen=True)
+class Ends:
+    """The evaluations that a condition is told by: of every run the first one, and the one after training, None where
+    no other has come; ``of`` is "finished" or "all": which runs these are."""
 
-    ``sort``: "differ" (most between conditions after training), "worse" (fell most under some condition), "better",
-    "hard" (least solved), "problem" (as they come). Raises UsageError for another.
-    """
+    runs: Sequence[tuple[Index, Iteration, Iteration | None]]
+    of: str
+
+    def numbers(self, when: int) -> list[int]:
+        """The steps of the evaluations before (1) or after (2), each once."""
+        return sorted({one.number for each in self.runs if isinstance(one := each[when], Iteration)})
+
+    def as_json(self) -> Line:
+        """How many runs, which, and at what steps."""
+        return {"runs": len(self.runs), "of": self.of, "before": self.numbers(1), "after": self.numbers(2)}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Every problem with its rates by condition, in the order in which the problems came."""
+
+    held_out: str
+    ends: Mapping[str, Ends]
+    common: int | None
+    rows: Sequence[Line]
+
+    def shown(self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200) -> Line:
+        """The problems that pass, sorted: "differ" (most between conditions after training), "worse" (fell most under
+        some condition), "better", "hard" (least solved), "problem" (as they come). Raises UsageError for another."""
+        if sort not in SORTS:
+            raise UsageError(f'sort = "{sort}" is none of {", ".join(SORTS)}')
+        wanted = text.casefold()
+        rows = [
+            row for row in self.rows
+            if (not tag or tag in row["tags"]) and wanted in f"{row['id']}\n{row['prompt']}".casefold()
+        ]  # fmt: skip
+        rows.sort(key=SORTS[sort])
+        steps = {label: [own.numbers(1)[0], (own.numbers(2) or own.numbers(1))[-1]] for label, own in self.ends.items()}
+        return {
+            "set": self.held_out,
+            "conditions": list(self.ends),
+            "steps": steps,
+            "taken": {label: own.as_json() for label, own in self.ends.items()},
+            "common": self.common,
+            "tags": sorted({each for row in self.rows for each in row["tags"]}),
+            "total": len(rows),
+            "problems": rows[first : first + count],
+        }
+
+
+def matrix(runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matrix:
+    """Solve rates of every problem under every condition, before and after training, over the finished seeds.
+
+    ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is told
+    by all of its runs; then every condition is taken at the last step that all runs have in common."""
+    ends, common = _ends(runs, held_out, unfinished)
     problems: dict[str, Line] = {}
     cells: dict[tuple[str, str, str], _Cell] = defaultdict(_Cell)
-    steps: dict[str, list[int]] = {}
-    for label, own in runs.items():
-        for run in own:
-            evaluations = _evaluations(run, held_out)
-            if not evaluations:
-                continue
-            ends = (evaluations[0], evaluations[-1])
-            steps.setdefault(label, [one.number for one in ends])
-            for when, one in zip(("before", "after"), ends, strict=True):
-                for _, answer in _answers(run, held_out, [one]):
+    for label, own in ends.items():
+        for run, before, after in own.runs:
+            for when, one in (("before", before), ("after", after)):
+                for _, answer in _answers(run, held_out, [one] if one is not None else []):
                     name = str(answer.get("problem_id"))
                     prompt = str(answer.get("prompt", ""))[:MOST_PROMPT]
                     problems.setdefault(name, {"id": name, "prompt": prompt, "tags": answer.get("tags") or []})
                     cells[name, label, when].add(bool(answer.get("correct")))
-    labels = [label for label in runs if label in steps]
-    rows = [problem | {"rates": _rates(cells, name, labels)} for name, problem in problems.items()]
-    tags = sorted({each for row in rows for each in row["tags"]})
-    wanted = text.casefold()
-    rows = [
-        row for row in rows if (not tag or tag in row["tags"]) and wanted in f"{row['id']}\n{row['prompt']}".casefold()
-    ]
-    if sort not in SORTS:
-        raise UsageError(f'sort = "{sort}" is none of {", ".join(SORTS)}')
-    rows.sort(key=SORTS[sort])
-    return {
-        "set": held_out,
-        "conditions": labels,
-        "steps": steps,
-        "tags": tags,
-        "total": len(rows),
-        "problems": rows[first : first + count],
+    rows = [problem | {"rates": _rates(cells, name, list(ends))} for name, problem in problems.items()]
+    return Matrix(held_out, ends, common, rows)
+
+
+class Matrices:
+    """The matrices that were asked for last, made anew where a file of their runs has changed."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[Any, Matrix]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, name: str, runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matrix:
+        """That of the campaign of this name."""
+        files = (INDEX, EVALUATIONS)
+        state = [(label, run.run, run.run in unfinished, *(stamp_of(run.file(file)) for file in files))
+                 for label, own in runs.items() for run in own]  # fmt: skip
+        with self._lock:
+            stamp, found = self._kept.get((name, held_out), (None, None))
+            if found is None or stamp != state:
+                found = matrix(runs, held_out, unfinished)
+                self._kept[name, held_out] = state, found
+            self._kept.move_to_end((name, held_out))
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+
+def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict[str, Ends], int | None]:
+    """What each condition is told by, and the common step, where that is what all are taken at."""
+    known = {
+        label: [(run, evaluations) for run in own if (evaluations := _evaluations(run, held_out))]
+        for label, own in runs.items()
     }
+    finished = {label: [each for each in own if each[0].run not in unfinished] for label, own in known.items()}
+    taken = {label: finished[label] or own for label, own in known.items() if own}
+    going = any(not finished[label] for label in taken)
+    later = [{one.number for one in evaluations[1:]} for own in taken.values() for _, evaluations in own]
+    common = max(set.intersection(*later), default=None) if going and (later := [each for each in later if each]) \
+        else None  # fmt: skip
+    found = {}
+    for label, own in taken.items():
+        told = []
+        for run, (first, *more) in own:
+            after = next((one for one in more if one.number == common), None) if going else (more or [None])[-1]
+            told.append((run, first, after))
+        # Rates before and after are of the same seeds.
+        found[label] = Ends([each for each in told if each[2]] or told, "finished" if finished[label] else "all")
+    return found, common
 
 
 def _rates(cells: Mapping[tuple[str, str, str], _Cell], name: str, labels: Sequence[str]) -> dict[str, Line]:
@@ -104,7 +179,7 @@ SORTS: Mapping[str, Callable[[Line], Any]] = {
     "hard": lambda row: sum(_after(row)) / len(_after(row)),
     "problem": lambda row: 0,
 }
-"""What ``matrix`` may be sorted by."""
+"""What a matrix may be sorted by."""
 
 
 def evolution(runs: Runs, held_out: str, problem: str) -> Line:
@@ -147,28 +222,27 @@ def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator
     missing = {one.number: one for one in wanted if one.lines is None}
     for one in wanted:
         if one.lines is not None:
-            yield from ((one, row) for row in json_lines(run.file(EVALUATIONS), *one.lines))
+            yield from ((one, row) for row in run.completions(EVALUATIONS, *one.lines))
     if missing:
-        for row in json_lines(run.file(EVALUATIONS)):
+        for row in run.completions(EVALUATIONS):
             if row.get("name") == held_out and row.get("step") in missing:
                 yield missing[row["step"]], row
 
 
 def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Line:
-    """The same prompt in two iterations: both rollouts with their tokens, the words in which they differ, and the first
-    token that does. Raises UsageError where one of them has no such rollout."""
+    """The same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long texts)
+    in which they differ, and the first token that does. Raises UsageError where one of them has no such rollout."""
     left, right = (_found(run, one, problem, sample) for run, one in (a, b))
-    texts = [_words("\n".join(turn["text"] for turn in side["line"]["turns"])) for side in (left, right)]
-    matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
-    return {"a": left, "b": right, "words": texts, "changes": matcher.get_opcodes(), "diverge": _diverge(left, right)}
+    one, other = ("\n".join(turn["text"] for turn in side["line"]["turns"]) for side in (left, right))
+    *words, changes, by = compared(one, other)
+    return {"a": left, "b": right, "words": words, "changes": changes, "by": by, "diverge": _diverge(left, right)}
 
 
 def _found(run: Index, one: Iteration, problem: str, sample: int) -> Line:
     about = {"about": one.as_json()}
     if (tokens := run.tokens(one)) is not None:
         with tokens as file:
-            named = {i for i, prompt in enumerate(file.prompts()) if prompt["problem_id"] == problem}
-            own = [i for i, line in enumerate(file.lines()) if line["group"] in named]
+            own = [i for group in run.groups(one, problem) for i in file.of_group(group)]
             if sample < len(own):
                 return about | {"samples": len(own), "index": own[sample]} | shown_tokens(file.rollout(own[sample]))
     else:
@@ -180,11 +254,6 @@ def _found(run: Index, one: Iteration, problem: str, sample: int) -> Line:
             about |= {"samples": len(rows), "index": rows[sample]["index"]}
             return about | {"prompt": prompt, "line": line, "pieces": None, "numbers": {}}
     raise UsageError(f"{one.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
-
-
-def _words(text: str) -> list[str]:
-    """Words, single signs and white space; joined they are the text."""
-    return _WORDS.findall(text)
 
 
 def _diverge(left: Line, right: Line) -> list[int] | None:

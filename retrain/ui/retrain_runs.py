@@ -33,7 +33,7 @@ class RetrainRuns:
         try:
             manifest = read_manifest(path)
         except RetrainError as error:
-            return Home(place, path, "campaign", self, path.name, [], missing=[str(error)])
+            return Home(place, path, "campaign", self, path.name, [], missing=[places.told(str(error))])
         entries = manifest["runs"]
         lock = places.file(path, ".lock")
         dead = {} if lock is not None and is_held(lock) else {"running": "interrupted"}

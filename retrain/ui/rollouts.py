@@ -11,11 +11,11 @@ import numpy as np
 
 from retrain.errors import UsageError
 from retrain.record.tokens import RolloutTokens
+from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, Line, rollouts_of
 
 SHOWN = 400
 """Characters of a text in the table."""
-BINS = 24
 SORTS: Mapping[str, Callable[[Line], Any]] = {
     "index": lambda one: one["index"],
     "reward": lambda one: one["reward"],
@@ -82,7 +82,7 @@ def table(
     ordered = sorted(known, key=SORTS[sort], reverse=down) + unknown
     return {
         "about": one.as_json(),
-        "histogram": histogram([each["reward"] for each in every]),
+        "histogram": rewards([each["reward"] for each in every]),
         "groups": _groups(every),
         "stops": sorted({str(each[key]) for each in every for key in ("stop_reason", "ended") if each[key]}),
         "tags": sorted({tag for each in every for tag in each["tags"]}),
@@ -90,21 +90,6 @@ def table(
         "passing": len(passing),
         "rollouts": [each | {"text": _short(each["text"])} for each in ordered[first : first + count]],
     }
-
-
-def histogram(values: Sequence[float | None], bins: int = BINS) -> Line:
-    """Counts between the ends: {"ends": [bins + 1], "counts": [bins], "absent"}. Few distinct values have a bin each,
-    around them, with the values themselves as ``at``."""
-    known = np.array([value for value in values if value is not None and math.isfinite(value)], np.float64)
-    absent = len(values) - len(known)
-    distinct = np.unique(known)
-    if not len(known):
-        return {"ends": [], "counts": [], "at": None, "absent": absent}
-    if len(distinct) <= bins:
-        counts = [int((known == value).sum()) for value in distinct]
-        return {"ends": [], "counts": counts, "at": distinct.tolist(), "absent": absent}
-    counts, ends = np.histogram(known, bins=bins)
-    return {"ends": ends.tolist(), "counts": counts.tolist(), "at": None, "absent": absent}
 
 
 def _groups(every: Sequence[Line]) -> list[Line]:
@@ -123,11 +108,10 @@ def whole(run: Index, one: Iteration, index: int) -> Line:
         with tokens as file:
             if not 0 <= index < len(file):
                 raise UsageError(f"{one.name} has {len(file)} rollouts, counted from 0: there is no {index}")
-            found = file.rollout(index)
+            found, beside = file.rollout(index), file.beside(index)
             siblings = [
                 {"index": i, "sample": line["sample"], "reward": line["reward"], "correct": line["correct"]}
-                for i, line in enumerate(file.lines())
-                if line["group"] == found.line["group"]
+                for i, line in zip(beside, file.lines(beside[0], beside[-1] + 1), strict=True)
             ]
         return {"about": one.as_json(), "siblings": siblings} | shown_tokens(found)
     every = rollouts_of(run, one)
@@ -181,7 +165,8 @@ def shown_tokens(found: RolloutTokens) -> Line:
     numbers |= {name: arrays[key] for key, name in renamed.items() if key in arrays}
     if "advantages" in arrays and line["advantage"] is not None:
         own = line["turn_advantages"] or [line["advantage"]] * len(line["turns"])
-        numbers["credit"] = arrays["advantages"] - np.repeat(own, [turn["tokens"] for turn in line["turns"]])
+        lengths = [turn["tokens"] for turn in line["turns"]]
+        numbers["credit"] = arrays["advantages"] - np.repeat(np.array(own, np.float64), lengths)
     if "trainer_logprobs" in arrays:
         numbers["mismatch"] = arrays["trainer_logprobs"] - arrays["logprobs"]
     listed = {name: _listed(numbers[name]) for name in NUMBERS if name in numbers}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrain.files import read_json
+from retrain.config.evaluation import PART
+from retrain.files import Stamp, read_json, stamp_of
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
 
@@ -114,19 +115,22 @@ class Source(Protocol):
 def json_of(path: Path | None) -> dict[str, Any]:
     """The object in a JSON file, not to be changed; {} where it is missing, damaged, none, or too large to be one of
     settings."""
-    with suppress(OSError):
-        if path is not None and (found := path.stat()).st_size <= MOST_JSON:
-            return _json(path, found.st_size, found.st_mtime_ns)
-    return {}
+    stamp = stamp_of(path)
+    return _json(path, stamp) if path is not None and stamp is not None and stamp.size <= MOST_JSON else {}
 
 
 @lru_cache(KEPT_JSON)
-def _json(path: Path, size: int, written: int) -> dict[str, Any]:
+def _json(path: Path, stamp: Stamp) -> dict[str, Any]:
     try:
         found = read_json(path)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def sets_of(names: Iterable[str]) -> list[str]:
+    """The held-out sets among the names of evaluations, each once; one on a part of the problems is for the curve."""
+    return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
 def whole(value: Any, default: int = 0) -> int:

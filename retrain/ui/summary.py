@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from retrain.record.status import Tail
+from retrain.files import Stamp, stamp_of
+from retrain.record.lines import Tail, row_of
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run, touched
 
-_last_notes: dict[Path, tuple[tuple[int, int], dict[str, Any] | None]] = {}
+_last_notes: dict[Path, tuple[Stamp, dict[str, Any] | None]] = {}
 
 
 def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, Any]:
@@ -63,20 +63,17 @@ def notes_of(library: Library, run: Run) -> list[dict[str, Any]]:
 
 def _last_note(path: Path) -> dict[str, Any] | None:
     """The last warning of the file's last rows, else the last row; read again only where the file changed."""
-    try:
-        found = path.stat()
-    except OSError:
+    stamp = stamp_of(path)
+    if stamp is None:
         return None
-    signature = found.st_size, found.st_mtime_ns
     kept = _last_notes.get(path)
-    if kept is not None and kept[0] == signature:
+    if kept is not None and kept[0] == stamp:
         return kept[1]
     rows: list[dict[str, Any]] = []
     for line in Tail(path, last_only=True).lines()[1]:
         with suppress(ValueError, RecursionError):
-            if isinstance(row := json.loads(line), dict):
-                rows.append(row)
+            rows.append(row_of(line))
     warnings = [row for row in rows if row.get("level") == "warning"]
     note = (warnings or rows)[-1] if rows else None
-    _last_notes[path] = signature, note
+    _last_notes[path] = stamp, note
     return note

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import numpy as np
 
+from retrain.files import Stamp, stamp_of
 from retrain.ui.foreign import Foreign
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
@@ -28,7 +30,7 @@ class LogHistory:
 
     def __init__(self, run: Path, places: Places):
         self._run, self._places, self._lock = run, places, RLock()
-        self._signature: tuple[Path, int, int] | None = None
+        self._signature: tuple[Path, Stamp | None] | None = None
         self._rows: list[dict[str, Any]] = []
         self._columns: dict[str, np.ndarray] = {}
 
@@ -39,8 +41,7 @@ class LogHistory:
         path = newest_state(self._run, self._places)
         if path is None:
             return
-        found = path.stat()
-        signature = path, found.st_size, found.st_mtime_ns
+        signature = path, stamp_of(path)
         with self._lock:
             if signature != self._signature and (state := json_of(path)):
                 self._rows, self._signature = _merged(state.get("log_history")), signature
@@ -69,6 +70,10 @@ class LogHistory:
     def evaluations(self) -> list[dict[str, Any]]:
         """None: evaluations are keys of the rows (``eval_…``)."""
         return []
+
+    def still(self) -> AbstractContextManager[object]:
+        """The lock of all that is read."""
+        return self._lock
 
 
 class Trl(Foreign):

@@ -9,7 +9,7 @@ import pytest
 
 from retrain.maths.boundaries import boundaries
 from retrain.maths.collapse import flagged
-from retrain.maths.deciding import decide
+from retrain.maths.deciding import Left, decide
 from retrain.maths.following import follow
 from retrain.maths.normal import additive_fit, dunnett_p, step_down, t_p
 from retrain.maths.permutation import closed_permutation
@@ -252,3 +252,8 @@ def test_futility_takes_no_error_and_dunnett_is_needed():
     naive = t_p(fit.t(), fit.freedom[:, None]) <= 0.05
     assert naive.any(axis=1).mean() > 0.1
     assert dunnett_p(2.5, 4, 20) > 0.05
+
+
+def test_a_comparison_that_left_with_a_p_of_zero_keeps_it():
+    assert Left.after(True, 0.0) == Left(True, 0.0)
+    assert Left.after(False, None) == Left(False, 1.0)  # nothing to test proves nothing

@@ -309,8 +309,7 @@ def _left(condition: Mapping[str, Any]) -> Left | None:
     """What the record says ended a comparison."""
     if condition["stopped_after"] is None:
         return None
-    adjusted = condition["looks"][-1]["p_adjusted"]
-    return Left(condition["stop_reason"] == "decided", 1.0 if adjusted is None else adjusted)
+    return Left.after(condition["stop_reason"] == "decided", condition["looks"][-1]["p_adjusted"])
 
 
 def _stop(manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any], observer: Observer) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from starlette.routing import Route
 
+from retrain.config.evaluation import HELDOUT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
-from retrain.ui.sources import Home
+from retrain.ui.sources import Home, sets_of
 from retrain.ui.summary import summary_of
 
 WAIT_MS = 400
@@ -25,13 +26,14 @@ def routes(library: Library, findings: Findings) -> list[Route]:
         home = library.home(query.text("at"))
         found = findings.comparison(home, query.number("wait_ms", WAIT_MS, 0, 60_000) / 1000.0)
         comparison = found.comparison
+        rows = (row for run in home.runs for row in library.numbers(run, refresh=False).evaluations())
         return {
             "summary": summary_of(library, findings, home),
             "runs": [run.to_json() for run in home.runs],
             "comparison": comparison,
             "why": found.why,
             "fresh": found.fresh,
-            "sets": sets_of(library, home),
+            "sets": sets_of(str(row.get("name", HELDOUT)) for row in rows),
             "metric": comparison["metric"] if comparison else None,
             "power": found.power,
             "cost": costs_of(comparison) if comparison else [],
@@ -39,15 +41,6 @@ def routes(library: Library, findings: Findings) -> list[Route]:
         }
 
     return [json_route("/api/campaign", campaign)]
-
-
-def sets_of(library: Library, home: Home) -> list[str]:
-    """Names of the held-out sets, in their order."""
-    names: dict[str, None] = {}
-    for run in home.runs:
-        rows = library.numbers(run, refresh=False).evaluations()
-        names |= dict.fromkeys(str(row.get("name", "heldout")) for row in rows)
-    return [name for name in names if not name.endswith("~part")]
 
 
 def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:

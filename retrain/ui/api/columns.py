@@ -11,7 +11,7 @@ from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.decimation import joined
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
-from retrain.ui.numbers import AXES, Numbers, axis_of, steps_of
+from retrain.ui.numbers import AXES, UNPLACED, Numbers, axis_of, xs_of
 from retrain.ui.sources import Run
 
 MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
@@ -36,19 +36,23 @@ def routes(library: Library) -> list[Route]:
 def columns_of(library: Library, run: Run, keys: list[str], x: str, points: int, since: int) -> dict[str, Any]:
     """One run's columns from row ``since`` on, joined into at most ``points`` stretches."""
     numbers = library.numbers(run)
-    rows = len(numbers)
-    head = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed, "rows": rows,
-            "reading": numbers.reading}  # fmt: skip
-    try:
-        axis = axis_of(numbers, x)[since:rows]
-    except Refusal as error:
-        return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
-    dense, sparse = [], {}
-    for key in keys:
-        if key.startswith("eval/") and numbers.evaluations():
-            sparse[key] = _evaluations(numbers, key, x, since)
-        else:
-            dense.append((key, numbers.column(key)[since:rows]))
+    head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
+    with numbers.still():
+        head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
+        try:
+            axis = axis_of(numbers, x)[since:]
+        except Refusal as error:
+            return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
+        known = np.isfinite(axis)
+        dense, sparse = [], {}
+        for key in keys:
+            if key.startswith("eval/") and numbers.evaluations():
+                sparse[key] = _evaluations(numbers, key, x, since)
+            else:
+                dense.append((key, numbers.column(key)[since:][known]))
+    if not known.all():
+        head["note"] = f"there are {np.sum(~known)} {UNPLACED}"
+        axis = axis[known]
     if not len(axis):
         nothing = {"y": [], "low": None, "high": None}
         return head | {"x": [], "columns": {key: nothing for key, _ in dense} | sparse}
@@ -66,10 +70,6 @@ def columns_of(library: Library, run: Run, keys: list[str], x: str, points: int,
 def _evaluations(numbers: Numbers, key: str, x: str, since: int) -> dict[str, Any]:
     """The values of an evaluation at the x of the updates that were done then; the last one has no row."""
     steps, values = points_of(numbers, key)
-    if x != "step":
-        taken = np.concatenate([[0.0], axis_of(numbers, x)])
-        at = taken[np.searchsorted(steps_of(numbers), steps - 0.5)]
-    else:
-        at = steps
-    chosen = steps >= since
+    at = xs_of(numbers, x, steps, updates=True)
+    chosen = (steps >= since) & np.isfinite(at)
     return {"x": plain(at[chosen]), "y": plain(values[chosen]), "low": None, "high": None}

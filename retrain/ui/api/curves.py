@@ -21,7 +21,7 @@ from retrain.ui.decimation import MOST_POINTS, extremes
 from retrain.ui.library import Library
 from retrain.ui.measured import ColumnRun, points_of
 from retrain.ui.metrics import about
-from retrain.ui.numbers import AXES, axis_of, steps_of
+from retrain.ui.numbers import AXES, UNPLACED, xs_of
 from retrain.ui.sources import Home, Run
 
 GRID = 160
@@ -40,6 +40,8 @@ class Line:
     steps: np.ndarray
     values: np.ndarray
     xs: np.ndarray
+    left_out: int = 0
+    """Points whose place on the chosen axis was not recorded."""
 
 
 def routes(library: Library) -> list[Route]:
@@ -94,25 +96,23 @@ def curves_of(
             mean, band, of = mean_and_band(label, index, pairs, key, False, part)
             differences.append({"label": label, "index": index, "pairs": len(pairs), "mean": mean, "band": band,
                                 "of": of})  # fmt: skip
+    short = sum(line.left_out > 0 for line in lines)
+    note = f"{short} of {len(lines)} runs have {UNPLACED}" if short else None
     return {"key": key, "x": x, "smooth": window, "about": about(key), "share": share, "reading": reading,
-            "conditions": conditions,
+            "note": note, "conditions": conditions,
             "differences": differences}  # fmt: skip
 
 
 def line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
     """The points of a run; None where it has none."""
     numbers = library.numbers(run)
-    steps, values = points_of(numbers, key)
-    if not len(steps):
-        return None
-    xs = steps
-    if x != "step":
-        done, rows = axis_of(numbers, x), steps_of(numbers)
-        if Measure(key=key).is_held_out:  # of so many updates: what they took
-            xs = np.concatenate([[0.0], done])[np.searchsorted(rows, steps - 0.5)]
-        else:
-            xs = done[np.minimum(np.searchsorted(rows, steps), len(done) - 1)]
-    return Line(run, steps, values, xs)
+    with numbers.still():
+        steps, values = points_of(numbers, key)
+        if not len(steps):
+            return None
+        xs = xs_of(numbers, x, steps, updates=Measure(key=key).is_held_out)
+    known = np.isfinite(xs)
+    return Line(run, steps[known], values[known], xs[known], int(np.sum(~known))) if known.any() else None
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:

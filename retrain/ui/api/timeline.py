@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +10,12 @@ from typing import Any
 
 from starlette.routing import Route
 
+from retrain.record.lines import Seam, row_of, whole_lines
 from retrain.record.timeline import Step, phases_of, steps_of
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 
 MOST_STEPS, USUAL_STEPS, MOST_SPANS = 1_000, 100, 40_000
-CHUNK = 1 << 22
-SEAM = 64
 
 
 class Lines:
@@ -27,23 +23,16 @@ class Lines:
 
     def __init__(self, path: Path):
         self.path, self._lock = path, Lock()
-        self._begins: list[int] = [0]
-        self._seam = 0
+        self._begins, self._seam = [0], Seam()
 
     def refresh(self) -> int:
         """Read what is new; how many whole lines there are."""
         with self._lock, open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < self._begins[-1] or self._checksum(file.fileno(), self._begins[-1]) != self._seam:
-                self._begins = [0]
-            file.seek(self._begins[-1])
-            at = self._begins[-1]
-            while chunk := file.read(CHUNK):
-                place = -1
-                while (place := chunk.find(b"\n", place + 1)) >= 0:
-                    self._begins.append(at + place + 1)
-                at += len(chunk)
-            self._seam = self._checksum(file.fileno(), self._begins[-1])
+            if not self._seam.holds(file):
+                self._begins, self._seam = [0], Seam()
+            for line, end in whole_lines(file, self._seam.end):
+                self._begins.append(end)
+                self._seam.passed(line, end)
             return len(self._begins) - 1
 
     def read(self, start: int, end: int) -> list[dict[str, Any]]:
@@ -58,12 +47,8 @@ class Lines:
         rows = []
         for line in text.split(b"\n"):
             with suppress(ValueError, RecursionError):
-                if isinstance(row := json.loads(line), dict):
-                    rows.append(row)
+                rows.append(row_of(line))
         return rows
-
-    def _checksum(self, file: int, end: int) -> int:
-        return zlib.crc32(os.pread(file, min(SEAM, end), max(0, end - SEAM)))
 
 
 def routes(library: Library) -> list[Route]:
