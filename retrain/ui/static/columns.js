@@ -48,7 +48,7 @@ export class Columns {
         const runs = new Map();
         body.runs.forEach((run, i) => {
           const column = run.columns[key];
-          if (column) runs.set(run.place, {...identity(run, i), rows: run.rows, own: Boolean(column.x), x: column.x || run.x, y: column.y, low: column.low, high: column.high, error: run.error});
+          if (column) runs.set(run.place, {...identity(run, i), rows: run.rows, own: Boolean(column.x), x: column.x || run.x, y: column.y, low: column.low, high: column.high, error: run.error, note: run.note});
         });
         this.series.set(key, runs);
         if (this.stale) this.stale.delete(key);

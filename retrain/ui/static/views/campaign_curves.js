@@ -77,7 +77,7 @@ export function curves(state, campaign, patch) {
     const means = body.conditions.filter((each) => each.mean.length).length, seeds = Math.max(0, ...body.conditions.map((each) => each.runs.length));
     level.title(body.key);
     const early = body.conditions.some((each) => each.of === "all"), over = body.smooth > 1 ? `; moving average over ${body.smooth} steps` : "";
-    level.words(` mean of ${early ? "all runs, as far as all came" : "the finished runs"}${over}${body.conditions.some((each) => each.band.length) ? "; band: 95 % interval" : ""}${seeds > 1 ? "; strip: how many seeds" : ""}`);
+    level.words(` mean of ${early ? "all runs, as far as all came" : "the finished runs"}${over}${body.conditions.some((each) => each.band.length) ? "; band: 95 % interval" : ""}${seeds > 1 ? "; strip: how many seeds" : ""}${body.note ? `; ${body.note}` : ""}`);
     level.set(linesOf(body, query.thin !== "0" || !means), {...common, unit: share ? "%" : "", logY: query.logy === "1", counts: seeds > 1 ? countsOf(body) : null,
       range: body.about && body.about.range, healthy: body.about && body.about.healthy});
     apart.title(`${body.key}: difference to ${(body.conditions[0] || {}).label || "the baseline"}`);

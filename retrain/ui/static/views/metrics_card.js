@@ -73,7 +73,8 @@ export class MetricCard {
         : button("⤢", () => page.patch({open: key}), {class: "bare", title: "large", "aria-label": `${key} large`}),
       button("Why?", () => why(key, page.runs()), {class: "bare", "aria-label": `why? ${key}`}),
     ];
-    this.card = new Card({title: key, words: [unit && unit !== "share" ? unit : "", healthy && healthy.text ? `healthy: ${healthy.text}` : ""].filter(Boolean).join(" · "),
+    this.words = [unit && unit !== "share" ? unit : "", healthy && healthy.text ? `healthy: ${healthy.text}` : ""];
+    this.card = new Card({title: key, words: this.caption(),
       tools, level: own.level, height: own.big ? 460 : 172, group: "metrics", share: unit === "share", unit: unit === "share" ? "%" : "", range: metric.range, healthy, onZoom: page.onZoom,
       ...page.settings().plot});
     this.root = this.card.root;
@@ -82,6 +83,11 @@ export class MetricCard {
     if (own.filterable) this.root.append(this.filter());
     this.draw = () => inTurn(this);
     this.readCurves = spaced(() => { this.expire(); this.follow(); }, 2500);
+  }
+
+  // Unit and healthy range, and what is to be said of the rows.
+  caption(...notes) {
+    return [...new Set([...this.words, ...notes])].filter(Boolean).join(" · ");
   }
 
   filter() {
@@ -185,6 +191,7 @@ export class MetricCard {
       if (!body) return;
       const conditions = body.conditions.filter((each) => keep(each.label, each.label));
       const many = conditions.some((each) => each.runs.length > 1);
+      this.card.words(this.caption(body.note));
       this.card.set(linesOf({...body, conditions}, settings.thin || !conditions.some((each) => each.mean.length)), {...settings.plot, counts: many ? countsOf({conditions}) : null});
       return;
     }
@@ -201,6 +208,7 @@ export class MetricCard {
     });
     if (few) lines.unshift(...runs.map((run, i) => deviation(run, lines[i], parts, settings.smooth)).filter(Boolean));
     const wrong = runs.find((run) => run.error);
+    this.card.words(this.caption(...runs.map((run) => run.note)));
     this.card.set(lines, {...settings.plot, counts: null, emptyWords: wrong ? wrong.error : undefined});
   }
 

@@ -37,6 +37,11 @@ export function problems(root, state, frame) {
 
   function first() { return Math.max(0, Number(query.first) || 0); }
   function indexOf(label) { const run = runs.find((each) => each.label === label); return run ? run.index : body.conditions.indexOf(label); }
+  // Which evaluations a condition is told by, and of which runs.
+  function taken(label) {
+    const {before, after, of, runs: count} = body.taken[label], all = (steps) => steps.join(", ");
+    return `step ${all(before)}${after.length ? ` → ${all(after)}` : ", none after it"}${of === "all" ? `; ${plural(count, "unfinished run")}` : ""}`;
+  }
   function url(id) { return link("problems", state.place, {...query, id}); }
 
   function drawTools() {
@@ -52,7 +57,7 @@ export function problems(root, state, frame) {
     const pager = body.total <= PAGE && !first() ? null : el("div", {class: "tools"}, button("← previous", () => to(Math.max(0, first() - PAGE)), {disabled: first() === 0}),
       el("span", {class: "small"}, `${first() + 1} to ${first() + body.problems.length} of ${body.total}`), button("next →", () => to(first() + PAGE), {disabled: first() + PAGE >= body.total}));
     put(list, body.problems.length ? el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "solve rates"}, el("table", {class: "tight wide matrixtable"},
-      el("thead", null, el("tr", null, el("th", {scope: "col"}, "problem"), body.conditions.map((label) => el("th", {scope: "col"}, conditionName(label, indexOf(label)), el("small", null, `step ${body.steps[label][0]} → ${body.steps[label][1]}`))))),
+      el("thead", null, el("tr", null, el("th", {scope: "col"}, "problem"), body.conditions.map((label) => el("th", {scope: "col"}, conditionName(label, indexOf(label)), el("small", null, taken(label)))))),
       el("tbody", null, body.problems.map((each) => el("tr", {"data-id": each.id}, el("th", {scope: "row"}, el("a", {class: "quiet", href: url(each.id), title: each.id, dir: "auto"}, shortened(each.prompt || each.id, 130)), each.tags.map((tag) => [" ", el("span", {class: "chip"}, tag)])),
         body.conditions.map((label) => cell(each.rates[label]))))))) : nothing("No problem passes these filters", "Take the tag or the words of the search away."), pager);
     mark(false);

@@ -71,8 +71,8 @@ export function prompt(root, state, frame) {
       if (piece === undefined) return "ends";
       return `goes on with ${JSON.stringify(shortened(piece, 40))}${surprisal ? ` (surprisal ${number(surprisal[before(side) + token])} nats)` : ""}`;
     };
-    const same = before(a) + token;
-    return `${same ? `The first ${plural(same, "token")} ${same === 1 ? "is" : "are"} the same` : "The first token differs"}${turn ? `, up to turn ${turn + 1}` : ""}; then A ${then(a)}, B ${then(b)}.`;
+    const same = before(a) + token, lines = answer.by === "lines" ? " Texts as long as these are compared line by line." : "";
+    return `${same ? `The first ${plural(same, "token")} ${same === 1 ? "is" : "are"} the same` : "The first token differs"}${turn ? `, up to turn ${turn + 1}` : ""}; then A ${then(a)}, B ${then(b)}.${lines}`;
   }
 
   function drawColours() {
