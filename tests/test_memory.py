@@ -478,8 +478,9 @@ def test_a_run_in_which_memory_runs_out_gives_what_it_would_have_given(undisturb
         assert np.array_equal(again_logprobs, logprobs)
         return
     assert taught == ((6, 100) if where == "sample" else (None, 50))
-    np.testing.assert_allclose(again_logprobs, logprobs, atol=1e-5)
-    assert float((again_weights - weights).norm()) < 1e-5 * float(weights.norm())
+    # AdamW's first step divides a gradient by its own size: rounding of those near 0 shows, on some processors more.
+    np.testing.assert_allclose(again_logprobs, logprobs, atol=1e-4)
+    assert float((again_weights - weights).norm()) < 1e-4 * float(weights.norm())
 
 
 def test_a_step_that_has_begun_to_change_weights_is_not_made_again(base, lanes):

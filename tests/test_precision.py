@@ -365,7 +365,7 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeyp
     asked = [SampleRequest(ref(lane), tuple(range(3, 9)), 6, 20, 1.0, ("packed", lane)) for lane in range(runs)]
     gaps = trainer_minus_sampler(engine, asked, adapters)
     if dtype == BF16:
-        assert float(gaps.square().mean()) / 2 < 5e-5
+        assert float(gaps.square().mean()) / 2 < 1e-4  # a rounding of 4e-3 in both; processors differ by a third
     else:
         assert float(gaps.abs().max()) < 1e-4
 
