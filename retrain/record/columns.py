@@ -16,7 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,16 +241,13 @@ class Columns:
             over += block.rows
             if over > since:
                 blocks.append(block)
-        parts = []
-        try:
-            with open(self.columns, "rb") if blocks else nullcontext() as file:
-                for block in blocks:
-                    assert file is not None
-                    parts.append(_read(file.fileno(), block, key))
-        except OSError:  # gone since the last refresh; the next finds out
-            parts = [np.full(sum(block.rows for block in blocks), np.nan, np.float32)]
-        found = np.concatenate([*parts, self._rest.column(key)])
-        return found[max(0, len(found) - max(0, len(self) - since)) :]
+        covered = sum(block.rows for block in blocks)
+        numbers = np.full(covered + len(self._rest), np.nan, np.float32)
+        numbers[covered:] = self._rest.column(key)
+        if blocks:
+            with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
+                _read(file.fileno(), blocks, key, numbers[:covered])
+        return numbers[max(0, len(numbers) - max(0, len(self) - since)) :]
 
     def _stands(self) -> bool:
         """Whether what was read is still the beginning of the files."""
@@ -269,14 +266,17 @@ class Columns:
             return False
 
 
-def _read(file: int, block: _Block, key: str) -> np.ndarray:
-    """One key of a block, float32 [rows]; NaN where the block has none, or has been cut."""
-    place, numbers = block.place.get(key), np.full(block.rows, np.nan, np.float32)
-    if place is not None:
-        data = os.pread(file, 4 * block.rows, block.at + 4 * block.rows * place)
-        found = np.frombuffer(data[: len(data) // 4 * 4], np.float32)
-        numbers[: len(found)] = found
-    return numbers
+def _read(file: int, blocks: Sequence[_Block], key: str, to: np.ndarray) -> None:
+    """One key of these blocks into float32 [rows]; what a block does not have, or has lost to a cut, stays as it is."""
+    room, begin, read = memoryview(to).cast("B"), 0, os.preadv
+    for block in blocks:
+        end = begin + 4 * block.rows
+        place = block.place.get(key)
+        if place is not None:
+            got = read(file, [room[begin:end]], block.at + (end - begin) * place)
+            if got < end - begin:
+                to[(begin + got) // 4 : end // 4] = np.nan
+        begin = end
 
 
 def number_keys(rows: Sequence[Row]) -> list[str]:
