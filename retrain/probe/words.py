@@ -46,6 +46,7 @@ def point_lines(report: Numbers, point: Numbers) -> list[Line]:
     """The sentences of one point, in the order of the conditions."""
     untrained = point["at"] == "base" == report.get("begins", "base")
     where = "" if untrained and len(report["points"]) == 1 else f" at {place_of(point)}"
+    where += "" if point.get("recorded") is None else " on recorded rollouts"
     found = []
     for number, condition in enumerate(point["conditions"]):
         if number == 0:
@@ -61,6 +62,21 @@ def place_of(point: Numbers) -> str:
     if not point["step"]:  # the base, or weights of which no step is known
         return point["at"]
     return f"step {point['step']}"
+
+
+def recorded_words(report: Numbers, point: Numbers) -> str:
+    """Which recorded rollouts are looked at by which weights, and how far these are from those that sampled them."""
+    found = point["recorded"]
+    steps, away = found["steps"], found["updates_away"]
+    told = f"{len(steps)} recorded steps of {report['recorded']['run']}, {steps[0]} to {steps[-1]}"
+    if away is not None:
+        least, most = away
+        told += f", {most if least == most else f'{least} to {most}'} updates from these weights"
+    k3, largest = (f"{found[key]:.2g}" for key in ("k3", "k3_most"))
+    return (
+        f"{told}; k3 from the weights that sampled them {k3} nats a token, in no step above {largest}; mean ratio "
+        f"{found['ratio']:.3f}"
+    )
 
 
 def _about(point: Numbers, number: int) -> list[tuple[str, str]]:
