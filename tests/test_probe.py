@@ -20,10 +20,11 @@ from hostile import HOSTILE, MARKER
 from lane_cases import fresh_logits, local_policy, totals, trained
 from lane_cases import rollout as sampled
 from pages import Reader
+from probe_cases import BINARY, probed, toy
 from probe_predicts import main as predictions_and_findings
 from safetensors.torch import load_file
-from toycampaign import WORLD, campaign, toy_world
-from toymodels import campaign_head, qwen3_directory, toy_base
+from toycampaign import campaign, toy_world
+from toymodels import qwen3_directory, toy_base
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.probed import probe_digest, probe_lines, probe_path, whole_line
@@ -40,7 +41,6 @@ from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, objective_of
 from retrain.policy.protocol import TrainBatch
 from retrain.probe import measure, store
-from retrain.probe.measure import Effort, probe
 from retrain.probe.page import probe_page
 from retrain.probe.points import points_of
 from retrain.probe.rollouts import success_gradients
@@ -49,27 +49,6 @@ from retrain.probe.words import Line, lines_of
 from retrain.record.observer import NullObserver
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn
 
-BINARY = '''
-def score(completion, answer):
-    """1 for a completion with more even than odd characters, about half of a toy model's."""
-    return float(2 * sum(ord(c) % 2 == 0 for c in completion) > len(completion))
-
-def always(completion, answer):
-    return 1.0
-
-def broken(completion, answer):
-    raise RuntimeError("no such column")
-'''
-SHORT = """[training]
-batch_size = 3
-group_size = {group}
-max_tokens = 8
-lr = 0.01
-save_every = 2
-[evaluation]
-problems = {problems}
-"""
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,20 +56,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = toy_world(folder)
     (folder / "binary.py").write_text(BINARY)
     return model
-
-
-def toy(folder: Path, model: Path, *conditions: tuple[str, str], group: int = 4, problems: int = 4,
-        function: str = "score", extra: str = "", **keys: Any) -> Path:  # fmt: skip
-    world = WORLD.format(model=model, module=model.parent / "binary.py", dtype="float32")
-    world = world.replace("workers = 1", f'custom_function = "{function}"\nworkers = 1')
-    path = folder / "toy.toml"
-    head = campaign_head(*conditions, seeds=[1, 2], **{"max_steps": 4, **keys})
-    path.write_text(head + world + SHORT.format(group=group, problems=problems) + extra)
-    return path
-
-
-def probed(path: Path, *at: str, batches: int = 4, problems: int = 4) -> dict[str, Any]:
-    return probe(Plan.of(load(path, ())), points_of(at), Effort(batches, problems, 4), lambda text: None)
 
 
 def of(report: dict[str, Any], label: str) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class Recorded:
         if base["fingerprint"] != run.base_id:
             raise UsageError(f"{self.typed} was sampled from other base weights than those of this file")
         if base["tokenizer"] != Tokenizer(run.renderer.tokenizer).digest:
-            raise UsageError(f"{self.typed} was sampled with another tokenizer or chat template than those of this file")
+            raise UsageError(
+                f"{self.typed} was sampled with another tokenizer or chat template than those of this file"
+            )
 
 
 def recorded_of(named: str, newest: int | None = None) -> Recorded:
