@@ -94,6 +94,9 @@ def test_another_learning_rate_is_another_length_of_the_same_update(tmp_path: Pa
         3 * report["points"][0]["conditions"][0]["alignment"]["gain"]["estimate"]
     )
     assert other["alignment"]["versus_baseline"]["estimate"] == pytest.approx(0, abs=1e-12)  # at equal length
+    assert other["alignment"]["beyond_baseline"]["estimate"] == pytest.approx(
+        other["alignment"]["gain"]["estimate"] * 2 / 3
+    )
 
 
 def test_the_learning_rate_to_set_is_one_of_the_file_not_of_its_schedule(tmp_path: Path, world: Path):
@@ -708,18 +711,23 @@ def test_predictions_stand_beside_what_was_found(tmp_path: Path, capsys: pytest.
         return str(path)
 
     def gain(low: float | None, high: float | None) -> dict[str, Any]:
-        return {"versus_baseline": interval(0.01, low, high)}
+        same = interval(1e-18, 1e-19, 1e-17)  # nothing but rounding
+        return {"beyond_baseline": interval(0.01, low, high), "versus_baseline": same}
 
     predictions_and_findings([written(gain(None, None), gain(0.005, 0.02), gain(-0.01, 0.02)), "c1=2.5", "c2=-1"])
-    one = "+1.00 [+0.50, +2.00] (told)"
+    one, none = "+1.00 [+0.50, +2.00] (told)", "+0.00 [+0.00, +0.00]"
     assert capsys.readouterr().out.splitlines() == [
+        "steps as they are:",
         f"c1: start {one}, step 2 {one}; found +2.5",
         "c2: start +1.00 [−1.00, +2.00], step 2 +1.00 [−1.00, +2.00]; found −1.0",
+        "steps of the baseline's length:",
+        f"c1: start {none}, step 2 {none}; found +2.5",
+        f"c2: start {none}, step 2 {none}; found −1.0",
     ]
     for made, given, words in (
         ([None, None], "c1=1", "toy.toml predicts nothing at start: probe again without --problems 0"),
         ([gain(0, 0), gain(None, None)], "c1=1", "has no interval for c1 at start: probe again with more"),
-        ([{"versus_baseline": None}, gain(0, 0)], "c0=1", "c0 is the baseline of toy.toml: name another"),
+        ([gain(0, 0), gain(0, 0)], "c0=1", "c0 is the baseline of toy.toml: name another"),
         ([gain(0, 0), gain(0, 0)], "c9=1", "has no condition c9: c0, c1"),
         ([gain(0, 0), gain(0, 0)], "c1=much", "c1=much ends in no number of points"),
     ):

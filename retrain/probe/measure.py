@@ -388,7 +388,8 @@ class _Look:
         self, found: Products, number: int, steps: np.ndarray, aligned: np.ndarray, beta1: float
     ) -> dict[str, Any] | None:
         """With held-out success: cosine and inner product of the gradient, and the first-order gain of AdamW's step,
-        as it is and at the baseline's length, absolute and beyond the baseline's."""
+        as it is and at the baseline's length, absolute and beyond the baseline's (``beyond_baseline`` as it is,
+        ``versus_baseline`` at its length)."""
         if not found.wanted.size:
             return None
         stream = partial(self._stream, "alignment")
@@ -397,10 +398,11 @@ class _Look:
             own, base = (gradients.steady_length(steps[each], beta1, weights) for each in (number, 0))
             return np.divide(base, own, out=np.zeros_like(base), where=own > 0)
 
-        versus = None
+        versus = beyond = None
         if number:
             # The baseline's part is paired: the same batches, the same held-out problems, the same resamples.
             versus = _json(gradients.mean_difference(aligned[number], aligned[0], stream(), factor))
+            beyond = _json(gradients.mean_difference(aligned[number], aligned[0], stream()))
         return {
             "cosine": _json(gradients.aligned_cosine(
                 found.aligned[number], found.gram[number, :, number], found.wanted, stream()
@@ -409,6 +411,7 @@ class _Look:
             "gain": _json(gradients.mean_product(aligned[number], stream())),
             "gain_equal": _json(gradients.mean_product(aligned[number], stream(), factor)),
             "versus_baseline": versus,
+            "beyond_baseline": beyond,
         }  # fmt: skip
 
 
