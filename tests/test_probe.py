@@ -655,6 +655,19 @@ def test_a_length_is_told_with_what_adamw_leaves_of_it():
     assert "set lr = 0.005" in kinds["length"]
 
 
+def test_the_same_direction_in_longer_steps_expects_nothing():
+    """campaigns/lr.toml: at cosine 1 the rate of twice the size ended 8.3 points below."""
+    for cosine, expected in ((interval(1.0, 1.0, 1.0), None), (interval(0.9, 0.8, 0.95), interval(0.98, 0.9, 1.0))):
+        found = told(cosine, expected=expected, length=1.0, adamw=2.0)
+        assert [line.kind for line in found] == ["length", "direction"]
+        assert not any(line.equal for line in found)
+        assert "expect no difference" not in "".join(line.text for line in found)
+        assert "in AdamW steps 2 times as long: a difference would be one of learning rates" in found[1].text
+    (own,) = told(None, same=False, expected=interval(0.999, 0.995, 1.0), adamw=1.3)
+    assert (own.kind, own.equal) == ("direction", False)
+    assert [line.kind for line in told(interval(1.0, 1.0, 1.0), adamw=1.2)] == ["same"]
+
+
 def test_alignment_decides_what_to_expect():
     worse = told(interval(0.9, 0.8, 0.95), versus=interval(-0.002, -0.003, -0.001))
     assert worse[0].kind == "worse"

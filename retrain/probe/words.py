@@ -16,7 +16,7 @@ LONG = 1.5
 """A length ratio above this, or below its inverse, is told."""
 RATE = 1.25
 """A ratio of AdamW's steps within this factor needs no other learning rate."""
-TELLING = ("worse", "better", "length", "same", "noise", "different", "unclear")
+TELLING = ("worse", "better", "length", "direction", "same", "noise", "different", "unclear")
 """Kinds of lines, the most telling first."""
 EQUAL = ("same", "noise")
 """Those that expect no difference."""
@@ -107,11 +107,13 @@ def _direction(point: Numbers, number: int) -> tuple[str, str]:
     told = f"cosine {cosine['estimate']:.3f}{_ends(cosine)}"
     least = cosine["estimate"] if cosine["low"] is None else cosine["low"]
     if least >= SAME_DIRECTION:
-        return "same", f"the same direction as the baseline ({told}): expect no difference from it"
+        return _same(point["conditions"][number], told)
     apart = _apart(point["conditions"][number])
     beyond = expected is not None and expected["high"] is not None and expected["high"] < SAME_DIRECTION
     floor_words = "" if floor is None else f"; two batches of the baseline alone have {floor['estimate']:.3f}"
     if not apart and not beyond and floor is not None and least > floor["estimate"]:
+        if _other_steps(point["conditions"][number]):
+            return _same(point["conditions"][number], f"up to noise: {told}{floor_words}")
         return "noise", f"the same update up to noise ({told}{floor_words}): expect no difference"
     return "different", f"another update than the baseline's ({told}{floor_words})"
 
@@ -124,10 +126,26 @@ def _expected_direction(condition: Numbers) -> tuple[str, str]:
         return "unclear", "has rollouts of its own, too noisy for its direction to be told: type more --batches"
     told = f"on rollouts of its own; cosine of expectations {expected['estimate']:.3f}{_ends(expected)}"
     if expected["low"] >= SAME_DIRECTION:
-        return "same", f"the same direction as the baseline ({told}): expect no difference from it"
+        return _same(condition, told)
     if expected["high"] < SAME_DIRECTION or _apart(condition):
         return "different", f"another update than the baseline's ({told})"
     return "unclear", f"an update that is not told from the baseline's ({told}): type more --batches"
+
+
+def _same(condition: Numbers, told: str) -> tuple[str, str]:
+    """The baseline's direction: no difference is expected, unless its steps have another length."""
+    if ratio := _other_steps(condition):
+        return "direction", (
+            f"the same direction as the baseline ({told}), in AdamW steps {ratio:.2g} times as long: a difference "
+            "would be one of learning rates, which a probe does not foresee"
+        )
+    return "same", f"the same direction as the baseline ({told}): expect no difference from it"
+
+
+def _other_steps(condition: Numbers) -> float | None:
+    """How much longer AdamW's steps are than the baseline's, where that is a matter of learning rates."""
+    adamw = condition["length"]["adamw"]
+    return None if adamw is None or 1 / RATE <= adamw["estimate"] <= RATE else adamw["estimate"]
 
 
 def _apart(condition: Numbers) -> bool:
