@@ -675,6 +675,8 @@ def test_alignment_decides_what_to_expect():
     better = told(interval(0.9, 0.8, 0.95), versus=interval(0.002, 0.001, 0.003))
     assert better[0].kind == "better"
     assert all(line.kind not in ("better", "worse") for line in told(interval(0.9), versus=interval(0, -0.1, 0.1)))
+    nothing = interval(-0.00004, -0.00006, -0.00002)  # what would be printed as −0.00 [−0.01, −0.00]
+    assert [line.kind for line in told(interval(0.999, 0.998, 1.0), versus=nothing)] == ["same"]
 
 
 def test_the_command_prints_keeps_and_draws(tmp_path: Path, world: Path):

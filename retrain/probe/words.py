@@ -16,6 +16,8 @@ LONG = 1.5
 """A length ratio above this, or below its inverse, is told."""
 RATE = 1.25
 """A ratio of AdamW's steps within this factor needs no other learning rate."""
+LEAST_GAIN = 1e-4
+"""A difference in gain, of a step, that is told: a hundredth of a point."""
 TELLING = ("worse", "better", "length", "direction", "same", "noise", "different", "unclear")
 """Kinds of lines, the most telling first."""
 EQUAL = ("same", "noise")
@@ -89,14 +91,11 @@ def _about(point: Numbers, number: int) -> list[tuple[str, str]]:
         found.append(("length", _length(length["estimate"], adamw, condition)))
     elif adamw is not None and not 1 / LONG <= adamw["estimate"] <= LONG:
         found.append(("length", _rate(adamw["estimate"], condition)))
-    versus = (condition["alignment"] or {}).get("versus_baseline")
-    if versus is not None and versus["low"] is not None:
-        if versus["high"] < 0:
-            found.append(("worse", f"aligned less with held-out success than the baseline ({gain_words(versus)}): "
-                          "if there is a difference, expect worse"))  # fmt: skip
-        elif versus["low"] > 0:
-            found.append(("better", f"aligned more with held-out success than the baseline ({gain_words(versus)}): "
-                          "if there is a difference, expect better"))  # fmt: skip
+    if _apart(condition):
+        versus = condition["alignment"]["versus_baseline"]
+        kind, how = ("better", "more") if versus["estimate"] > 0 else ("worse", "less")
+        found.append((kind, f"aligned {how} with held-out success than the baseline ({gain_words(versus)}): "
+                      f"if there is a difference, expect {kind}"))  # fmt: skip
     return found
 
 
@@ -149,9 +148,12 @@ def _other_steps(condition: Numbers) -> float | None:
 
 
 def _apart(condition: Numbers) -> bool:
-    """Whether it is aligned with held-out success better or worse than the baseline, by more than its interval."""
+    """Whether it is aligned with held-out success better or worse than the baseline: by more than its interval, and by
+    more than nothing."""
     versus = (condition["alignment"] or {}).get("versus_baseline")
-    return versus is not None and versus["low"] is not None and not versus["low"] <= 0 <= versus["high"]
+    if versus is None or versus["low"] is None or abs(versus["estimate"]) < LEAST_GAIN:
+        return False
+    return not versus["low"] <= 0 <= versus["high"]
 
 
 def _length(ratio: float, adamw: Numbers | None, condition: Numbers) -> str:
