@@ -3,9 +3,9 @@
     python scripts/probe_predicts.py FILE.probe.json LABEL=POINTS … [FILE.probe.json LABEL=POINTS …]
 
 A label with the difference that the campaign found, in points, follows the probe of its file. Printed are, for each,
-the predicted gain of a step beyond the baseline's at every point of the probe, whether its interval excludes 0, and
-over all of them Spearman's rank correlation of the mean prediction with what was found, with a bootstrap interval; once
-for steps as they are, and once for steps of the baseline's length, where learning rates make no difference.
+the predicted gain of a step beyond the baseline's at every point of the probe, whether the probe's sentences tell it,
+and over all of them Spearman's rank correlation of the mean prediction with what was found, with a bootstrap interval;
+once for steps as they are, and once for steps of the baseline's length, where learning rates make no difference.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from retrain.files import read_json
 from retrain.maths.statistics import paired_bootstrap_ci
+from retrain.probe.words import LEAST_GAIN
 from retrain.record.numbers import minus
 
 READINGS = {"beyond_baseline": "steps as they are", "versus_baseline": "steps of the baseline's length"}
@@ -61,6 +62,11 @@ def predictions(report: dict[str, Any], label: str, reading: str) -> list[tuple[
     return found
 
 
+def _told(one: dict[str, float]) -> bool:
+    """As the sentences of a probe have it."""
+    return not one["low"] <= 0 <= one["high"] and abs(one["estimate"]) >= 100 * LEAST_GAIN
+
+
 def _points(share: float) -> float:
     """In points, rounding errors taken for 0."""
     return 0.0 if abs(100 * share) < NOTHING else 100 * share
@@ -94,8 +100,7 @@ def _table(rows: Sequence[tuple[str, list[tuple[str, dict[str, float]]], float]]
     """A line for every difference, and the correlation."""
     for label, found, gained in rows:
         words = [
-            f"{place} {one['estimate']:+.2f} [{one['low']:+.2f}, {one['high']:+.2f}]"
-            f"{'' if one['low'] <= 0 <= one['high'] else ' (told)'}"
+            f"{place} {one['estimate']:+.2f} [{one['low']:+.2f}, {one['high']:+.2f}]{' (told)' if _told(one) else ''}"
             for place, one in found
         ]
         print(minus(f"{label}: {', '.join(words)}; found {gained:+.1f}"))
