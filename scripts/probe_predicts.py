@@ -3,7 +3,7 @@
     python scripts/probe_predicts.py FILE.probe.json LABEL=POINTS … [FILE.probe.json LABEL=POINTS …]
 
 A label with the difference that the campaign found, in points, follows the probe of its file. Printed are, for each,
-the predicted gain of a step beyond the baseline's at every point of the probe, whether the probe's sentences tell it,
+the predicted gain of a step beyond the baseline's at every point of the probe, whether it is told from 0,
 and over all of them Spearman's rank correlation of the mean prediction with what was found, with a bootstrap interval;
 once for steps as they are, and once for steps of the baseline's length, where learning rates make no difference.
 """
@@ -63,7 +63,7 @@ def predictions(report: dict[str, Any], label: str, reading: str) -> list[tuple[
 
 
 def _told(one: dict[str, float]) -> bool:
-    """As the sentences of a probe have it."""
+    """By its interval, and more than nothing: for steps of one length a sentence of the probe says so."""
     return not one["low"] <= 0 <= one["high"] and abs(one["estimate"]) >= 100 * LEAST_GAIN
 
 
