@@ -922,6 +922,27 @@ MUTANTS = [
         "x_RV = x_RV / how.temperature", "x_RV = x_RV / 1",
         ("test_serving.py::test_the_likeliest_tokens_are_those_of_a_forward_pass",),
     ),
+    # -- recorded rollouts in a probe -------------------------------------------------------------------------------
+    Mutant(
+        "recorded: the sign of k3's log ratio", "retrain/probe/reread.py",
+        "ratio_N - 1 - log_ratio_N", "ratio_N - 1 + log_ratio_N",
+        ("test_probe_recorded.py::test_the_distance_is_that_of_the_definition",),
+    ),
+    Mutant(
+        "recorded: groups that were too old train after all", "retrain/probe/reread.py",
+        'if one.line["discarded"] == TOO_OLD:', 'if one.line["discarded"] == "":',
+        ("test_probe_recorded.py::test_groups_that_were_too_old_to_train_are_left_out",),
+    ),
+    Mutant(
+        "recorded: a checkpoint has the step before it too", "retrain/probe/recorded.py",
+        "<= step < end)", "- 1 <= step < end)",
+        ("test_probe_recorded.py::test_weights_with_too_few_recorded_steps_are_left_out_and_named",),
+    ),
+    Mutant(
+        "recorded: the same direction in longer steps is no difference", "retrain/probe/words.py",
+        "if ratio := _other_steps(condition):", "if ratio := None:",
+        ("test_probe.py::test_the_same_direction_in_longer_steps_expects_nothing",),
+    ),
 ]  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from hostile import HOSTILE, MARKER
 from lane_cases import fresh_logits, local_policy, totals, trained
 from lane_cases import rollout as sampled
 from pages import Reader
+from probe_cases import BINARY, probed, toy
 from probe_predicts import main as predictions_and_findings
 from safetensors.torch import load_file
-from toycampaign import WORLD, campaign, toy_world
-from toymodels import campaign_head, qwen3_directory, toy_base
+from toycampaign import campaign, toy_world
+from toymodels import qwen3_directory, toy_base
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.probed import probe_digest, probe_lines, probe_path, whole_line
@@ -40,7 +41,6 @@ from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, objective_of
 from retrain.policy.protocol import TrainBatch
 from retrain.probe import measure, store
-from retrain.probe.measure import Effort, probe
 from retrain.probe.page import probe_page
 from retrain.probe.points import points_of
 from retrain.probe.rollouts import success_gradients
@@ -49,27 +49,6 @@ from retrain.probe.words import Line, lines_of
 from retrain.record.observer import NullObserver
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn
 
-BINARY = '''
-def score(completion, answer):
-    """1 for a completion with more even than odd characters, about half of a toy model's."""
-    return float(2 * sum(ord(c) % 2 == 0 for c in completion) > len(completion))
-
-def always(completion, answer):
-    return 1.0
-
-def broken(completion, answer):
-    raise RuntimeError("no such column")
-'''
-SHORT = """[training]
-batch_size = 3
-group_size = {group}
-max_tokens = 8
-lr = 0.01
-save_every = 2
-[evaluation]
-problems = {problems}
-"""
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,20 +56,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = toy_world(folder)
     (folder / "binary.py").write_text(BINARY)
     return model
-
-
-def toy(folder: Path, model: Path, *conditions: tuple[str, str], group: int = 4, problems: int = 4,
-        function: str = "score", extra: str = "", **keys: Any) -> Path:  # fmt: skip
-    world = WORLD.format(model=model, module=model.parent / "binary.py", dtype="float32")
-    world = world.replace("workers = 1", f'custom_function = "{function}"\nworkers = 1')
-    path = folder / "toy.toml"
-    head = campaign_head(*conditions, seeds=[1, 2], **{"max_steps": 4, **keys})
-    path.write_text(head + world + SHORT.format(group=group, problems=problems) + extra)
-    return path
-
-
-def probed(path: Path, *at: str, batches: int = 4, problems: int = 4) -> dict[str, Any]:
-    return probe(Plan.of(load(path, ())), points_of(at), Effort(batches, problems, 4), lambda text: None)
 
 
 def of(report: dict[str, Any], label: str) -> dict[str, Any]:
@@ -129,6 +94,9 @@ def test_another_learning_rate_is_another_length_of_the_same_update(tmp_path: Pa
         3 * report["points"][0]["conditions"][0]["alignment"]["gain"]["estimate"]
     )
     assert other["alignment"]["versus_baseline"]["estimate"] == pytest.approx(0, abs=1e-12)  # at equal length
+    assert other["alignment"]["beyond_baseline"]["estimate"] == pytest.approx(
+        other["alignment"]["gain"]["estimate"] * 2 / 3
+    )
 
 
 def test_the_learning_rate_to_set_is_one_of_the_file_not_of_its_schedule(tmp_path: Path, world: Path):
@@ -687,6 +655,19 @@ def test_a_length_is_told_with_what_adamw_leaves_of_it():
     assert "set lr = 0.005" in kinds["length"]
 
 
+def test_the_same_direction_in_longer_steps_expects_nothing():
+    """campaigns/lr.toml: at cosine 1 the rate of twice the size ended 8.3 points below."""
+    for cosine, expected in ((interval(1.0, 1.0, 1.0), None), (interval(0.9, 0.8, 0.95), interval(0.98, 0.9, 1.0))):
+        found = told(cosine, expected=expected, length=1.0, adamw=2.0)
+        assert [line.kind for line in found] == ["length", "direction"]
+        assert not any(line.equal for line in found)
+        assert "expect no difference" not in "".join(line.text for line in found)
+        assert "in AdamW steps 2 times as long: a difference would be one of learning rates" in found[1].text
+    (own,) = told(None, same=False, expected=interval(0.999, 0.995, 1.0), adamw=1.3)
+    assert (own.kind, own.equal) == ("direction", False)
+    assert [line.kind for line in told(interval(1.0, 1.0, 1.0), adamw=1.2)] == ["same"]
+
+
 def test_alignment_decides_what_to_expect():
     worse = told(interval(0.9, 0.8, 0.95), versus=interval(-0.002, -0.003, -0.001))
     assert worse[0].kind == "worse"
@@ -694,6 +675,8 @@ def test_alignment_decides_what_to_expect():
     better = told(interval(0.9, 0.8, 0.95), versus=interval(0.002, 0.001, 0.003))
     assert better[0].kind == "better"
     assert all(line.kind not in ("better", "worse") for line in told(interval(0.9), versus=interval(0, -0.1, 0.1)))
+    nothing = interval(-0.00004, -0.00006, -0.00002)  # what would be printed as −0.00 [−0.01, −0.00]
+    assert [line.kind for line in told(interval(0.999, 0.998, 1.0), versus=nothing)] == ["same"]
 
 
 def test_the_command_prints_keeps_and_draws(tmp_path: Path, world: Path):
@@ -743,18 +726,23 @@ def test_predictions_stand_beside_what_was_found(tmp_path: Path, capsys: pytest.
         return str(path)
 
     def gain(low: float | None, high: float | None) -> dict[str, Any]:
-        return {"versus_baseline": interval(0.01, low, high)}
+        same = interval(1e-18, 1e-19, 1e-17)  # nothing but rounding
+        return {"beyond_baseline": interval(0.01, low, high), "versus_baseline": same}
 
     predictions_and_findings([written(gain(None, None), gain(0.005, 0.02), gain(-0.01, 0.02)), "c1=2.5", "c2=-1"])
-    one = "+1.00 [+0.50, +2.00] (told)"
+    one, none = "+1.00 [+0.50, +2.00] (told)", "+0.00 [+0.00, +0.00]"
     assert capsys.readouterr().out.splitlines() == [
+        "steps as they are:",
         f"c1: start {one}, step 2 {one}; found +2.5",
         "c2: start +1.00 [−1.00, +2.00], step 2 +1.00 [−1.00, +2.00]; found −1.0",
+        "steps of the baseline's length:",
+        f"c1: start {none}, step 2 {none}; found +2.5",
+        f"c2: start {none}, step 2 {none}; found −1.0",
     ]
     for made, given, words in (
         ([None, None], "c1=1", "toy.toml predicts nothing at start: probe again without --problems 0"),
         ([gain(0, 0), gain(None, None)], "c1=1", "has no interval for c1 at start: probe again with more"),
-        ([{"versus_baseline": None}, gain(0, 0)], "c0=1", "c0 is the baseline of toy.toml: name another"),
+        ([gain(0, 0), gain(0, 0)], "c0=1", "c0 is the baseline of toy.toml: name another"),
         ([gain(0, 0), gain(0, 0)], "c9=1", "has no condition c9: c0, c1"),
         ([gain(0, 0), gain(0, 0)], "c1=much", "c1=much ends in no number of points"),
     ):

@@ -25,8 +25,23 @@ def probe(
             show_default=False,
         ),
     ] = None,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(
+            "--rollouts",
+            metavar="RUN",
+            help="Run directory whose recorded rollouts to credit, at its own checkpoints, instead of sampling any.",
+            show_default=False,
+        ),
+    ] = None,
     batches: Annotated[
-        int | None, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts; without it 16.")
+        int | None,
+        typer.Option(
+            "--batches",
+            metavar="N",
+            min=1,
+            help="Batches of training rollouts, without it 16; of recorded steps the newest, without it all.",
+        ),
     ] = None,
     problems: Annotated[
         int | None,
@@ -49,14 +64,21 @@ def probe(
     from retrain.probe.measure import Effort, comparable
     from retrain.probe.measure import probe as compare
     from retrain.probe.points import points_of
+    from retrain.probe.recorded import points_at, recorded_of
     from retrain.probe.words import lines_of
 
     plan = Plan.of(read(file, sets))
-    comparable(plan)  # a file with nothing to compare is told before anything is loaded
-    points = points_of(at or [], plan.specs[0].config.resume.from_)
+    recorded = None if rollouts is None else recorded_of(rollouts, batches)
+    comparable(plan, recorded)  # a file with nothing to compare is told before anything is loaded
+    begin, left_out = plan.specs[0].config.resume.from_, list[str]()
+    if recorded is None:
+        points = points_of(at or [], begin)
+    else:
+        points, left_out = points_at(recorded, at or [], begin)
     asked = {"batches": batches, "problems": problems, "samples": samples}
     effort = Effort(**{name: number for name, number in asked.items() if number is not None})
-    found = compare(check(plan, places=False), points, effort, _progress)
+    found = compare(check(plan, places=False), points, effort, _progress, recorded=recorded)
+    found["notes"] += left_out
     report = {"file": str(file), "digest": probe_digest(plan.specs), **found}
     report["lines"] = [vars(line) for line in lines_of(report)]
     write_text(probe_path(file), dumps(report, indent=2) + "\n")
@@ -81,15 +103,18 @@ def _progress(text: str) -> None:
 def print_probe(report: Mapping[str, Any]) -> None:
     """The probe for a person or a log: a table and a matrix for each point, then what they come to."""
     from retrain.campaign.judging.probed import whole_line
+    from retrain.probe.words import recorded_words
 
     for text in report["notes"]:
         note(text)
     for point in report["points"]:
         success = f", {100 * point['success']:.0f} % right"
         print(
-            f"{visible(point['at'])}: {report['batches']} batches of {report['prompts']} × {report['samples']} answers"
+            f"{visible(point['at'])}: {point['batches']} batches of {report['prompts']} × {report['samples']} answers"
             f"{success}; against {visible(report['baseline'])}"
         )
+        if point["recorded"] is not None:
+            print(visible(recorded_words(report, point)))
         if point["uniform_batches"]:
             note(f"{point['uniform_batches']} batches have nothing to learn from")
         print()

@@ -238,15 +238,16 @@ def mean_difference(
     own_BP: Products_BP,
     baseline_BP: Products_BP,
     generator: np.random.Generator,
-    scale: Callable[[Table], Table],
+    scale: Callable[[Table], Table] | None = None,
 ) -> Interval:
-    """Mean of ``own_BP`` times its ``scale`` minus the mean of ``baseline_BP``, the same batches and parts drawn for
-    both."""
+    """Mean of ``own_BP`` times its ``scale`` (1 without it) minus the mean of ``baseline_BP``, the same batches and
+    parts drawn for both."""
     batches, parts = own_BP.shape
 
     def statistic(weights_SB: Weights_SB, weights_SP: Table) -> Table:
         own_S, base_S = (((weights_SB @ each) * weights_SP).sum(1) for each in (own_BP, baseline_BP))
-        return (scale(weights_SB) * own_S - base_S) / (weights_SB.sum(1) * weights_SP.sum(1))
+        factor_S = 1.0 if scale is None else scale(weights_SB)
+        return (factor_S * own_S - base_S) / (weights_SB.sum(1) * weights_SP.sum(1))
 
     estimate = float(statistic(np.ones((1, batches)), np.ones((1, parts)))[0])
     weights_SB, weights_SP = resampled(batches, generator), resampled(parts, generator)

@@ -34,6 +34,8 @@ from retrain.maths.schedules import sepa_lambda
 from retrain.maths.statistics import Interval
 from retrain.policy.local import LocalPolicy
 from retrain.probe.points import BASE, Arrived, Point, arrive
+from retrain.probe.recorded import LEAST_BATCHES, Recorded, usable
+from retrain.probe.reread import distance, recorded_batches
 from retrain.probe.rollouts import (
     Credited,
     credited,
@@ -52,7 +54,6 @@ from retrain.run import Run
 from retrain.tokenizer import Tokenizer
 from retrain.types import Group
 
-LEAST_BATCHES = 3
 LAYERS_SHOWN = 5
 
 
@@ -66,19 +67,25 @@ class Effort:
 
 
 def probe(
-    plan: Plan, points: Sequence[Point], effort: Effort, tell: Callable[[str], None], bases: Bases | None = None
+    plan: Plan,
+    points: Sequence[Point],
+    effort: Effort,
+    tell: Callable[[str], None],
+    bases: Bases | None = None,
+    recorded: Recorded | None = None,
 ) -> dict[str, Any]:
-    """The report of a file at these points, as plain data; nothing is written. Raises UsageError for a file with
-    nothing to compare, and what training raises."""
+    """The report of a file at these points, as plain data; nothing is written. With ``recorded`` the batches are the
+    steps of every point, else they are sampled there. Raises UsageError for a file with nothing to compare, and what
+    training raises."""
     begin = time.time()
-    specs, notes = comparable(plan)
+    specs, notes = comparable(plan, recorded)
     if effort.batches < LEAST_BATCHES:
         raise UsageError(
             f"--batches {effort.batches} is too few for an interval: type --batches {LEAST_BATCHES} or more"
         )
     with ExitStack() as stack:
         bases = bases or stack.enter_context(Bases())
-        found = [_at(plan, specs, point, effort, tell, bases) for point in points]
+        found = [_at(plan, specs, point, effort, tell, bases, recorded) for point in points]
     training = specs[0].config.training
     return {
         "name": plan.name,
@@ -89,7 +96,7 @@ def probe(
         "could_show": could_show(plan.specs),
         "begins": specs[0].config.resume.from_ or BASE,
         "metric": specs[0].config.campaign.primary_metric,
-        "batches": effort.batches,
+        "recorded": None if recorded is None else recorded.about(),
         "prompts": training.batch_size,
         "samples": training.group_size,
         "notes": notes,
@@ -98,9 +105,9 @@ def probe(
     }
 
 
-def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
-    """The conditions whose gradients lie in one space, as runs of the first seed, baseline first; and notes about those
-    that are left out. Raises UsageError unless there are two."""
+def comparable(plan: Plan, recorded: Recorded | None = None) -> tuple[list[RunSpec], list[str]]:
+    """The conditions whose gradients lie in one space, as runs of the first seed, baseline first, with ``recorded``
+    those that these rollouts can stand for; and notes about the others. Raises UsageError unless there are two."""
     seed = plan.specs[0].seed
     specs = [spec for spec in plan.specs if spec.seed == seed]
     if len(specs) < 2:
@@ -120,7 +127,10 @@ def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
         raise UsageError(
             f"no condition of {plan.name} has base, problems and adapter of the baseline: there is nothing to compare"
         )
-    return kept, notes
+    if recorded is None:
+        return kept, notes
+    kept, others = usable(kept, recorded)
+    return kept, [*notes, *others]
 
 
 def _space(spec: RunSpec) -> tuple[Any, ...]:
@@ -136,8 +146,9 @@ def _untracked(spec: RunSpec) -> RunSpec:
 
 
 def _at(
-    plan: Plan, specs: Sequence[RunSpec], point: Point, effort: Effort, tell: Callable[[str], None], bases: Bases
-) -> dict[str, Any]:
+    plan: Plan, specs: Sequence[RunSpec], point: Point, effort: Effort, tell: Callable[[str], None], bases: Bases,
+    recorded: Recorded | None,
+) -> dict[str, Any]:  # fmt: skip
     """The report of one point."""
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-probe-")))
@@ -146,7 +157,10 @@ def _at(
             cohort = assemble(job, Messages(tell), lambda: False, stack, bases)
         except DoesNotFit as short:
             raise UsageError(f"{short}: a probe has one lane for each condition") from short
-        return _Look(cohort.engine, cohort.runs, point, arrive(point, cohort.runs), effort, tell).report()
+        if recorded is not None:
+            recorded.require_base(cohort.runs[0])
+        arrived = arrive(point, cohort.runs)
+        return _Look(cohort.engine, cohort.runs, point, arrived, effort, tell, recorded).report()
 
 
 class _Look:
@@ -154,9 +168,10 @@ class _Look:
 
     def __init__(
         self, engine: Any, runs: Sequence[Run], point: Point, arrived: Arrived, effort: Effort,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], recorded: Recorded | None = None,
     ):  # fmt: skip
         self.engine, self.runs, self.point, self.arrived, self.effort = engine, runs, point, arrived, effort
+        self.recorded, self.batches = recorded, effort.batches if recorded is None else len(point.steps)
         self.tell = lambda text: tell(f"{point.name}: {text}")
         self.seconds: dict[str, float] = {}
         for run in runs:
@@ -164,6 +179,7 @@ class _Look:
             default = run.step * run.config.training.batch_size
             run.cursor.position = default if arrived.cursor is None else arrived.cursor
         self.states = [self._state(run) for run in runs]
+        self.keys = [sampling_key(run if recorded is None else runs[0]) for run in runs]
         first = runs[0].policy
         assert isinstance(first, LocalPolicy)
         self.policy = first
@@ -176,10 +192,13 @@ class _Look:
             return arrived.algorithm
         return open_gate(run.algorithm.state())
 
-    def _credit_step(self, run: Run) -> int:
-        """The step whose schedules count: the point's own; half of the run at the base, where they have not begun."""
+    def _credit_step(self, run: Run, batch: int = 0) -> int:
+        """The step whose schedules count for a batch: from the point's own on, for a recorded one that is later its
+        own; from half of the run on at the base, where they have not begun."""
         step = self.point.step
-        return step or run.config.training.max_steps // 2
+        if not step:
+            return run.config.training.max_steps // 2 + batch
+        return max(step + batch, self.point.steps[batch] if self.recorded is not None else 0)
 
     def report(self) -> dict[str, Any]:
         """All that is asked at this point."""
@@ -190,29 +209,33 @@ class _Look:
         shared = next(iter(batches.values()))
         rewards = [one.reward for groups in shared for group in groups for one in group.rollouts]
         if all(reward.total_reward is None for reward in rewards):
-            raise RunFailed(f"{self.point.typed}: no rollout has a reward: {rewards[0].error}")
+            raise RunFailed(f"{self._whose}: no rollout has a reward: {rewards[0].error}")
         if all(uniform(groups) for groups in shared):
+            other = "type more --batches, or probe another checkpoint"
             raise RunFailed(
-                f"{self.point.typed}: all groups of {len(shared)} batches have equal rewards, so no condition has "
-                "a gradient here: type more --batches, or probe another checkpoint"
+                f"{self._whose}: all groups of {len(shared)} batches have equal rewards, so no condition has "
+                f"a gradient here: {other if self.recorded is None else 'take other steps, or leave --rollouts out'}"
             )
+        away = None if self.recorded is None else self._about_recorded(shared)
         begin = time.time()
         width = int(self.policy.adapter.flat.numel())
         wanted = success_gradients(self.runs[0], held_out)
-        rows = Rows(len(self.runs) * self.effort.batches + len(wanted), width)
+        rows = Rows(len(self.runs) * self.batches + len(wanted), width)
         try:
             credits = [self._gradients(rows, number, batches) for number in range(len(self.runs))]
             for part, gradient in enumerate(wanted):
-                rows.put(len(self.runs) * self.effort.batches + part, gradient)
+                rows.put(len(self.runs) * self.batches + part, gradient)
             self.seconds["gradients"] = time.time() - begin
             scalings = [self._scaling(run) for run in self.runs]
-            found = products(rows, layers_of(self.policy.adapter), self.effort.batches, scalings, self.arrived.moments)
+            found = products(rows, layers_of(self.policy.adapter), self.batches, scalings, self.arrived.moments)
             on_disk = rows.on_disk
         finally:
             rows.close()
         return {
             "at": self.point.name,
             "step": self.point.step,
+            "batches": self.batches,
+            "recorded": away,
             "rollouts": len(rewards),
             "success": sum(reward.is_correct for reward in rewards) / max(1, len(rewards)),
             "uniform_batches": sum(uniform(groups) for groups in shared),
@@ -223,25 +246,42 @@ class _Look:
             "seconds": self.seconds,
         }
 
+    @property
+    def _whose(self) -> str:
+        """Whose rollouts these are, for messages."""
+        return self.point.typed if self.recorded is None else self.recorded.typed
+
     # -- rollouts and gradients ---------------------------------------------------------------------------------
 
     def _sampled(self) -> dict[tuple[Any, ...], list[list[Group]]]:
-        """Batches by sampling key, the baseline's first."""
+        """Batches by sampling key, the baseline's first. Recorded ones stand for all conditions."""
+        if self.recorded is not None:
+            return {self.keys[0]: recorded_batches(self.recorded, self.point.steps, self.runs[0])}
         found: dict[tuple[Any, ...], list[list[Group]]] = {}
-        for run in self.runs:
-            key = sampling_key(run)
+        for run, key in zip(self.runs, self.keys, strict=True):
             if key not in found:
-                found[key] = sample_batches(self.engine, run, self.effort.batches, self.tell)
+                found[key] = sample_batches(self.engine, run, self.batches, self.tell)
         return found
 
     def _heldout(self) -> list[Group]:
         effort, run = self.effort, self.runs[0]
         if effort.problems == 0:
             return []
-        skip = effort.batches * run.config.training.batch_size
+        steps = self.batches
+        if self.recorded is not None:
+            steps = max(0, self.point.steps[-1] + 1 - run.step)
+        skip = steps * run.config.training.batch_size
         groups = sample_heldout(self.engine, run, effort.problems, effort.samples, skip)
         self.tell(f"sampled {len(groups)} held-out problems, {effort.samples} times each")
         return groups
+
+    def _about_recorded(self, batches: Sequence[Sequence[Group]]) -> dict[str, Any]:
+        """Which steps these are, how many updates they are from the point's weights at the least and at the most, and
+        how far those are from the weights that sampled."""
+        steps, place = self.point.steps, self.point.step
+        away = [] if place is None else [abs(step - place) for step in steps]
+        ends = [min(away), max(away)] if away else None
+        return {"steps": list(steps), "updates_away": ends, **distance(self.runs[0], batches)}
 
     def _about(self, groups: Sequence[Group]) -> dict[str, Any] | None:
         """How well the point does on held-out problems."""
@@ -253,10 +293,10 @@ class _Look:
     def _gradients(self, rows: Rows, number: int, batches: dict[tuple[Any, ...], list[list[Group]]]) -> list[Credited]:
         """Credit every batch under one condition and put its gradients into their rows."""
         run, credits = self.runs[number], list[Credited]()
-        begin = self._credit_step(run)
-        for i, groups in enumerate(batches[sampling_key(run)]):
-            own = credited(run, groups, begin + i, self.states[number])
-            rows.put(number * self.effort.batches + i, gradient_of(run, own, begin + i))
+        for i, groups in enumerate(batches[self.keys[number]]):
+            step = self._credit_step(run, i)
+            own = credited(run, groups, step, self.states[number])
+            rows.put(number * self.batches + i, gradient_of(run, own, step))
             credits.append(own)
         self.tell(f"{number + 1} of {len(self.runs)} conditions: {run.spec.label}")
         return credits
@@ -278,8 +318,7 @@ class _Look:
     def _compared(self, found: Products, credits: Sequence[Sequence[Credited]]) -> dict[str, Any]:
         count = len(self.runs)
         grams = [found.gram[c, :, c] for c in range(count)]
-        keys = [sampling_key(run) for run in self.runs]
-        sampled = [keys.index(key) for key in keys]
+        sampled = [self.keys.index(key) for key in self.keys]
         pairs: list[list[dict[str, Any] | None]] = [[None] * count for _ in range(count)]
         for a in range(count):
             for b in range(a, count):
@@ -342,14 +381,15 @@ class _Look:
         """SEPA's λ in the middle batch, where the condition has one."""
         if not isinstance(run.algorithm, Standard) or run.config.algorithm.transform_mode != "gtpo_sepa":
             return None
-        step = self._credit_step(run) + self.effort.batches // 2
+        step = self._credit_step(run, self.batches // 2)
         return sepa_lambda(run.algorithm.schedule, self.states[number]["sepa"], step)
 
     def _alignment(
         self, found: Products, number: int, steps: np.ndarray, aligned: np.ndarray, beta1: float
     ) -> dict[str, Any] | None:
         """With held-out success: cosine and inner product of the gradient, and the first-order gain of AdamW's step,
-        as it is and at the baseline's length, absolute and beyond the baseline's."""
+        as it is and at the baseline's length, absolute and beyond the baseline's (``beyond_baseline`` as it is,
+        ``versus_baseline`` at its length)."""
         if not found.wanted.size:
             return None
         stream = partial(self._stream, "alignment")
@@ -358,10 +398,11 @@ class _Look:
             own, base = (gradients.steady_length(steps[each], beta1, weights) for each in (number, 0))
             return np.divide(base, own, out=np.zeros_like(base), where=own > 0)
 
-        versus = None
+        versus = beyond = None
         if number:
             # The baseline's part is paired: the same batches, the same held-out problems, the same resamples.
             versus = _json(gradients.mean_difference(aligned[number], aligned[0], stream(), factor))
+            beyond = _json(gradients.mean_difference(aligned[number], aligned[0], stream()))
         return {
             "cosine": _json(gradients.aligned_cosine(
                 found.aligned[number], found.gram[number, :, number], found.wanted, stream()
@@ -370,6 +411,7 @@ class _Look:
             "gain": _json(gradients.mean_product(aligned[number], stream())),
             "gain_equal": _json(gradients.mean_product(aligned[number], stream(), factor)),
             "versus_baseline": versus,
+            "beyond_baseline": beyond,
         }  # fmt: skip
 
 

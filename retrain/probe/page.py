@@ -10,6 +10,7 @@ from typing import Any
 
 from retrain.campaign.judging.probed import whole_line
 from retrain.probe.picture import point_matrix
+from retrain.probe.words import recorded_words
 from retrain.record.charts import Row, Series, dot_chart, line_chart
 from retrain.record.html import asset, escape, page, table
 from retrain.record.numbers import interval, minus, percent
@@ -23,7 +24,7 @@ def probe_page(report: Report) -> str:
     """The whole document."""
     points = report["points"]
     facts = (
-        f"{report['model']} · {report['batches']} batches of {report['prompts']} × {report['samples']} answers · "
+        f"{report['model']} · batches of {report['prompts']} × {report['samples']} answers · "
         f"baseline {report['baseline']} · {report['seconds']:.0f} s"
     )
     body = f"<header><h1>{escape(report['name'])}: probe</h1><p class='muted'>{escape(facts)}</p></header>"
@@ -44,10 +45,12 @@ def _figure(caption: str, chart: str) -> str:
 
 def _point(report: Report, point: Report) -> str:
     step = "" if point["step"] is None else f", step {point['step']}"
-    told = f"{point['rollouts']} answers, {percent(point['success'])} right"
+    told = f"{point['batches']} batches, {point['rollouts']} answers, {percent(point['success'])} right"
     heldout = point["heldout"]
     if heldout:
         told += f"; {heldout['problems']} held-out problems × {heldout['samples']}, {percent(heldout['success'])} right"
+    if point["recorded"] is not None:
+        told += f". {recorded_words(report, point)}"
     caption = (
         "cosine of two conditions' gradients on the same batch; framed: of one condition's on two batches, the noise "
         "that one batch has"

@@ -27,13 +27,15 @@ BASE = "base"
 @dataclass(frozen=True)
 class Point:
     """One place in weight space. ``directory`` is None for the base; ``step`` is None where it is not known;
-    ``checkpoint``: it holds more than the weights; ``beginning``: all runs of the file begin there."""
+    ``checkpoint``: it holds more than the weights; ``beginning``: all runs of the file begin there; ``steps`` are the
+    recorded steps whose rollouts are credited there, none where rollouts are sampled."""
 
     name: str
     directory: Path | None = None
     step: int | None = None
     checkpoint: bool = False
     beginning: bool = False
+    steps: tuple[int, ...] = ()
 
     @property
     def typed(self) -> str:
@@ -59,13 +61,13 @@ def _point(name: str, typed: str) -> Point:
     if not directory.is_dir():
         raise UsageError(f"{typed} is not a directory: name a run, checkpoint or adapter directory, or base")
     if (directory / STATE).is_file():
-        return _checkpoint(directory, name)
+        return checkpoint_point(directory, name)
     if checkpoint_directories(directory):
         reports: list[str] = []
         newest = newest_whole(directory, reports)
         if newest is None:
             raise CheckpointError(f"{directory} has no whole checkpoint: {'; '.join(reports)}")
-        return _checkpoint(newest, str(newest))
+        return checkpoint_point(newest, str(newest))
     if (directory / "adapter_config.json").is_file():
         return Point(name, directory, _final_step(directory))
     if (directory / "runs").is_dir():
@@ -75,7 +77,8 @@ def _point(name: str, typed: str) -> Point:
     raise UsageError(f"{typed} has neither a checkpoint nor an adapter: name a run, checkpoint or adapter directory")
 
 
-def _checkpoint(directory: Path, name: str) -> Point:
+def checkpoint_point(directory: Path, name: str) -> Point:
+    """A checkpoint. Raises CheckpointError for one that is damaged."""
     verify_checkpoint(directory)
     return Point(name, directory, int(read_json(directory / STATE)["step"]), checkpoint=True)
 
