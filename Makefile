@@ -124,7 +124,7 @@ test-serving: $(VENV)/.dev
 # Playwright drives a browser that is here already; its own browsers are not downloaded. axe-core comes in a package.
 build/browser/.ready: $(VENV)/.dev tests/ui/requirements.txt
 	$(BIN)/python -m venv build/browser
-	cd build/browser/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > zz_shared.pth
+	cd build/browser/lib/python*/site-packages && ls -d $(CURDIR) $(CURDIR)/$(VENV)/lib/python*/site-packages > zz_shared.pth
 	build/browser/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement tests/ui/requirements.txt
 	@touch $@
 

@@ -246,6 +246,8 @@ class Columns:
         numbers[covered:] = self._rest.column(key)
         if blocks:
             with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
+                if hasattr(os, "posix_fadvise"):  # a page of each block is wanted, and not those behind it
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 _read(file.fileno(), blocks, key, numbers[:covered])
         return numbers[max(0, len(numbers) - max(0, len(self) - since)) :]
 

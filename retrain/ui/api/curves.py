@@ -150,7 +150,8 @@ def grid_of(lines: Sequence[Line], part: Window | None) -> tuple[np.ndarray, np.
             common = np.intersect1d(common, line.steps)
     if not len(common):
         return common, common
-    xs = np.mean([line.xs[np.searchsorted(line.steps, common)] for line in lines], axis=0)
+    of = [slice(None) if len(line.steps) == len(common) else np.searchsorted(line.steps, common) for line in lines]
+    xs = np.mean([line.xs[at] for line, at in zip(lines, of, strict=True)], axis=0)
     shown = inside(xs, part)
     common, xs = common[shown], xs[shown]
     if len(common) > GRID:
