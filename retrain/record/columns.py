@@ -270,7 +270,7 @@ class Columns:
 
 def _read(file: int, blocks: Sequence[_Block], key: str, to: np.ndarray) -> None:
     """One key of these blocks into float32 [rows]; what a block does not have, or has lost to a cut, stays as it is."""
-    room, begin, read = memoryview(to).cast("B"), 0, os.preadv
+    room, begin, read = to.data.cast("B"), 0, os.preadv
     for block in blocks:
         end = begin + 4 * block.rows
         place = block.place.get(key)

@@ -18,9 +18,9 @@ seed has the same adapter, the same order of problems and the same random number
         after_mean, interval            mean over seeds with its 95 % interval [low, high] (shares: score; else t)
         iqm               {estimate, low, high}: interquartile mean with the trimmed t interval, null below 4 seeds
         mean_bootstrap, iqm_bootstrap   {estimate, low, high}: expanded bootstrap over seeds, null below 8 seeds
-        difference, difference_interval     mean paired difference to the baseline (where runs are missing and the normal
-                          test decides, what its fit of all runs estimates) with its 95 % interval, which holds for
-                          all of the family at once and agrees with the test: other seeds, these problems
+        difference, difference_interval     mean paired difference to the baseline (of the normal test, where runs are
+                          missing: what its fit estimates) with its 95 % interval, which holds for all of the family
+                          at once and agrees with the test: other seeds, these problems
         difference_t      95 % t interval of this difference alone, from the same pairs
         difference_new_problems     {estimate, low, high} for other seeds on new problems like these; null without the
                           completions of the evaluations
