@@ -218,7 +218,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
 
     config, training = specs[0].config, specs[0].config.training
     peaks = config.backpressure
-    device = costs.find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    device = costs.find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
     works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
     print(
         f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
@@ -242,7 +242,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
         )
     total = sum(each.seconds for each in estimates)
     print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
-    if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
+    if device.kind == "cpu" and config.backend.device != "cpu" and total > DAY:
         there = costs.reference_gpu()
         alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
         print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
