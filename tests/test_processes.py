@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from toymodels import campaign_head
+from typer.testing import CliRunner
 
 import retrain.campaign.running.processes as processes
+from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.executors import executor_of, slots_of
 from retrain.campaign.running.processes import Processes, Slot
 from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, StepDone, Tick
-from retrain.config import parse_dict
+from retrain.cli import app
+from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, StorageError, UsageError
 from retrain.ownership import process_start
 from retrain.policy.device import resolve_device
@@ -293,8 +297,6 @@ def test_what_does_not_go_together_is_said(data, says):
 
 
 def test_workers_need_their_executor(tmp_path):
-    from retrain.config import load
-
     path = tmp_path / "some.toml"
     head = campaign_head(("grpo", "none"), ("rloo", "none"), seeds=[1], max_steps=1, workers=2)
     path.write_text(head)
@@ -305,12 +307,50 @@ def test_workers_need_their_executor(tmp_path):
 
 
 def test_a_plan_says_who_trains_it(tmp_path):
-    from retrain.campaign.planning.plan import Plan
-    from retrain.config import load
-
     path = tmp_path / "some.toml"
     path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1) + '[backend]\ndevices = "cpu"\n')
     assert executor_of(Plan.of(load(path))).slots == 1
     executor = executor_of(Plan.of(load(path, ["campaign.executor=processes", "campaign.workers=3"])))
     assert (executor.slots, executor.has_gpu()) == (3, False)
     assert json.dumps([slot.device for slot in executor._places]) == '["cpu", "cpu", "cpu"]'
+
+
+def single_and_campaign(tmp_path) -> tuple[Path, Path]:
+    (tmp_path / "single.toml").write_text('[training]\nmax_steps = 1\n[backend]\ndevices = "cpu"\n')
+    head = campaign_head(("grpo", "none"), ("rloo", "none"), seeds=[1, 2, 3, 4], max_steps=1)
+    (tmp_path / "camp.toml").write_text(head + '[backend]\ndevices = "cpu"\n')
+    return tmp_path / "single.toml", tmp_path / "camp.toml"
+
+
+def test_options_are_settings_of_a_campaign(tmp_path):
+    single, camp = single_and_campaign(tmp_path)
+    refused = CliRunner().invoke(app, ["train", str(single), "--executor", "processes"])
+    assert (refused.exit_code, "is a single run" in refused.stderr) == (2, True)
+    wrong = CliRunner().invoke(app, ["train", str(camp), "--executor", "kubernetes"])
+    assert (wrong.exit_code, 'one of "inprocess", "processes"' in wrong.stderr) == (2, True)
+    alone = CliRunner().invoke(app, ["train", str(camp), "--dry-run"]).output
+    shared = (
+        CliRunner().invoke(app, ["train", str(camp), "--dry-run", "--executor", "processes", "--workers", "2"]).output
+    )
+    assert "lanes         1 cohort of runs" in alone
+    assert "lanes         2 cohorts of runs that step together over one base: 4 at a time" in shared
+    assert "workers/worker_<n>.log" in shared
+    assert "workers/worker_<n>.log" not in alone
+
+
+def test_a_resume_may_change_who_trains_and_not_what(tmp_path):
+    single, camp = single_and_campaign(tmp_path)
+    (tmp_path / "out").mkdir()
+    write_plan(Plan.of(load(camp, ["campaign.executor=processes", "campaign.workers=2"]), tmp_path / "out"))
+    same = read_plan(tmp_path / "out")
+    digests = [fingerprint(spec) for spec in same.specs]
+    sets = ["campaign.executor=inprocess", "campaign.max_restarts=9", "backend.devices=gpu:0"]
+    changed = read_plan(tmp_path / "out", sets)
+    assert executor_of(changed).slots == 1
+    assert [fingerprint(spec) for spec in changed.specs] == digests
+    with pytest.raises(UsageError, match="says which runs there are"):
+        read_plan(tmp_path / "out", ["campaign.seeds=[1]"])
+    (tmp_path / "one").mkdir()
+    write_plan(Plan.of(load(single), tmp_path / "one"))
+    refused = CliRunner().invoke(app, ["resume", str(tmp_path / "one"), "--workers", "2"])
+    assert (refused.exit_code, "campaign.workers is for campaigns" in refused.stderr) == (2, True)

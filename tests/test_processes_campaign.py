@@ -114,13 +114,15 @@ def test_two_workers_leave_what_one_process_leaves(tmp_path, world, whole):
     def look(spec, count):
         if count == 1:
             shown.extend(run for run in read_status(out)["runs"] if run["run_id"] == spec.run_id)
+            shown.extend(read_status(out / "runs" / spec.run_id)["runs"])
 
     heard = Heard(look)
     assert execute(planned(world, out, THERE), heard).exit_status == 0
     assert differing(contents(out), whole) == []
     assert {worker for each in heard.workers.values() for worker in each} == {"1 cpu", "2 cpu"}
     assert len(heard.workers) == 8
-    assert [run["worker"] for run in shown] == [heard.workers[run["run_id"]][0] for run in shown] != []
+    assert [run["worker"] for run in shown] == [heard.workers[run["run_id"]][0] for run in shown]
+    assert [run["state"] for run in shown] == ["running"] * 2
     assert {run["worker"] for run in read_status(out)["runs"]} == {None}
     assert leases(out) == []
     assert read_json(out / "manifest.json")["memory"].keys() == heard.workers.keys()
@@ -171,7 +173,13 @@ def test_one_interrupt_ends_everywhere_after_the_step(tmp_path, world, whole):
     assert "interrupted" in states
     assert "running" not in states
     assert leases(out) == []
-    assert execute(check(read_plan(out, ["campaign.executor=inprocess"])), NullObserver()).exit_status == 0
+    states = []
+
+    def look(spec, count):  # the lock that a worker has left there says nothing
+        states.append(read_status(out / "runs" / spec.run_id)["runs"][0]["state"])
+
+    assert execute(check(read_plan(out, ["campaign.executor=inprocess"])), Heard(look)).exit_status == 0
+    assert {*states} == {"running"}
     assert differing(contents(out), whole) == []
 
 

@@ -280,3 +280,16 @@ def test_ctrl_c_leaves_the_command_quietly(tmp_path, environment):
     finally:
         process.kill()
     assert (process.returncode, rest, errors) == (0, "", "")
+
+
+def test_a_worker_is_told_with_the_start_of_its_run(tmp_path):
+    campaign, stream = Campaign(tmp_path / "c"), io.StringIO()
+    follower = Follower(tmp_path / "c", JsonLines(stream))
+    campaign.hold()
+    campaign.runs[0]["worker"] = "2 gpu:1"
+    campaign.state(0, "running")
+    follower.look()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["plan", "worker", "start"]
+    assert lines[1] == {"event": "worker", "run": lines[2]["run"], "worker": "2 gpu:1"}
+    campaign.release()

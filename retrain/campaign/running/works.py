@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import Manifest
@@ -35,12 +34,11 @@ class CohortWork:
     campaign: Campaign
     specs: Sequence[RunSpec]
     again: bool = False
-    trains: ClassVar[bool] = True
+    names: frozenset[str] = field(init=False)
+    trains: bool = field(default=True, init=False)
 
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """See ``Work.names``."""
-        return frozenset(spec.run_id for spec in self.specs)
+    def __post_init__(self) -> None:
+        self.names = frozenset(spec.run_id for spec in self.specs)
 
     def left(self) -> list[RunSpec]:
         """The runs of the next job; none when all have ended.
@@ -81,12 +79,9 @@ class SqueezeWork:
     campaign: Campaign
     spec: RunSpec
     place: str
-    trains: ClassVar[bool] = False
-
-    @property
-    def names(self) -> frozenset[str]:
-        """See ``Work.names``; what has finished is nobody else's matter."""
-        return frozenset()
+    names: frozenset[str] = field(default=frozenset(), init=False)
+    """None: what has finished is nobody else's matter."""
+    trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
         """See ``Work.job``."""
