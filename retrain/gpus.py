@@ -13,6 +13,8 @@ from pathlib import Path
 
 from retrain.errors import DeviceLost
 
+OWN_GPU = "RETRAIN_OWN_GPU"
+"""Set in the environment of a process that has been given one GPU, the only one that it sees."""
 TOOL_SECONDS = 20.0
 LOST = (
     "device-side assert",

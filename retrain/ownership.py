@@ -33,7 +33,7 @@ LAYOUT = (
     MARK, ".lease", "manifest.json", "plan.json", "config.json", "code.diff", "environment.json", "runs", "base",
     "squeeze", "comparison.json", "report.html", "metrics.jsonl", "metrics.f32", "evals.jsonl",
     "checkpoints.jsonl", "timing_spans.jsonl", "notes.jsonl", "emergence", "timeline.html", "run.log",
-    "checkpoints", "final", "iterations.jsonl", "tokens_*", "train_iteration_*", "eval_*_iteration_*",
+    "checkpoints", "final", "iterations.jsonl", "workers", "tokens_*", "train_iteration_*", "eval_*_iteration_*",
     "tensorboard", "wandb",
 )  # fmt: skip
 """Names (patterns) that a campaign or run writes directly in its directory."""

@@ -46,6 +46,7 @@ LISTED = (("campaign", "conditions"), ("reward", "components"))
 """Keys that hold tables."""
 READ_AS = {
     "training.seed": (-1, 0),
+    "training.top_k": (-1, 0),
     "environment.max_turns": (-1, 1),
     "environment.args": ("", {}),
     "inference.engine": ("pytorch", "local"),

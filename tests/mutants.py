@@ -447,8 +447,8 @@ MUTANTS = [
         ("test_executor.py::test_a_toy_executor_trains_a_campaign_as_this_process_does",),
     ),
     Mutant(
-        "controller: a job does not hear what was accepted", f"{RUNNING}/controller.py",
-        "accepted=list(self.approval.accepted)", "accepted=[]",
+        "works: a job does not hear what was accepted", f"{RUNNING}/works.py",
+        "accepted=list(self.campaign.approval.accepted)", "accepted=[]",
         ("test_executor.py::test_accepted_changes_reach_a_job_that_has_found_them",),
     ),
     Mutant(
@@ -458,8 +458,38 @@ MUTANTS = [
     ),
     Mutant(
         "bases: another precision shares the base", f"{RUNNING}/models.py",
-        "config.backend.devices, config.inference.dtype,", "config.backend.devices,",
+        "config.backend.device, config.inference.dtype,", "config.backend.device,",
         ("test_base.py::test_another_base_is_loaded_when_the_first_is_gone",),
+    ),
+    Mutant(
+        "scheduler: a run is in two jobs at once", f"{RUNNING}/scheduler.py",
+        "if not work.names & busy", "if True",
+        ("test_scheduler.py::test_a_run_is_in_one_job_at_a_time",),
+    ),
+    Mutant(
+        "scheduler: the dead begin again for ever", f"{RUNNING}/scheduler.py",
+        "if deaths <= self.max_restarts:", "if True:",
+        ("test_scheduler.py::test_without_restarts_the_first_death_is_the_last",),
+    ),
+    Mutant(
+        "processes: a fault does not wait for the others", f"{RUNNING}/processes.py",
+        "if not busy and self._fault is not None:", "if self._fault is not None:",
+        ("test_processes.py::test_a_full_disk_ends_the_campaign_once_the_others_have_stopped",),
+    ),
+    Mutant(
+        "processes: what is given up lives on", f"{RUNNING}/processes.py",
+        "        finally:\n            self._kill_busy()\n", "        finally:\n            pass\n",
+        ("test_processes.py::test_what_is_given_up_is_killed",),
+    ),
+    Mutant(
+        "lease: nobody waits for writers", f"{RUNNING}/lease.py",
+        "        if not writing:\n", "        if True:\n",
+        ("test_lease.py::test_writers_that_live_on_are_waited_for",),
+    ),
+    Mutant(
+        "looks: what is under way is marked as stopped", f"{JUDGING}/sequential.py",
+        "        if spec.run_id in under_way:\n", "        if False:\n",
+        ("test_processes_campaign.py::test_a_look_stops_what_is_under_way_and_begins_no_more",),
     ),
     # -- roles beside keys ------------------------------------------------------------------------------------------
     Mutant(

@@ -426,7 +426,7 @@ SINGLE = [
     ),
     ('[inference]\nurl = "http://x"', 'has no effect with engine = "local"'),
     ('[backend]\nbackend = "tinker"', 'backend = "local"'),
-    ('[backend]\ndevices = "cuda:0"', '"auto", "cpu" or a GPU such as "gpu:0"'),
+    ('[backend]\ndevices = "cuda:0"', 'a GPU such as "gpu:0" or a range of them such as "gpu:0-7"'),
     ('[backend]\ndevices = "gpu:0,gpu:1"', 'devices = "auto"'),
     ('[planning]\ndetector = "semantics"', 'did you mean detector = "semantic"'),
     ('[planning]\nmodel = "x"', 'has no effect with detector = "regex": remove the line, or detector = "semantic"'),

@@ -376,3 +376,18 @@ def test_a_step_has_one_number_everywhere(tmp_path):
     assert 'data-step="3"' not in timeline
     recorded = RunResult("a_s1", "a", 1, "done", None, tmp_path, rows=read_jsonl(tmp_path / "metrics.jsonl"))
     assert recorded.curve("mean_reward")[-1] == (2, 0.5)  # as the report draws it
+
+
+def test_the_table_says_which_worker_trains_a_run_where_there_are_several():
+    board, stream = Board(), io.StringIO()
+    play(board)
+    assert "worker" not in draw(board, width=120)
+    for observer in (board, PlainConsole(stream)):
+        for spec, worker in zip(specs(3), ("1 gpu:0", "2 gpu:1", "2 gpu:1"), strict=True):
+            observer.placed(spec, worker)
+    board.run_finished(specs(3)[2], "done")
+    for width in (80, 120):
+        text = draw(board, width=width)
+        assert re.search(r" worker\s", text)
+        assert (text.count("1 gpu:0"), text.count("2 gpu:1")) == (1, 1)  # of those that run
+    assert stream.getvalue().splitlines()[0] == f"worker run={specs(1)[0].run_id} worker=1_gpu:0"

@@ -27,11 +27,13 @@ from retrain.campaign.running.protocol import (
     Evaluated,
     Facts,
     JobEnded,
+    JobStarted,
     Message,
     RunEnded,
     RunStarted,
     SqueezeJob,
     StepDone,
+    Tick,
     from_json,
     to_json,
 )
@@ -86,6 +88,7 @@ class Recorded:
     def __init__(self, executor):
         self.executor, self.jobs = executor, []
         self.events, self.close, self.has_gpu = executor.events, executor.close, executor.has_gpu
+        self.slots = executor.slots
 
     def submit(self, job):
         self.jobs.append(job)
@@ -109,6 +112,8 @@ def test_jobs_and_events_are_plain_data(tmp_path, model):
         RunEnded("grpo+none_s1", "failed", "a reason"),
         Facts({"squeeze": {"recommended_rank": 2, "rows": [{"rank": 1}]}}),
         Message("a line", "warning"),
+        JobStarted("1", "2 gpu:1", ["grpo+none_s1"]),
+        Tick(),
         JobEnded("1", "too_large", "two fit", 2, ["a", "b"]),
     ]
     for item in items:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.running.lease import LEASE, DirectoryLock, machine, process_start
+from retrain.campaign.running.lease import LEASE, DirectoryLock, machine, process_start, wait_for_writers
 from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, claim
@@ -148,3 +148,36 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
     assert process.returncode == 130
     assert "stopped at the last checkpoint" in errors
     assert time.monotonic() - begin < 10
+
+
+def test_writers_that_live_on_are_waited_for(tmp_path):
+    """Of three leases one is a living process's, which ends by itself; a dead one's and nobody's hold nothing up."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)"])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    start = process_start(dead.pid)
+    dead.wait()
+    directories = [tmp_path / name for name in ("mine", "dead", "free")]
+    lease(directories[0], pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
+    lease(directories[1], pid=dead.pid, process_start=start, **machine())
+    reaper = threading.Thread(target=sleeper.wait)
+    reaper.start()
+    told: list[str] = []
+    wait_for_writers(directories, told.append)
+    assert process_start(sleeper.pid) is None
+    reaper.join()
+    assert told == [f"waiting for process {sleeper.pid} on {machine()['host']} to finish the step of 1 run"]
+    wait_for_writers(directories, told.append)
+    assert len(told) == 1
+
+
+def test_a_lease_of_another_machine_that_stands_still_is_dead(tmp_path):
+    lease(tmp_path / "run")
+    begin = time.monotonic()
+    wait_for_writers([tmp_path / "run"], watch=0.5)
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_a_lock_claims_the_directory_for_its_owner(tmp_path):
+    owner = claim(tmp_path)
+    with DirectoryLock(tmp_path / "runs" / "a", owner=owner.at("runs/a")):
+        assert claim(tmp_path / "runs" / "a", owner.at("runs/a")).place == "runs/a"

@@ -291,3 +291,16 @@ def test_lines_are_read_in_pieces_of_any_size(tmp_path, monkeypatch):
         with open(path, "rb") as file:
             assert list(whole_lines(file, 0)) == [(b"one\n", 4), (b"\n", 5), (b"x" * 50 + b"\n", 56)]
             assert list(whole_lines(file, 5)) == [(b"x" * 50 + b"\n", 56)]
+
+
+def test_a_worker_is_told_with_the_start_of_its_run(tmp_path):
+    campaign, stream = Campaign(tmp_path / "c"), io.StringIO()
+    follower = Follower(tmp_path / "c", JsonLines(stream))
+    campaign.hold()
+    campaign.runs[0]["worker"] = "2 gpu:1"
+    campaign.state(0, "running")
+    follower.look()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["plan", "worker", "start"]
+    assert lines[1] == {"event": "worker", "run": lines[2]["run"], "worker": "2 gpu:1"}
+    campaign.release()

@@ -38,7 +38,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
     assert quiet == (expanded("logging", "squeeze", "campaign") - {"logging.strategic_grams", "campaign.seed"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "environment.python", *WHERE, *CHARTS,
+        "backend.adapter_path", "backend.devices", "environment.python", *WHERE, *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
@@ -49,7 +49,8 @@ def test_in_what_replicates_may_differ():
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
         "evaluation.schedule",
-        "backend.adapter_path", "model.local_files_only", "reward.timeout_s", "reward.workers", "reward.reward_batch",
+        "backend.adapter_path", "backend.devices", "model.local_files_only", "reward.timeout_s", "reward.workers",
+        "reward.reward_batch",
         "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
         "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
         "inference.tolerance", "inference.mismatch_limit",
@@ -86,7 +87,6 @@ OTHER_BASE = [
     {"model": {"model": "elsewhere/model"}},
     {"model": {"revision": "main"}},
     {"model": {"trust_remote_code": True}},
-    {"backend": {"devices": "cpu"}},
     {"backend": {"backend": "mine:Own"}},
     {"backend": {"backend": "mine:Own", "options": {"a": 1}}},
     {"inference": {"dtype": "float64"}},
@@ -115,6 +115,7 @@ SAME_BASE = [
     {"evaluation": {"schedule": "verdict"}},
     {"logging": {"log_dir": "elsewhere", "strategic_grams": ["hm"]}},
     {"backend": {"adapter_path": "elsewhere"}},
+    {"backend": {"devices": "cpu"}},
 ]
 
 

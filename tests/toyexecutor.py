@@ -25,6 +25,8 @@ class Child:
 
 
 class Processes:
+    slots = 1
+
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.has_gpu = lambda: False

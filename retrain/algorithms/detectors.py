@@ -34,7 +34,7 @@ def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
         return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
     if planning.detector == "semantic":
         return SemanticDetector(
-            load_embedder(planning.model, config.backend.devices, config.model.local_files_only),
+            load_embedder(planning.model, config.backend.device, config.model.local_files_only),
             planning.planning_anchors or PLANNING_ANCHORS,
             planning.execution_anchors or EXECUTION_ANCHORS,
             planning.threshold,

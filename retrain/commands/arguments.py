@@ -71,6 +71,23 @@ Detect = Annotated[
     ),
 ]
 
+ExecutorName = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help="Where a campaign's cohorts train: inprocess or processes (campaign.executor).",
+        show_default=False,
+    ),
+]
+
+WorkerCount = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", metavar="N", min=1, help="How many processes train (campaign.workers).", show_default=False
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -80,6 +97,12 @@ def require_directory(directory: Path) -> None:
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+
+
+def executor_sets(executor: str | None, workers: int | None) -> list[str]:
+    """These options as settings of their keys."""
+    given = {"campaign.executor": executor, "campaign.workers": workers}
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 def read(file: Path, sets: Sequence[str] | None) -> Loaded:

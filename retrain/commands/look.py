@@ -22,6 +22,7 @@ from retrain.commands.arguments import (
 )
 from retrain.commands.output import count, duration, note, print_comparison, print_table, size, visible
 from retrain.files import dumps
+from retrain.gpus import nvidia_gpus
 from retrain.wording import listed, plural
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
 
     config, training = specs[0].config, specs[0].config.training
     peaks = config.backpressure
-    device = costs.find_device(config.backend.devices, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    device = costs.find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
     works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
     print(
         f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
@@ -242,7 +243,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
         )
     total = sum(each.seconds for each in estimates)
     print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
-    if device.kind == "cpu" and config.backend.devices != "cpu" and total > DAY:
+    if device.kind == "cpu" and config.backend.device != "cpu" and total > DAY:
         there = costs.reference_gpu()
         alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
         print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
@@ -327,9 +328,19 @@ DAY = 86_400.0
 
 def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]:
     """Which runs will step together on this device, if memory allows."""
-    from retrain.campaign.planning.cohorts import cohorts, lane_count
+    from retrain.campaign.planning.cohorts import cut
 
-    return cohorts(specs, lane_count(specs, device.kind == "gpu"))
+    return cut(specs, device.kind == "gpu", workers_on(device, specs[0].config))
+
+
+def workers_on(device: Device, config: Config) -> int:
+    """How many workers would train on such devices here."""
+    asked = config.campaign.workers
+    if config.campaign.executor == "inprocess":
+        return 1
+    if asked != "auto":
+        return asked
+    return len(config.backend.named_gpus) or max(1, len(nvidia_gpus())) if device.kind == "gpu" else 1
 
 
 def print_lanes(groups: list[list[RunSpec]], estimates: dict[str, Estimate]) -> None:
@@ -360,11 +371,14 @@ def time_words(
     from retrain.campaign.planning.costs import cohort_seconds
 
     groups = planned_cohorts(specs, device)
-    total = sum(
-        cohort_seconds([spec.config for spec in group], architecture, device, prompt_tokens) for group in groups
-    )
+    gpus = workers_on(device, specs[0].config) if device.kind == "gpu" else 1  # workers on a CPU share it
+    busy = [0.0] * gpus
+    for group in groups:  # each to the one that is free first
+        first = busy.index(min(busy))
+        busy[first] += cohort_seconds([spec.config for spec in group], architecture, device, prompt_tokens)
+    total = max(busy)
     each = f" ({duration(alone)} one after the other)" if max(map(len, groups)) > 1 else ""
-    return f"about {duration(total)} on {device.name}{each}"
+    return f"about {duration(total)} on {f'{gpus} × ' if gpus > 1 else ''}{device.name}{each}"
 
 
 def print_files(plan: Plan) -> None:
@@ -376,6 +390,8 @@ def print_files(plan: Plan) -> None:
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return
     rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]
+    if specs[0].config.campaign.executor == "processes":
+        rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {name}", text) for name, text in RUN_FILES]
     print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)

@@ -68,7 +68,7 @@ def serve(
         from retrain.serving.app import app_of
         from retrain.serving.service import Service
 
-        loaded = load_weights(look_at(given.config), given.config.backend.devices, given.config.inference.dtype)
+        loaded = load_weights(look_at(given.config), given.config.backend.device, given.config.inference.dtype)
         service = Service(loaded, given.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
         try:
             for name, directory in given.adapters.items():

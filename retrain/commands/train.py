@@ -13,11 +13,14 @@ from retrain.commands.arguments import (
     AcceptChanges,
     AsJson,
     ConfigFile,
+    ExecutorName,
     Out,
     Plain,
     RetryFailed,
     RunDirectory,
     Sets,
+    WorkerCount,
+    executor_sets,
     read,
     require_directory,
 )
@@ -60,13 +63,20 @@ def train(
     ] = False,
     retry_failed: RetryFailed = False,
     accept_changes: AcceptChanges = False,
+    executor: ExecutorName = None,
+    workers: WorkerCount = None,
     plain: Plain = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
-    loaded = read(file, sets)
+    from retrain.config import load
+
+    how = executor_sets(executor, workers)
+    if how and not load(file, sets or ()).config.is_campaign:
+        raise UsageError(f"{file} is a single run, which trains in this process: leave out --executor and --workers")
+    loaded = read(file, [*(sets or ()), *how])
     if dry_run:
         from retrain.campaign.planning.plan import Plan
         from retrain.commands.look import print_explanation
@@ -83,6 +93,8 @@ def resume(
     sets: Sets = None,
     retry_failed: RetryFailed = False,
     accept_changes: AcceptChanges = False,
+    executor: ExecutorName = None,
+    workers: WorkerCount = None,
     plain: Plain = False,
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
@@ -90,8 +102,9 @@ def resume(
     from retrain.campaign.running.controller import resume as go_on
 
     require_directory(directory)
+    changed = [*(sets or ()), *executor_sets(executor, workers)]
     finish(
-        plain, lambda observer: go_on(directory, observer, retry_failed, approval(accept_changes, observer), sets or ())
+        plain, lambda observer: go_on(directory, observer, retry_failed, approval(accept_changes, observer), changed)
     )
 
 

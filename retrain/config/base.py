@@ -19,6 +19,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 INT_MAX = 2**31 - 1
+DEVICE_PATTERN = r"^(auto|cpu|gpu:\d{1,3})$"
+DEVICES_PATTERN = r"^(auto|all|cpu|gpu:\d{1,3}(-\d{1,3})?)$"
+GPU_PATTERN = r"^gpu:\d{1,3}$"
 PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
@@ -192,4 +195,24 @@ OptionalPhrases = Annotated[
 OptionalSentences = Annotated[
     list[Text] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[str] | None)
 ]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|gpu:\d{1,3})$")]
+Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
+
+
+def _gpus_named(value: str | list[str]) -> str | list[str]:
+    """Each GPU once, and a range that goes up."""
+    if isinstance(value, list):
+        if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
+            raise fault(f"has {twice[0]} twice", json.dumps(list(dict.fromkeys(value))))
+    elif "-" in value:
+        first, last = map(int, value.removeprefix("gpu:").split("-"))
+        if first >= last:
+            fix = f'"gpu:{last}-{first}"' if last < first else f'"gpu:{first}"'
+            raise fault(f'is "{value}": a range names its first and its last GPU, which is a later one', fix)
+    return value
+
+
+Devices = Annotated[
+    Annotated[str, Field(pattern=DEVICES_PATTERN)]
+    | Annotated[list[Annotated[str, Field(pattern=GPU_PATTERN)]], Field(min_length=1)],
+    AfterValidator(_gpus_named),
+]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import Count, Finding, OptionalText, Role, Section, Seed, fault
+from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
 
 LABEL_MAX = 120
 """A run directory is named label_s<seed>; file systems allow 255 bytes."""
@@ -122,7 +122,16 @@ class Campaign(Section):
     max_steps: Count | None = None
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
-    """Runs that train together over one copy of the frozen base; `auto` fits them to memory."""
+    """Runs that train together over one copy of the frozen base; `auto` fits them to memory, and to the workers."""
+    executor: Literal["inprocess", "processes"] = "inprocess"
+    """Where cohorts train: one after the other in the process that was started (`inprocess`), or side by side in
+    `workers` of their own (`processes`). What is computed is the same; a campaign may be resumed with the other."""
+    workers: Literal["auto"] | Count = "auto"
+    """Processes that train cohorts side by side; `auto` is one for each of `[backend] devices`. A GPU has one; a CPU
+    counts as one device, and its cores are shared evenly by as many as are asked for."""
+    max_restarts: Natural = 3
+    """With `processes`: how often a cohort whose process died goes on in a new one, from its last checkpoints, before
+    its runs have failed."""
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
@@ -169,6 +178,9 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     if not is_run:
         yield from sequential_rules(campaign)
         yield from test_rules(campaign)
+        if campaign.executor == "inprocess" and campaign.workers != "auto":
+            keys, fix = ("campaign.workers", "campaign.executor"), 'remove the line, or executor = "processes"'
+            yield Finding(keys, 'has no effect with executor = "inprocess"', fix)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:

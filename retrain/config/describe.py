@@ -13,12 +13,27 @@ import annotated_types
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from retrain.config.base import INT_MAX, PLUGIN_PATTERN, Device, Finding, Section, Unavailable
+from retrain.config.base import (
+    DEVICE_PATTERN,
+    DEVICES_PATTERN,
+    GPU_PATTERN,
+    INT_MAX,
+    PLUGIN_PATTERN,
+    Finding,
+    Section,
+    Unavailable,
+)
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
 """By the identity of the field, which has no hash; the field beside it keeps that number from being given again."""
-_DEVICE_PATTERN = get_args(Device)[1].metadata[0].pattern
+_PATTERNS = {
+    DEVICE_PATTERN: '"auto", "cpu" or a GPU such as "gpu:0"',
+    DEVICES_PATTERN: '"auto", "all", "cpu", a GPU such as "gpu:0" or a range of them such as "gpu:0-7"',
+    GPU_PATTERN: 'GPUs such as "gpu:0"',
+    PLUGIN_PATTERN: 'a "module:function" of your own',
+}
+"""What strings of a pattern are."""
 
 
 def show(value: Any, limit: int = 60) -> str:
@@ -115,10 +130,9 @@ def expected(
         bounds = bound(metadata, limits)
         return f"{word} {bounds}" if bounds else word
     if annotation is str:
-        if any(getattr(item, "pattern", None) == _DEVICE_PATTERN for item in metadata):
-            return '"auto", "cpu" or a GPU such as "gpu:0"'
-        if any(getattr(item, "pattern", None) == PLUGIN_PATTERN for item in metadata):
-            return 'a "module:function" of your own'
+        patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
+        if words := next(filter(None, patterns), None):
+            return words
         return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "tables" if plural else "a table"

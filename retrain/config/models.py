@@ -10,7 +10,7 @@ from pydantic import Field
 from retrain.config.base import (
     Count,
     Decay,
-    Device,
+    Devices,
     Finding,
     NotNegative,
     OptionalText,
@@ -83,8 +83,31 @@ class Backend(Section):
         dict[str, str | int | float | bool], UsedWhen("backend.backend", ("module:Class",), plugins=True)
     ] = Field(default_factory=dict)
     """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
-    devices: Device = "auto"
-    """`auto` (a GPU when there is one), `cpu`, or one GPU such as `gpu:0`."""
+    devices: Annotated[Devices, Role.NAMES] = "auto"
+    """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. For `[campaign] executor =
+    "processes"` also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0", "gpu:2"]`."""
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
+
+    @property
+    def named_gpus(self) -> list[str]:
+        """The GPUs that `devices` names one by one; none for `auto`, `all` and `cpu`."""
+        if isinstance(self.devices, list):
+            return self.devices
+        if not self.devices.startswith("gpu:"):
+            return []
+        first, _, last = self.devices.removeprefix("gpu:").partition("-")
+        return [f"gpu:{index}" for index in range(int(first), int(last or first) + 1)]
+
+    @property
+    def device(self) -> str:
+        """The one device of a process that has not been given another: `auto`, `cpu`, or the first GPU."""
+        if self.named_gpus:
+            return self.named_gpus[0]
+        return "cpu" if self.devices == "cpu" else "auto"
+
+    @property
+    def several(self) -> bool:
+        """Whether `devices` asks for more than one process can use."""
+        return self.devices == "all" or len(self.named_gpus) > 1

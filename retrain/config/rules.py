@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from retrain.config.base import Finding, Section, is_plugin
-from retrain.config.describe import no_effect
+from retrain.config.describe import no_effect, toml
 from retrain.config.evaluation import CUTS, EvaluationSet
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.schedule import deciding_rules
@@ -60,6 +60,22 @@ def model_rules(config: Config) -> Iterator[Finding]:
         elif dtype == "float64":
             message = "is bfloat16, and a base in float64 is there for its digits"
             yield Finding(keys, message, 'update_dtype = "model"')
+
+
+def executor_rules(config: Config) -> Iterator[Finding]:
+    """Several devices take several processes, and these do not share servers."""
+    executor, backend = config.campaign.executor, config.backend
+    if backend.several and executor == "inprocess":
+        one = backend.named_gpus[0] if backend.named_gpus else "auto"
+        words = f"is {toml(backend.devices)}, and one process trains on one device"
+        fix = f'devices = "{one}"'
+        if config.is_campaign:
+            fix += ', or executor = "processes" in [campaign]'
+        yield Finding(("backend.devices", "campaign.executor"), words, fix)
+    if executor == "processes" and config.inference.served:
+        what = f'is "processes", and with engine = "{config.inference.engine}" one process alone uses the servers'
+        fix = 'executor = "inprocess", or engine = "local"'
+        yield Finding(("campaign.executor", "inference.engine"), what, fix)
 
 
 def off_policy_rules(config: Config) -> Iterator[Finding]:
@@ -434,6 +450,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 RULES = (
     environment_rules,
     model_rules,
+    executor_rules,
     off_policy_rules,
     server_rules,
     anneal_rules,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from retrain.errors import UsageError
-from retrain.gpus import cpu_build, nvidia_gpus
+from retrain.gpus import OWN_GPU, cpu_build, nvidia_gpus
 
 GAIN_TRIES = 9
 """Products in each dtype that are timed for ``bfloat16_gain``."""
@@ -22,13 +22,15 @@ ALLOCATOR = "expandable_segments:True"
 
 
 def resolve_device(devices: str) -> torch.device:
-    """``auto`` | ``cpu`` | ``gpu:N`` → torch device.
+    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. A process that has been given one GPU uses that one.
 
     Raises UsageError when that GPU is not there, or when a torch that was built for GPUs cannot use the machine's and
     nobody asked for the CPU.
     """
     if devices == "cpu":
         return torch.device("cpu")
+    if os.environ.get(OWN_GPU):
+        devices = "gpu:0"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count and devices == "auto":
         if not cpu_build() and (gpus := nvidia_gpus()):

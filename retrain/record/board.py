@@ -32,6 +32,8 @@ class RunView:
     seed: int
     state: str = "waiting"
     """waiting, running, done, failed, interrupted or stopped."""
+    worker: str = ""
+    """What trains it, where there are several workers."""
     first_step: int = 0
     steps_done: int = 0
     max_steps: int = 0
@@ -82,6 +84,10 @@ class Board(NullObserver):
         """Put all runs on the board."""
         for spec in specs:
             self.view(spec)
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        """Keep which worker trains it."""
+        self.view(spec).worker = worker
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """Start the run's clock."""

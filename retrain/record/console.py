@@ -49,6 +49,11 @@ class PlainConsole(Board):
         seeds = dict.fromkeys(str(spec.seed) for spec in specs)
         self._event("plan", {"runs": len(specs), "conditions": ",".join(labels), "seeds": ",".join(seeds)})
 
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        """``worker run=… worker=…``."""
+        super().placed(spec, worker)
+        self._event("worker", {"run": spec.run_id, "worker": worker.replace(" ", "_")})
+
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """``start run=… step=… max_steps=…``."""
         super().run_started(spec, step, max_steps)

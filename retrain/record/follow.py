@@ -87,6 +87,8 @@ class Follower:
             rows = rows[-1:]  # what happened before is history
         if state != "pending" and (run.state == "pending" or replaced or (state == "running" and run.state != state)):
             step = int(rows[0]["step"]) if rows else entry["step"] or 0
+            if entry.get("worker"):
+                self.observer.placed(run, entry["worker"])
             self.observer.run_started(run, step, entry["max_steps"] or 0)
             run.state = "running"
         for row in evaluations:
@@ -103,7 +105,8 @@ class Follower:
 
 
 class JsonLines(NullObserver):
-    """One JSON object per event, flushed: ``event`` (start, step, eval, end, message), ``run``, and what belongs to it.
+    """One JSON object per event, flushed: ``event`` (worker, start, step, eval, end, message), ``run``, and what
+    belongs to it.
 
     A ``step`` has the whole ``row`` of metrics.jsonl, an ``eval`` that of evals.jsonl.
     """
@@ -114,6 +117,10 @@ class JsonLines(NullObserver):
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """``plan``: the runs that there are."""
         self._line(event="plan", runs=[spec.run_id for spec in specs])
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        """``worker``."""
+        self._line(event="worker", run=spec.run_id, worker=worker)
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """``start``."""

@@ -35,13 +35,17 @@ class RunSpecLike(SpecLike, Protocol):
 
 
 class Observer(Protocol):
-    """Calls in order: ``plan``; for each run ``run_started``, any ``step`` and ``evaluated``, ``run_finished``."""
+    """Calls in order: ``plan``; for each run ``placed`` (where there are several workers), ``run_started``, any
+    ``step`` and ``evaluated``, ``run_finished``."""
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """All runs that will be made, before the first starts."""
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """A run begins at ``step`` (above 0 when resumed)."""
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        """A worker has taken the run, before it starts there; only where there are several."""
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
         """A step was recorded; ``row`` is its metrics row."""

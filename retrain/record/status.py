@@ -38,9 +38,10 @@ def read_status(directory: Path) -> dict[str, Any]:
     """The state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
 
     Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
-    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s"}],
-    "recommended_rank"}``; ``step`` counts finished steps, ``evaluations`` has the accuracy on each held-out set,
-    {name: {"before", "now"}}, and the first of them is also ``heldout_before`` and ``heldout_now``.
+    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s",
+    "worker"}], "recommended_rank"}``; ``step`` counts finished steps, ``evaluations`` has the accuracy on each held-out
+    set, {name: {"before", "now"}}, and the first of them is also ``heldout_before`` and ``heldout_now``; ``worker`` is
+    what trains it just now, where there are several.
 
     Raises:
         UsageError: the directory holds no runs, or its manifest is damaged.
@@ -69,7 +70,7 @@ def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
     for run in status["runs"]:
         board.runs[run["run_id"]] = RunView(
             run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
-            steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
+            worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
             evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
     notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
@@ -96,6 +97,7 @@ def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:
         "heldout_now": view.held_out.now,
         "evaluations": {name: change._asdict() for name, change in view.evaluations.items()},
         "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
+        "worker": entry.get("worker") if entry.get("state") == "running" else None,
     }
 
 
@@ -114,8 +116,8 @@ def run_entries(directory: Path, manifest: Mapping[str, Any] | None) -> list[dic
     else:
         paths = [directory, *sorted((directory / "runs").glob("*"))]
         entries = [_entry(directory, path) for path in paths if (path / "metrics.jsonl").is_file()]
-    lock = directory / ".lock" if (directory / ".lock").is_file() else campaign / ".lock"
-    dead = {} if is_held(lock) else {"running": "interrupted"}
+    owners = [directory] if (directory / ".lock").is_file() and manifest is not None else [directory, campaign]
+    dead = {} if any(is_held(owner / ".lock") for owner in owners) else {"running": "interrupted"}
     return [entry | {"state": dead.get(entry["state"], entry["state"])} for entry in entries]
 
 

@@ -75,6 +75,8 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
     """One row per run; the bar takes what the width leaves."""
     bar = min(24, width - 80)
     columns = [(heading, least) for heading, least, room in RUN_COLUMNS if width >= room]
+    if any(view.worker for view in views):
+        columns.append(("worker", 5))
     further = list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
     room = (width - max(room for *_, room in RUN_COLUMNS)) // 10
     columns += [(name, 9) for name in further[: max(0, room)]]
@@ -101,6 +103,7 @@ def runs_table(views: list[RunView], width: int, now: float) -> Table:
             "held-out": change(*view.held_out),
             "tok/s": short(row.get("perf/completion_tokens_per_s")),
             "λ": number(view.pooling, 2),
+            "worker": visible(view.worker) if view.state == "running" else "",
         }
         values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in further}
         table.add_row(*cells, *(values[heading] for heading, _ in columns))

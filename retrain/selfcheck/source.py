@@ -157,7 +157,7 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
     go. Raises ModelError when it does not fit or transformers cannot make it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = resolve_device(config.backend.devices)
+    device = resolve_device(config.backend.device)
     set_up(device)
     dtype = resolve_dtype(config.inference.dtype, device)
     sizes = Architecture.from_config(shapes)

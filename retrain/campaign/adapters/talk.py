@@ -49,7 +49,7 @@ def answers(
     asked = resolved(config, EvaluationSet(name=HELDOUT)).sampling
     asked = replace(asked, **{key: value for key, value in given.items() if value is not None}).requested
     with ExitStack() as stack:
-        base = source.load(config.backend.devices, config.inference.dtype)
+        base = source.load(config.backend.device, config.inference.dtype)
         if changed := source.other_weights(base):
             tell(changed)
         with AdapterFile(source.adapter) as file:

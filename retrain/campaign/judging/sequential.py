@@ -20,7 +20,7 @@ normal test looked at, which needs all conditions of a seed at once. Records wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,8 +44,9 @@ FIXED = (*RULE_KEYS, "primary_metric", "seeds", "baseline", "conditions")
 """What a declaration fixes once a run has begun, where a rule looks before the end."""
 
 
-def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> None:
-    """Look at every pair of seeds that has become complete, note it, and stop what is decided.
+def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer, under_way: Container[str] = ()) -> set[str]:
+    """Look at every pair of seeds that has become complete, note it, and stop what is decided. Returns the runs that
+    nobody needs any more and that are ``under_way`` just now: they are left as they are.
 
     ``specs`` are all runs of the campaign in their order. The rule is the one that the manifest keeps as declared
     (``declaration.freeze``); nothing happens without ``[campaign] sequential``. Raises UsageError when the file now
@@ -54,12 +55,12 @@ def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> No
     now = declaration(specs)
     declared = now | (manifest.content.get("declared") or {})
     if declared["sequential"] == now["sequential"] == "off":
-        return
+        return set()
     measures = {text: _measure(specs, text) for text in (declared["primary_metric"], now["primary_metric"])}
     _refuse_changes(manifest, declared, now, measures)
     measure = measures[now["primary_metric"]]
     if len(now["conditions"]) < 2:
-        return
+        return set()
     record = _record(manifest, declared, now, measure)
     labels = record["labels"]
     rule = rule_of(declared, len(labels) - 1, record["planned"], measure)
@@ -71,7 +72,7 @@ def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> No
                 pairs = _new_pairs(manifest, specs, (label, labels[0]), condition, measure)
                 _look_at(record, condition, pairs, rule, place)
     manifest.note(sequential=record)
-    _stop(manifest, specs, record, observer)
+    return _stop(manifest, specs, record, observer, under_way)
 
 
 def _measure(specs: Sequence[RunSpec], text: str) -> Measure:
@@ -312,14 +313,21 @@ def _left(condition: Mapping[str, Any]) -> Left | None:
     return Left.after(condition["stop_reason"] == "decided", condition["looks"][-1]["p_adjusted"])
 
 
-def _stop(manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any], observer: Observer) -> None:
-    """Mark the runs that are not needed any more."""
+def _stop(
+    manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any], observer: Observer,
+    under_way: Container[str],
+) -> set[str]:  # fmt: skip
+    """Mark the runs that are not needed any more; those that are under way are returned in place of it."""
+    unwanted = set[str]()
     conditions = record["conditions"]
     decided = {label for label, condition in conditions.items() if condition["stopped_after"] is not None}
     all_decided = decided == set(conditions)
     for spec in specs:
         entry = manifest.run(spec.run_id)
         if entry["state"] in SETTLED or not (spec.label in decided or all_decided):
+            continue
+        if spec.run_id in under_way:
+            unwanted.add(spec.run_id)
             continue
         reason = "sequential rule: every comparison is decided"
         if spec.label in decided:
@@ -334,3 +342,4 @@ def _stop(manifest: Manifest, specs: Sequence[RunSpec], record: Mapping[str, Any
                 reason = f"sequential rule: decided {after}, p = {probability(p)} at level {level:.3g}"
         manifest.update(spec.run_id, state="stopped", reason=reason)
         observer.run_finished(spec, "stopped", reason)
+    return unwanted

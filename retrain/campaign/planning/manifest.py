@@ -24,6 +24,8 @@ from retrain.record.states import MANIFEST, is_name, read_manifest
 from retrain.record.writer import RecordFiles
 
 PLAN = "plan.json"
+HOW = ("campaign.executor", "campaign.workers", "campaign.max_restarts")
+"""Keys of [campaign] that say how the runs are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
 
@@ -78,6 +80,8 @@ class Manifest:
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
         known = {run["run_id"]: run for run in content["runs"]}
+        for run in content["runs"]:
+            run.pop("worker", None)  # of a process that is no more
         for spec in specs:
             digest, run = fingerprint(spec), known.get(spec.run_id)
             if run is not None:
@@ -157,9 +161,12 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
     content = _plan_content(directory)
+    single = not all(run["is_campaign"] for run in content["runs"])
     for key in (setting.partition("=")[0].strip() for setting in sets):
         mine = [run["label"] for run in content["runs"] if key in run["overrides"]]
-        if mine or key.startswith("campaign."):
+        if single and key in HOW:
+            raise UsageError(f"{directory} is a single run, which trains in this process: {key} is for campaigns")
+        if mine or (key.startswith("campaign.") and key not in HOW):
             why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]

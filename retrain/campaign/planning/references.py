@@ -16,6 +16,7 @@ from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
+from retrain.config.describe import toml
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
@@ -128,8 +129,10 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
         yield _problem_at(loaded, "model.model", model.model, f'is "{model.model}": {fault}')
         return
-    if not fits_a_cpu(config) and (fault := build_fault(config.backend.devices)):
-        yield _problem_at(loaded, "backend.devices", config.backend.devices, f'is "{config.backend.devices}": {fault}')
+    if not fits_a_cpu(config) and (fault := build_fault(config.backend.device)):
+        yield _problem_at(
+            loaded, "backend.devices", config.backend.devices, f"is {toml(config.backend.devices)}: {fault}"
+        )
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_file(model.model, "config.json", model.revision)
     layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them

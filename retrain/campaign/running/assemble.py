@@ -17,7 +17,6 @@ from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
 from retrain.campaign.planning.asked import Longest, askable, data_of, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
-from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
@@ -83,7 +82,7 @@ def assemble(
     _use_deterministic(first.training.deterministic)
     # What is quick to read comes before the weights, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
-    device = partial(resolve_device, first.backend.devices)
+    device = partial(resolve_device, first.backend.device)
     graders = {key: stack.enter_context(build_grader(reward, folder, device)) for key, reward in rewards.items()}
     data = data_of(first, folder)
     if _is_local(first):
@@ -121,11 +120,10 @@ def assemble(
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, _pressure(runs, model))
 
 
-def memory_facts(directory: Path, cohort: Cohort) -> dict[str, Any]:
-    """What the manifest says under ``memory``, now that this cohort trains: of every run that has begun, by its id, the
-    bytes of a decode batch and the tokens of a micro-batch."""
-    known = read_manifest(directory).get("memory", {}) if (directory / MANIFEST).is_file() else {}
-    mine = {
+def memory_facts(cohort: Cohort) -> dict[str, Any]:
+    """What the manifest says under ``memory`` of the runs of this cohort: by the run's id, the bytes of a decode batch
+    and the tokens of a micro-batch."""
+    return {
         run.run_id: {
             "decode_bytes": cohort.engine.state().get("decode_bytes"),
             "micro_batch_tokens": run.policy.budget.tokens,
@@ -133,7 +131,6 @@ def memory_facts(directory: Path, cohort: Cohort) -> dict[str, Any]:
         for run in cohort.runs
         if isinstance(run.policy, LocalPolicy)
     }
-    return known | mine
 
 
 def _is_local(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Carry a plan out: cohorts of runs, one after another, until every run is done or has failed.
+"""Carry a plan out: cohorts of runs, as many at a time as the executor trains, until every run is done or has failed.
 
 The controller alone writes the campaign's manifest, decides what comes next and talks to the user; an executor trains
 the cohorts, and all that is known of them here are its events.
@@ -6,8 +6,8 @@ the cohorts, and all that is known of them here are its events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
@@ -15,31 +15,32 @@ from typing import Any
 
 from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.design import without_sepa
-from retrain.campaign.judging.sequential import look
+from retrain.campaign.judging.sequential import SETTLED, look
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
 from retrain.campaign.planning.manifest import MANIFEST, Manifest, planned_configs, read_manifest, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.executor import InProcess
-from retrain.campaign.running.lease import DirectoryLock
+from retrain.campaign.running.executors import executor_of
+from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.protocol import (
-    CohortJob,
     Evaluated,
     Event,
     Executor,
     Facts,
-    Job,
     JobEnded,
+    JobStarted,
     Message,
     RunEnded,
     RunStarted,
-    SqueezeJob,
     StepDone,
+    Tick,
 )
+from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
+from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
 from retrain.config import Loaded
-from retrain.errors import DeviceLost, Interrupted, RetrainError, ServerFailed, StorageError
+from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
@@ -82,11 +83,15 @@ def execute(
 
     Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
     ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    ``executor`` trains, this process without one; it is closed when all is trained. Raises StorageError when the
-    directory cannot be written, LeaseLost when another process has taken it over.
+    ``executor`` trains, without one that of the configuration; it is closed when all is trained. Raises StorageError
+    when the directory cannot be written, LeaseLost when another process has taken it over.
     """
-    approval, executor = approval or Approval(), executor or InProcess()
-    with DirectoryLock(plan.directory, observer.message) as lock, _open(plan, observer, approval) as manifest:
+    approval, executor = approval or Approval(), executor or executor_of(plan)
+    with ExitStack() as stack:
+        lock = stack.enter_context(DirectoryLock(plan.directory, observer.message))
+        if plan.specs[0].is_campaign:
+            wait_for_writers([run_directory(plan.directory, spec) for spec in plan.specs], observer.message)
+        manifest = stack.enter_context(_open(plan, observer, approval))
         loaded = plan.source
         if loaded is not None or plan.sets:
             manifest.files.write(lambda: write_plan(plan))
@@ -138,8 +143,11 @@ class Controller:
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(self.directory)
         self._by_id = {spec.run_id: spec for spec in plan.specs}
-        self._squeezed: set[tuple[str, str]] = set()
-        """Runs and places whose analysis this process has tried; one that fails is not tried again."""
+        self._squeezed: dict[str, RunSpec] = {}
+        """Whose analysis this process has tried, by place; one that fails is not tried again."""
+        self.campaign = Campaign(plan, manifest, approval, self._hear)
+        restarts = plan.specs[0].config.campaign.max_restarts
+        self.scheduler = Scheduler(executor, self._hear, self._after, self._stopping, restarts)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
@@ -160,13 +168,11 @@ class Controller:
             observer.message(f"every run in {self.directory} is done; give another directory with --out to train anew")
         with closing(self.executor), self.stop.listening(observer):
             try:
-                for group, how in self._jobs(retry_failed) if todo else ():
-                    self._train(group, how)
-                    self._squeeze_due()
-                    look(manifest, specs, observer)
-                self._squeeze_due()  # killed after the last run and before its analysis
-            except (Interrupted, KeyboardInterrupt) as end:
-                return self._interrupted(todo, saved=isinstance(end, Interrupted))
+                whole = self._train(self._cohorts(retry_failed) if todo else [])
+            except KeyboardInterrupt:
+                return self._interrupted(todo, saved=False)
+            if not whole:
+                return self._interrupted(todo, saved=not self.scheduler.lost_steps)
         if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
             from retrain.campaign.judging.pooling import conclude
 
@@ -185,65 +191,27 @@ class Controller:
                 self.observer.run_finished(spec, "interrupted", "")
         return Outcome(came.status, self.directory, summary(self.manifest), saved)
 
-    def _jobs(self, retry_failed: bool) -> Iterator[tuple[list[RunSpec], dict[str, Any]]]:
-        """The cohorts that have something left to do, with what else their jobs say: what is unfinished of each, then
-        what failed and is tried again.
-
-        Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
-        go on have to be in its batches again, and fail again.
-        """
-        manifest = self.manifest
-        on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.devices != "cpu"
-        for planned in planned_cohorts(manifest, self.specs, on_gpu):
-            # Asked between cohorts: the sequential rule may have stopped some.
-            group = [spec for spec in planned if manifest.run(spec.run_id)["state"] != "stopped"]
+    def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
+        """The cohorts that have something left to do: what is unfinished of each, then what failed and is tried
+        again."""
+        manifest, works = self.manifest, list[CohortWork]()
+        on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
+        for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
             states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
-            failed = {name: int(manifest.run(name)["step"]) for name, state in states.items() if state == "failed"}
-            if any(state not in ("done", "failed") for state in states.values()):
-                yield [spec for spec in group if states[spec.run_id] != "done"], {"failed_at": failed}
-            if retry_failed and failed:
-                yield [spec for spec in group if spec.run_id in failed], {"together": False}
+            works.append(CohortWork(self.campaign, group))
+            if retry_failed and "failed" in states.values():
+                failed = [spec for spec in group if states[spec.run_id] == "failed"]
+                works.append(CohortWork(self.campaign, failed, again=True))
+        manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
+        return [work for work in works if work.left()]
 
-    def _train(self, specs: list[RunSpec], how: dict[str, Any]) -> None:
-        """Train a cohort, in smaller ones where it does not fit into memory; how it was cut is kept in the manifest.
-        Raises Interrupted when it was stopped."""
-        self.manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
-        job = CohortJob.of(self.plan, specs, accepted=list(self.approval.accepted), **how)
-        end = self._follow(job, specs)
-        if end.status == "stopped":
-            raise Interrupted(end.reason)
-        if end.status == "changed":
-            self.approval(self.directory, end.changes)
-            self._train(specs, how)
-        if end.status == "too_large":
-            self._train_in_parts(specs, how, end)
-
-    def _train_in_parts(self, specs: list[RunSpec], how: dict[str, Any], short: JobEnded) -> None:
-        parts = smaller_cohorts(specs, short.lanes, short.reason)
-        self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
-        names, before = {spec.run_id for spec in specs}, self.manifest.content["cohorts"]
-        place = next(i for i, cohort in enumerate(before) if names & set(cohort))
-        cut = [[spec.run_id for spec in part] for part in parts]
-        rest = [[name for name in cohort if name not in names] for cohort in before]
-        cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
-        self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
-        for part in parts:
-            self._train(part, how)
-
-    def _follow(self, job: Job, specs: Sequence[RunSpec]) -> JobEnded:
-        """Have a job done and follow it to its end."""
-        handle = self.executor.submit(job)
+    def _train(self, works: Sequence[Work]) -> bool:
+        """Do all of these, and the analyses that are due; False when stopped before."""
         try:
-            with closing(self.executor.events()) as events:
-                for event in events:
-                    self._hear(event)
-                    if isinstance(event, JobEnded) and event.job == handle.id:
-                        return event
-                    self.lock.check()
-                    if self.stop.signal is not None:
-                        handle.stop()
+            # Without cohorts: killed after the last run and before its analysis.
+            return self.scheduler.carry_out(works) and self.scheduler.carry_out(self._squeezes())
         except (StorageError, DeviceLost, ServerFailed) as error:
-            for entry in map(self.manifest.run, (spec.run_id for spec in specs)):
+            for entry in self.manifest.content["runs"]:
                 if entry["state"] == "running":
                     entry.update(state="interrupted", reason=str(error))
             with suppress(StorageError):
@@ -252,7 +220,46 @@ class Controller:
                 f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
-        raise RuntimeError(f"the executor's events ended before its job {handle.id}")
+
+    def _stopping(self) -> bool:
+        """Whether to end after the steps under way. Raises LeaseLost when the directory is another process's now."""
+        self.lock.check()
+        return self.stop.signal is not None
+
+    def _after(self, work: Work, end: JobEnded) -> list[Work]:
+        """What is to be done next, now that a job has ended."""
+        if not isinstance(work, CohortWork):
+            return []
+        more: list[Work] = []
+        if end.status == "changed":
+            self.approval(self.directory, end.changes)
+        if end.status in ("changed", "stopped"):
+            more = [work]  # a look may have had it stopped, and then says what becomes of the rest
+        if end.status == "too_large":
+            more = self._in_parts(work, end)
+        return [*more, *self._look_after()]
+
+    def _look_after(self) -> list[Work]:
+        """Look at what has come out, after each cohort; the analyses that have become due."""
+        busy = self.scheduler.names_under_way
+        unwanted = look(self.manifest, self.specs, self.observer, busy)
+        if unwanted:
+            ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in SETTLED}
+            self.scheduler.stop_where(lambda names: names <= unwanted | ended)
+        return self._squeezes()
+
+    def _in_parts(self, work: CohortWork, short: JobEnded) -> list[Work]:
+        """A cohort that does not fit into memory, in smaller ones; how it was cut is kept in the manifest."""
+        parts = smaller_cohorts(work.left(), short.lanes, short.reason)
+        self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
+        names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
+        place = next(i for i, cohort in enumerate(before) if names & set(cohort))
+        cut = [[spec.run_id for spec in part] for part in parts]
+        rest = [[name for name in cohort if name not in names] for cohort in before]
+        cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
+        self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
+        self.manifest.files.flush()
+        return [CohortWork(self.campaign, part, work.again) for part in parts]
 
     def _hear(self, event: Event) -> None:
         """Record an event in the manifest, and pass it to the observer."""
@@ -270,18 +277,26 @@ class Controller:
                 changes: dict[str, Any] = {"state": status, "reason": reason or None}
                 if status == "failed":
                     changes["log"] = str(Path(manifest.run(run_id)["path"]) / "run.log")
+                manifest.run(run_id).pop("worker", None)
                 manifest.update(run_id, **changes)
                 observer.run_finished(self._by_id[run_id], status, reason)
             case Facts({"squeezes": more}):
                 manifest.note(squeezes={**manifest.content.get("squeezes", {}), **more})
+            case Facts({"memory": more}):
+                manifest.note(memory={**manifest.content.get("memory", {}), **more})
+            case JobStarted(_, worker, runs):
+                for run_id in runs:
+                    manifest.run(run_id)["worker"] = worker
+                    observer.placed(self._by_id[run_id], worker)
+                manifest.write()
             case Facts(facts):
                 manifest.note(**facts)
             case Message(text, level):
                 observer.message(text, level)
-            case JobEnded():
+            case JobEnded() | Tick():
                 pass
 
-    def _squeeze_due(self) -> None:
+    def _squeezes(self) -> list[Work]:
         """What rank would have been enough, of each adapter of which it is to be known and is not yet.
 
         The first finished run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
@@ -291,21 +306,24 @@ class Controller:
         done = [spec for spec in self.specs if self.manifest.run(spec.run_id)["state"] == "done"]
         done = [spec for spec in done if spec.config.squeeze.enabled]
         if not done:
-            return
+            return []
         of_condition = {spec.label: spec for spec in reversed(done)}
-        first, known = _squeezed_label(content) or done[0].label, set(content.get("squeezes") or ())
+        first = _squeezed_label(content) or self._squeezed.get("squeeze", done[0]).label
+        known = set(content.get("squeezes") or ())
         due = [] if content.get("squeeze") else [(of_condition[first], "squeeze")]
         if done[0].config.squeeze.runs == "one per condition":
             others = [label for label in dict.fromkeys(spec.label for spec in done) if label not in {first, *known}]
             due += [(of_condition[label], f"squeeze/{label}") for label in others]
+        works: list[Work] = []
         for spec, place in due:
-            if (spec.run_id, place) in self._squeezed:
+            if place in self._squeezed:
                 continue
             weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
             if spec.config.backend.backend == "local" or weights.is_file():
                 # else a backend of the user's that trains something else than a LoRA adapter
-                self._squeezed.add((spec.run_id, place))
-                self._follow(SqueezeJob.of(self.plan, spec, place), ())
+                self._squeezed[place] = spec
+                works.append(SqueezeWork(self.campaign, spec, place))
+        return works
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:

@@ -89,6 +89,8 @@ class InProcess:
     """See ``Executor``. The base stays in memory between jobs, until ``close``. Torch is imported when it
     is first asked about GPUs, or given a job."""
 
+    slots = 1
+
     def __init__(self) -> None:
         self._jobs: deque[Submitted] = deque()
         self._count = 0
@@ -151,7 +153,7 @@ class InProcess:
                 for run in job.runs:
                     outbox.put(RunEnded(run["run_id"], "failed", str(error)))
                 return JobEnded(mine.id)
-            if memory := memory_facts(Path(job.directory), cohort):
+            if memory := memory_facts(cohort):
                 outbox.put(Facts({"memory": memory}))
             try:
                 with closing(cohort.train()) as pauses:

@@ -13,16 +13,18 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from retrain.errors import LeaseLost, StorageError, UsageError
 from retrain.files import prepare_directory, read_json, write_json
-from retrain.ownership import claim, machine, process_start
+from retrain.ownership import Owner, claim, machine, process_start
+from retrain.wording import listed, plural
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
+LOOK_SECONDS = 0.2
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """How long a lease from another machine must stand still before its owner counts as dead: four beats."""
@@ -30,7 +32,8 @@ WATCH_SECONDS = 20.0
 
 class DirectoryLock:
     """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds. The
-    directory gets its owner's mark; NotOurs is raised where it is somebody else's (see ``retrain.ownership``).
+    directory gets the mark of ``owner``, of a new one without; NotOurs is raised where it is somebody else's (see
+    ``retrain.ownership``).
 
     ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
     only happen to one that was suspended.
@@ -38,8 +41,9 @@ class DirectoryLock:
 
     def __init__(
         self, directory: Path, message: Callable[[str], None] = lambda text: None, *, beat: float = BEAT_SECONDS,
-        watch: float = WATCH_SECONDS,
+        watch: float = WATCH_SECONDS, owner: Owner | None = None,
     ):  # fmt: skip
+        self.owner = owner
         self.directory, self.message, self.beat, self.watch = Path(directory), message, beat, watch
         self.token = uuid.uuid4().hex
         self.lost = False
@@ -52,7 +56,8 @@ class DirectoryLock:
         prepare_directory(self.directory)
         self._lock()
         try:
-            claim(self.directory)  # first of all: a process that is killed here leaves a directory that is known
+            # First of all: a process that is killed here leaves a directory that is known.
+            claim(self.directory, self.owner)
             self._take_lease()
         except BaseException:
             os.close(self._file)
@@ -100,19 +105,15 @@ class DirectoryLock:
                 f"{self.directory}: wait for it, or use --out"
             )
         self._write()
-        if lease is not None and not self._same_machine(lease):
+        if lease is not None and not _is_here(lease):
             self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
         if (self._read() or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
 
-    def _same_machine(self, lease: dict[str, Any]) -> bool:
-        return {key: lease.get(key) for key in ("host", "boot")} == machine()
-
     def _alive(self, lease: dict[str, Any]) -> bool:
         """Whether the owner of this lease still runs."""
-        if self._same_machine(lease):
-            pid = lease.get("pid")
-            return isinstance(pid, int) and pid != os.getpid() and process_start(pid) == lease.get("process_start")
+        if _is_here(lease):
+            return _runs_here(lease)
         self.message(
             f"{self.directory} was being written by {lease.get('host')}: watching {self.watch:g} s whether it still is"
         )
@@ -125,11 +126,7 @@ class DirectoryLock:
         return False
 
     def _read(self) -> dict[str, Any] | None:
-        try:
-            lease = read_json(self.directory / LEASE)
-        except (OSError, ValueError):
-            return None
-        return lease if isinstance(lease, dict) else None
+        return _lease_of(self.directory)
 
     def _write(self) -> None:
         self._count += 1
@@ -159,3 +156,48 @@ class DirectoryLock:
                 self._write()
             except StorageError:  # a full disk: the records' own writes report it; the next beat tries again
                 continue
+
+
+def wait_for_writers(
+    directories: Sequence[Path], message: Callable[[str], None] = lambda text: None, watch: float = WATCH_SECONDS
+) -> None:
+    """Return once nobody has a lease of any of these directories: workers whose campaign has ended end after their
+    step, and one on another machine counts as dead when its lease has stood still for ``watch`` seconds."""
+    seen: dict[Path, tuple[Any, float]] = {}
+    told = False
+    while True:
+        writing = []
+        for directory in directories:
+            lease = _lease_of(directory)
+            if lease is None:
+                continue
+            count, now = (lease.get("token"), lease.get("count")), time.monotonic()
+            if directory not in seen or seen[directory][0] != count:
+                seen[directory] = count, now
+            if _runs_here(lease) if _is_here(lease) else now - seen[directory][1] < watch:
+                writing.append(lease)
+        if not writing:
+            return
+        if not told:
+            who = sorted({f"process {lease.get('pid')} on {lease.get('host')}" for lease in writing})
+            message(f"waiting for {listed(who, 4)} to finish the step of {plural(len(writing), 'run')}")
+            told = True
+        time.sleep(LOOK_SECONDS)
+
+
+def _lease_of(directory: Path) -> dict[str, Any] | None:
+    try:
+        lease = read_json(directory / LEASE)
+    except (OSError, ValueError):
+        return None
+    return lease if isinstance(lease, dict) else None
+
+
+def _is_here(lease: dict[str, Any]) -> bool:
+    """Whether the owner is a process of this machine, so that it can be looked for."""
+    return {key: lease.get(key) for key in ("host", "boot")} == machine()
+
+
+def _runs_here(lease: dict[str, Any]) -> bool:
+    pid = lease.get("pid")
+    return isinstance(pid, int) and pid != os.getpid() and process_start(pid) == lease.get("process_start")

@@ -159,7 +159,7 @@ class Bases:
         model = config.model
         key = repr((
             model.model, model.revision, model.trust_remote_code, model.local_files_only,
-            config.backend.devices, config.inference.dtype,
+            config.backend.device, config.inference.dtype,
         ))  # fmt: skip
         if self._files is None or key != self._key:
             self.release()
@@ -203,7 +203,7 @@ class Bases:
         else:
             files = self.look(config)
             if self._base is None:
-                self._base = load_weights(files, config.backend.devices, config.inference.dtype)
+                self._base = load_weights(files, config.backend.device, config.inference.dtype)
                 larger = self._base.device.type == "cpu" and not self._base.small
                 if larger and (advice := bfloat16_advice(config.inference.dtype)):
                     tell(advice)

@@ -69,6 +69,21 @@ Job = CohortJob | SqueezeJob
 
 
 @dataclass(frozen=True)
+class JobStarted:
+    """A worker has taken the job; ``worker`` is what a person calls it, and ``runs`` are what it trains there. Only of
+    executors that have several workers."""
+
+    job: str
+    worker: str
+    runs: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing has come for a moment: whoever listens can look at a clock, a lease, or whether to stop."""
+
+
+@dataclass(frozen=True)
 class RunStarted:
     """The run trains, from ``step`` (above 0 when resumed)."""
 
@@ -123,18 +138,19 @@ class JobEnded:
     """The last event of a job.
 
     ``status``: "done" (each run has ended), "stopped" (as asked, with all saved), "too_large" (only ``lanes`` of the
-    runs fit into memory together) or "changed" (``changes`` from the runs' records are not accepted); after the last
-    two nothing was trained further, and ``reason`` is for a person.
+    runs fit into memory together), "changed" (``changes`` from the runs' records are not accepted) or "died" (whoever
+    did it is gone; its runs are as their last checkpoints say); after "too_large" and "changed" nothing was trained
+    further, and ``reason`` is for a person.
     """
 
     job: str
-    status: Literal["done", "stopped", "too_large", "changed"] = "done"
+    status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
     reason: str = ""
     lanes: int = 0
     changes: list[str] = field(default_factory=list)
 
 
-Event = RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded
+Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded
 
 
 class Handle(Protocol):
@@ -152,6 +168,11 @@ class Handle(Protocol):
 class Executor(Protocol):
     """Where cohorts run. It writes runs' directories, and nothing of the campaign's that the controller writes."""
 
+    @property
+    def slots(self) -> int:
+        """How many jobs it does side by side; those submitted beyond wait."""
+        ...
+
     def has_gpu(self) -> bool:
         """Whether it trains on a GPU, where the configuration lets it."""
         ...
@@ -161,7 +182,8 @@ class Executor(Protocol):
         ...
 
     def events(self) -> Generator[Event, None, None]:
-        """Events of the submitted jobs as they come, until all have ended; those of one job in their order.
+        """Events of the submitted jobs as they come, until all have ended; those of one job in their order. What is
+        submitted while somebody listens counts too.
 
         Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
         plug-in cannot be used. Closed before its end, it gives the jobs up, without saving.
@@ -174,7 +196,19 @@ class Executor(Protocol):
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (CohortJob, SqueezeJob, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded)
+    for kind in (
+        CohortJob,
+        SqueezeJob,
+        JobStarted,
+        Tick,
+        RunStarted,
+        StepDone,
+        Evaluated,
+        RunEnded,
+        Facts,
+        Message,
+        JobEnded,
+    )
 }
 
 

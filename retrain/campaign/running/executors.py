@@ -1,0 +1,70 @@
+"""The executor that a plan asks for, and on which devices its workers compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.executor import InProcess
+from retrain.campaign.running.processes import Processes, Slot
+from retrain.campaign.running.protocol import Executor
+from retrain.config import Config
+from retrain.errors import UsageError
+from retrain.wording import plural
+
+
+def executor_of(plan: Plan) -> Executor:
+    """The executor of a plan's configuration. Raises UsageError when devices that it names are not there."""
+    return EXECUTORS[plan.specs[0].config.campaign.executor](plan)
+
+
+def slots_of(config: Config) -> list[Slot]:
+    """One slot for each worker: a GPU each, or an equal share of this machine's cores."""
+    asked = config.campaign.workers
+    gpus = _gpus(config)
+    if not gpus:
+        count = 1 if asked == "auto" else asked
+        return [Slot("cpu", max(1, cores() // count))] * count
+    count = len(gpus) if asked == "auto" else asked
+    if count > len(gpus):
+        raise UsageError(
+            f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: a GPU has one "
+            f"worker; type --workers {len(gpus)}"
+        )
+    threads = max(1, cores() // count)
+    return [Slot(name, threads, visible) for name, visible in gpus[:count]]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus(config: Config) -> list[tuple[str, str]]:
+    """The GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU."""
+    backend = config.backend
+    if backend.devices == "cpu":
+        return []
+    import torch
+
+    from retrain.policy.device import resolve_device
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count and not backend.named_gpus:
+        if backend.devices == "all":
+            raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
+        resolve_device("auto")  # says why, where there is one that cannot be used
+        return []
+    names = backend.named_gpus or [f"gpu:{index}" for index in range(count)]
+    if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
+        raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    indices = [int(name.removeprefix("gpu:")) for name in names]
+    return [(name, given[index] if given else str(index)) for name, index in zip(names, indices, strict=True)]
+
+
+EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
+    "inprocess": lambda plan: InProcess(),
+    "processes": lambda plan: Processes(slots_of(plan.specs[0].config), plan.directory),
+}

@@ -1,0 +1,154 @@
+"""A worker: a process that does the jobs of a campaign's controller, one after the other, over one base in memory.
+
+Started as ``main(commands, answers)`` with two pipes of its own, so that what libraries print gets nowhere between:
+one JSON object a line, jobs and requests to stop on the first, events on the second. Standard output and error are the
+worker's log. It holds the lease of every run that it trains. When nobody is at the other end any more it ends after its
+step, with everything saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from retrain.campaign.planning.outputs import run_place
+from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.campaign.running.executor import InProcess, Submitted
+from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
+from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, from_json, to_json
+from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
+from retrain.ownership import claim
+
+PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """Does jobs until the commands end, or it is told to by SIGTERM."""
+
+    def __init__(self, commands: int, answers: int):
+        for descriptor in (commands, answers):  # not for processes that graders and tools start
+            os.set_inheritable(descriptor, False)
+        self.commands = os.fdopen(commands, "rb")
+        self.answers = os.fdopen(answers, "wb", buffering=0)
+        self.executor = InProcess()
+        self.ending = False
+        """Whether no further job is begun."""
+        self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
+        self._name, self._current = "", cast("Submitted | None", None)
+        self._unwanted: set[str] = set()
+
+    def work(self) -> int:
+        """Do what comes, to the end; the exit status."""
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        while (item := self._jobs.get()) is not None and not self.ending:
+            name, job = item
+            try:
+                self._do(name, job)
+            except RetrainError as error:
+                self._say(name, fault={"kind": type(error).__name__, "text": str(error)})
+                if isinstance(error, DeviceLost):
+                    return error.exit_status  # nothing on the device can be used by the next job
+        self.executor.close()
+        return 0
+
+    def end(self) -> None:
+        """Ask for an end after the step that is under way."""
+        self.ending = True
+        self._jobs.put(None)
+        if self._current is not None:
+            self._current.stop()
+
+    def _listen(self) -> None:
+        """Take commands, from a thread of its own: they have to be heard while a step is under way."""
+        with suppress(ValueError):  # half a line: whoever wrote it was killed
+            for line in self.commands:
+                command = json.loads(line)
+                if "job" in command:
+                    self._jobs.put((command["id"], from_json(command["job"])))
+                    continue
+                self._unwanted.add(command["id"])
+                if self._current is not None and command["id"] == self._name:
+                    self._current.stop()
+        self.end()
+
+    def _do(self, name: str, job: Job) -> None:
+        end = JobEnded(name)
+        with _leases(job) as locks, self._submitted(name, job), closing(self.executor.events()) as events:
+            for event in events:
+                for lock in locks:
+                    lock.check()
+                if isinstance(event, JobEnded):
+                    end = replace(event, job=name)
+                else:
+                    self._say(name, event)
+        self._say(name, end)  # after the leases: who hears of it may have the runs trained on elsewhere
+
+    @contextmanager
+    def _submitted(self, name: str, job: Job) -> Iterator[None]:
+        """The job as the one that requests to stop are about."""
+        self._name, self._current = name, self.executor.submit(job)
+        if self.ending or name in self._unwanted:
+            self._current.stop()
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def _say(self, name: str, event: Event | None = None, **facts: Any) -> None:
+        if event is not None:
+            facts["event"] = to_json(event)
+        data = memoryview(json.dumps({"id": name, **facts}).encode() + b"\n")
+        try:
+            while data:
+                data = data[self.answers.write(data) :]
+        except OSError:  # nobody listens any more
+            self.end()
+
+
+@contextmanager
+def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
+    """The leases of all runs that a job writes, as soon as nobody else has them."""
+    campaign = Path(job.directory)
+    owner = claim(campaign)
+    specs = [RunSpec.from_json(run) for run in (job.runs if isinstance(job, CohortJob) else [job.run])]
+    places = [(run_directory(campaign, spec), owner.at(run_place(spec))) for spec in specs]
+    while True:
+        wait_for_writers([directory for directory, _ in places])
+        with ExitStack() as stack:
+            try:
+                locks = [stack.enter_context(DirectoryLock(place, owner=mine)) for place, mine in places]
+            except UsageError as error:
+                if isinstance(error, NotOurs):
+                    raise
+                continue  # taken in this moment
+            yield locks
+            return
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM when ``parent`` has ended, where it can; the end of the pipes says so as well."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(commands: int, answers: int, parent: int) -> None:
+    """Work until the end, and end this process."""
+    worker = Worker(commands, answers)
+    signal.signal(signal.SIGTERM, lambda number, frame: worker.end())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_with_parent(parent)
+    sys.exit(worker.work())
