@@ -2,7 +2,7 @@
 
     python benchmarks/executors.py [--workers 1 2] [--steps 30] [--repeats 3]
 
-Trains campaigns/quickstart.toml with four seeds (eight runs, with few held-out problems, without rank analysis and pages) with each
+Trains campaigns/quickstart.toml with four seeds (eight runs, few held-out problems, no rank analysis, no pages) with each
 number of workers in turn, and as often as asked. Prints for each the median seconds of the whole command, and of the
 time between the first run's start and the last one's end, beside those of the first number.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (
-    "campaign.seeds=[1,2,3,4]", "evaluation.problems=16", "training.eval_every=0", "squeeze.enabled=false", "logging.rollouts_every=0",
-    "backend.devices=cpu",
+    "campaign.seeds=[1,2,3,4]", "evaluation.problems=16", "training.eval_every=0", "squeeze.enabled=false",
+    "logging.rollouts_every=0", "backend.devices=cpu",
 )  # fmt: skip
 
 
