@@ -2,7 +2,7 @@
 
     python benchmarks/executors.py [--workers 1 2] [--steps 30] [--repeats 3]
 
-Trains campaigns/quickstart.toml with four seeds (eight runs, few held-out problems, no rank analysis, no pages) with each
+Trains campaigns/quickstart.toml with four seeds (eight runs, few held-out problems, no rank analysis) with each
 number of workers in turn, and as often as asked. Prints for each the median seconds of the whole command, and of the
 time between the first run's start and the last one's end, beside those of the first number.
 """
