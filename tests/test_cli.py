@@ -304,6 +304,11 @@ def test_status_tells_a_living_run_by_the_lock(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         (report,) = json.loads(run("status", tmp_path, "--json").output)
         assert report["runs"][0]["state"] == "running"
+        assert "worker" not in run("status", tmp_path).output
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        manifest["runs"][0]["worker"] = "2 gpu:1"
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        assert run("status", tmp_path).output.splitlines()[1].endswith("worker 2 gpu:1")
 
 
 def test_status_without_runs_says_how_to_have_some(tmp_path, monkeypatch):

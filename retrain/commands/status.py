@@ -85,4 +85,5 @@ def status_cells(report: dict[str, Any], run: dict[str, Any], further: Sequence[
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
     rates += [run["evaluations"].get(name, {}).get(when) for name in further for when in ("before", "now")]
     cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
-    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), run["reason"] or ""]
+    why = run["reason"] or (f"worker {run['worker']}" if run.get("worker") else "")
+    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), why]
