@@ -287,6 +287,9 @@ def test_entropies_that_were_not_recorded_are_missed_where_they_count(tmp_path: 
 # -- bad input ----------------------------------------------------------------------------------------------------
 
 
+BEGINS = ("offsets", "sampled", "rollout_at")
+
+
 def rewritten(run: Path, step: int, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
     """The file of a step with something else in it."""
     path = run / FILE.format(step)
@@ -334,11 +337,14 @@ def test_what_cannot_be_taken_is_told_in_one_line(tmp_path: Path, recorded: tupl
     for step in (0, 1):
         shutil.copy(run / FILE.format(step), copy)
     rewritten(copy, 1, lambda arrays: arrays.pop("logprobs"))
-    refused(copy, words="step 1 was recorded without the sampler's log-probabilities")
+    refused(copy, words="is no file of tokens, or cut short: it has no logprobs", status=1)
     shutil.copy(run / FILE.format(1), copy)
     rewritten(copy, 1, lambda arrays: arrays["logprobs"].put(3, np.nan))
     refused(copy, words="step 1 has tokens without the sampler's log-probability")
     rewritten(copy, 1, lambda arrays: arrays.update(rollout_at=arrays["rollout_at"][:-1]))
+    refused(copy, words="cut short: its indices are of different lengths", status=1)
+    shutil.copy(run / FILE.format(1), copy)
+    rewritten(copy, 1, lambda arrays: arrays.update({name: arrays[name][:-1] for name in BEGINS}))
     refused(copy, words="step 1 recorded 11 rollouts of 3 prompts, not all 3 × 4 that it was to train on")
     shutil.copy(run / FILE.format(1), copy)
     rewritten(copy, 1, lines("prompt", lambda line: {"problem_id": "???"}))

@@ -120,11 +120,6 @@ def _looked_at(recorded: Recorded, step: int) -> bool:
     with TokenFile(recorded.path(step)) as file:
         if file.about.get("schema") != SCHEMA:
             raise UsageError(f"{file.path} is of another layout than the one this version of retrain reads")
-        if "logprobs" not in file.names:
-            raise UsageError(
-                f"{recorded.typed}: step {step} was recorded without the sampler's log-probabilities, which the "
-                "importance ratios of every loss take"
-            )
         training, groups = recorded.facts["training"], len(file.prompts())
         whole = groups == training["batch_size"] and len(file) == groups * training["group_size"]
         if not whole:

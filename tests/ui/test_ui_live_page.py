@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 import ui_cases
-from test_ui_adapters import adapter
+from adapter_cases import adapter
 from ui_cases import LABELS, campaign, note, row
 
 from retrain.files import append_jsonl, write_json
