@@ -126,6 +126,13 @@ class ServerFailed(RunFailed):
     advice = "See what the server's log says"
 
 
+class WorkersLost(RunFailed):
+    """No worker is left, and no other is to be had."""
+
+    shared = True
+    advice = "See what ended them"
+
+
 class NonFinite(RunFailed):
     """Loss or gradient of one update is NaN or infinite; the weights are as they were before it."""
 

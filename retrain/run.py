@@ -41,6 +41,7 @@ from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Wa
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
+from retrain.rewards.overlong import punish_overlong
 from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest
 from retrain.rollouts.versions import RecentWeights, Weights
@@ -266,6 +267,8 @@ class Run:
                 rollout.age = max((self.recent.age(version, self.step) for version in versions), default=0)
             if any(rollout.age > self.recent.bound for rollout in group.rollouts):
                 group.discarded = TOO_OLD
+        if soft := self.config.reward.overlong_tokens:
+            punish_overlong(groups, self.config.training.max_tokens, soft)
 
     def lr(self, update: int = 0) -> float:
         """Learning rate of this update of the next step; the schedule counts updates."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -171,8 +172,10 @@ class Rollout:
     """Which tokens train; None is all of them."""
     old_logprobs_T: np.ndarray | None = None
     """The trainer's own log-probability of each, before the first of several updates."""
+    policy_weights_T: np.ndarray | None = None
+    """What the policy loss of each counts, 0 where it was rejected; None is 1 for all."""
     trainer_logprobs_T: np.ndarray | None = None
-    """The same of a single update, as its own pass found it; None where the rollout had none."""
+    """The trainer's own of a single update, as its own pass found it; None where the rollout had none."""
     values_T: np.ndarray | None = None
     """What a critic expected before each token, where there is one."""
     value_targets_T: np.ndarray | None = None
@@ -257,7 +260,8 @@ class Sample:
     ``loss_mask`` marks those of them that train. ``versions`` name the weights that sampled a token (−1: none did).
     ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
     ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
-    of a critic; None where there is no such thing. ``trainer_logprobs`` [T], of the sampled tokens, are left here by
+    of a critic, ``policy_weights`` what a token's policy loss counts; None where there is no such thing.
+    ``trainer_logprobs`` [T], of the sampled tokens, are left here by
     the update that trains on it.
     """
 
@@ -271,6 +275,7 @@ class Sample:
     old_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     value_targets: np.ndarray | None = None
+    policy_weights: np.ndarray | None = None
     trainer_logprobs: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -311,12 +316,14 @@ def samples_of_rollout(rollout: Rollout) -> list[Sample]:
     One sample, and one more for every time that the conversation was rewritten; none where the policy never acted.
     Tokens without an advantage (no reward, or before credit assignment) have 0 and do not train.
     """
-    samples, done = [], 0
-    for turns in _sequences(rollout.turns):
-        count = sum(len(turn.action) for turn in turns)
-        samples.append(_laid_flat(rollout, turns, slice(done, done + count)))
-        done += count
-    return samples
+    own = zip(_sequences(rollout.turns), sequence_slices(rollout), strict=True)
+    return [_laid_flat(rollout, turns, own_T) for turns, own_T in own]
+
+
+def sequence_slices(rollout: Rollout) -> list[slice]:
+    """Which of the rollout's sampled tokens [T] each of its samples holds."""
+    ends = np.cumsum([0, *(sum(len(turn.action) for turn in turns) for turns in _sequences(rollout.turns))]).tolist()
+    return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 def _sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -356,6 +363,9 @@ def _laid_flat(rollout: Rollout, turns: Sequence[Turn], own_T: slice) -> Sample:
     if rollout.old_logprobs_T is not None:
         sample.old_logprobs = np.zeros(length)
         sample.old_logprobs[sample.action_mask] = rollout.old_logprobs_T[own_T]
+    if rollout.policy_weights_T is not None:
+        sample.policy_weights = np.zeros(length)
+        sample.policy_weights[sample.action_mask] = rollout.policy_weights_T[own_T]
     if rollout.values_T is not None and rollout.value_targets_T is not None:
         sample.values, sample.value_targets = np.zeros(length), np.zeros(length)
         sample.values[sample.action_mask] = rollout.values_T[own_T]

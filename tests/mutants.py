@@ -61,7 +61,7 @@ SNAPSHOT = "test_adapters.py::test_a_snapshot_does_not_change_while_training_goe
 PEAK = "maths/test_backpressure.py::test_a_peak_is_certain_only_two_standard_errors_above_zero"
 REGIME = "maths/test_backpressure.py::test_beyond_the_peak_is_retrograde_and_below_it_the_roofline_decides"
 SHARE = "maths/test_credit.py::test_the_share_is_the_decimal_that_was_written"
-BAND = "maths/test_losses.py::test_both_edges_of_the_band_belong_to_it"
+BAND = "maths/test_corrections.py::test_both_edges_of_the_band_belong_to_it"
 EMPTY = "maths/test_losses.py::test_empty_completions_have_no_clipped_share"
 ACCURACY = "maths/test_statistics.py::test_an_accuracy_is_never_known_better_than_from_independent_samples"
 SAMPLED_P = "maths/test_statistics.py::test_a_sampled_p_value_counts_the_pattern_that_was_seen"
@@ -170,6 +170,21 @@ MUTANTS = [
         ("test_off_policy.py::test_steps_are_sampled_and_taken_in_their_order",),
     ),
     Mutant(
+        "m2po: equal tokens by their place", "retrain/maths/corrections.py",
+        "fits_M = (means_M < threshold) & last_M", "fits_M = means_M < threshold",
+        ("maths/test_corrections.py::test_equal_tokens_leave_together_and_the_mean_is_of_the_step",),
+    ),
+    Mutant(
+        "rejection: a completion without tokens left counts", "retrain/algorithms/rejection.py",
+        "sequences.get(rollout, 0) + (count > 0)", "sequences.get(rollout, 0) + 1",
+        ("test_rejection.py::test_it_may_leave_the_divisor",),
+    ),
+    Mutant(
+        "rejection: what is left out still counts", "retrain/policy/objective.py",
+        "counted_BT = batch.loss_mask_BT & (batch.policy_weights_BT != 0.0)", "counted_BT = batch.loss_mask_BT",
+        ("test_rejection.py::test_divisors_of_what_is_kept",),
+    ),
+    Mutant(
         "dppo: from the trainer, not the sampler", "retrain/maths/losses.py",
         "far_BT & (adv_BT > 0.0) & (now_BT > sampler_BT)", "far_BT & (adv_BT > 0.0)",
         ("maths/test_losses.py::test_dppo_masks_in_the_direction_of_the_advantage_alone",),
@@ -270,12 +285,12 @@ MUTANTS = [
     ),
     # -- losses and the update --------------------------------------------------------------------------------------
     Mutant(
-        "IcePop: the upper edge is outside", "retrain/maths/losses.py",
-        "(ratio_BT <= band[1])", "(ratio_BT < band[1])", (BAND,),
+        "IcePop: the upper edge is outside", "retrain/maths/corrections.py",
+        "(ratio_BT <= self.high)", "(ratio_BT < self.high)", (BAND,),
     ),
     Mutant(
-        "IcePop: the lower edge is outside", "retrain/maths/losses.py",
-        "(ratio_BT >= band[0])", "(ratio_BT > band[0])", (BAND,),
+        "IcePop: the lower edge is outside", "retrain/maths/corrections.py",
+        "(ratio_BT >= self.low)", "(ratio_BT > self.low)", (BAND,),
     ),
     Mutant(
         "clip ratio: an empty completion is the smallest share", "retrain/maths/losses.py",
@@ -463,7 +478,7 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler: a run is in two jobs at once", f"{RUNNING}/scheduler.py",
-        "if not work.names & busy", "if True",
+        "if self._busy.isdisjoint(work.names)", "if True",
         ("test_scheduler.py::test_a_run_is_in_one_job_at_a_time",),
     ),
     Mutant(
@@ -472,12 +487,12 @@ MUTANTS = [
         ("test_scheduler.py::test_without_restarts_the_first_death_is_the_last",),
     ),
     Mutant(
-        "processes: a fault does not wait for the others", f"{RUNNING}/processes.py",
+        "workers: a fault does not wait for the others", f"{RUNNING}/workers.py",
         "if not busy and self._fault is not None:", "if self._fault is not None:",
         ("test_processes.py::test_a_full_disk_ends_the_campaign_once_the_others_have_stopped",),
     ),
     Mutant(
-        "processes: what is given up lives on", f"{RUNNING}/processes.py",
+        "workers: what is given up lives on", f"{RUNNING}/workers.py",
         "        finally:\n            self._kill_busy()\n", "        finally:\n            pass\n",
         ("test_processes.py::test_what_is_given_up_is_killed",),
     ),
@@ -494,7 +509,7 @@ MUTANTS = [
     # -- roles beside keys ------------------------------------------------------------------------------------------
     Mutant(
         "roles: a key below a table has none", "retrain/config/root.py",
-        '.roles().get(rest.partition(".")[0])', ".roles().get(rest)",
+        '_roles(section).get(rest.partition(".")[0])', "_roles(section).get(rest)",
         ("test_roles.py::test_every_key_has_a_role",),
     ),
     Mutant(
@@ -695,7 +710,7 @@ MUTANTS = [
     ),
     Mutant(
         "episodes: a turn alone is compared with nothing", "retrain/algorithms/standard.py",
-        "1 if turn_discount is None else 2", "1", ("test_turn_credit.py",),
+        "1 if each.turns is None else 2", "1", ("test_turn_credit.py",),
     ),
     Mutant(
         "episodes: turns that cancel out are no signal", "retrain/algorithms/turns.py",
@@ -737,8 +752,8 @@ MUTANTS = [
     # -- several updates of a batch ---------------------------------------------------------------------------------
     Mutant(
         "updates: the old log-probabilities are the sampler's", "retrain/policy/objective.py",
-        "old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if corrected else sampler_BT",
-        "old_BT = logprobs_BT.detach() if corrected else sampler_BT",
+        "old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if correction else sampler_BT",
+        "old_BT = logprobs_BT.detach() if correction else sampler_BT",
         (OLD_RATIO,),
     ),
     Mutant(

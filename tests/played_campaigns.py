@@ -8,7 +8,7 @@ from toymodels import campaign_head
 
 from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import conclude
-from retrain.campaign.judging.sequential import look
+from retrain.campaign.judging.sequential import Looks
 from retrain.campaign.planning.manifest import Manifest, read_manifest
 from retrain.campaign.planning.plan import plan
 from retrain.config import load
@@ -66,7 +66,7 @@ class Played:
         self.manifest.update(spec.run_id, state="done", step=1)
 
     def look(self) -> dict:
-        look(self.manifest, self.specs, NullObserver())
+        Looks(self.manifest, self.specs, NullObserver()).look()
         return self.manifest.content["sequential"]["conditions"]["rloo+none"]
 
     def states(self, label: str = "") -> list[str]:

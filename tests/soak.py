@@ -1,11 +1,13 @@
 """Kill training again and again, at random and in the worst places, and compare with a run that nobody disturbed.
 
     python -m tests.soak --kills 100 --minutes 30
+    python -m tests.soak --kills 100 --minutes 30 --executor processes
 
 Every life of a run is a child of a process that has imported everything (``fork``), so that a kill costs about a
 second. Critics beside policies, single runs, several updates per batch, campaigns and episodes with a tool take turns.
 What is compared, time fields aside: every row of every record, the checkpoints' lines, the bytes of the tensors in the
 last checkpoint and in ``final/``, the states in the manifest.
+With ``--executor`` a campaign trains in several processes instead: see ``tests.soak_workers``.
 Prints one JSON line; exit status 1 at the first difference, with the directories left as they are.
 """
 
@@ -40,6 +42,8 @@ ONLY_IN = {
 }  # fmt: skip
 """The kinds of runs that come to these points; to the others all do."""
 LIFE_SECONDS = 120.0
+DEATHS = "RETRAIN_SOAK_DEATHS"
+"""In the environment: the file that is to say which process has died in which place."""
 TOML = """
 {head}
 [model]
@@ -149,9 +153,15 @@ def live(toml: Path, out: Path, point: str, moment: float) -> None:
     os._exit(outcome.exit_status)
 
 
+_trap = ""
+
+
 def set_trap(point: str, moment: float) -> None:
     """Put SIGKILL where ``point`` says; ``moment`` in [0, 1) chooses the how-many-th time."""
+    global _trap
+    _trap = point
     import retrain.campaign.planning.manifest as manifest
+    import retrain.campaign.running.scheduler as scheduler
     import retrain.checkpoints as checkpoints
     import retrain.files as files
     import retrain.policy.local as policy
@@ -207,6 +217,7 @@ def set_trap(point: str, moment: float) -> None:
         "after rename": lambda: at(checkpoints, "publish", 6, after=True),
         "before line": lambda: at(run.Run, "_record_save", 6),
         "final": lambda: at(run, "publish", 2, after=late),
+        "event": lambda: at(scheduler.Scheduler, "_take", 60, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(run, "prune", 4),
         "resuming": lambda: at(run, "forget_after", 2, after=late),
@@ -222,6 +233,9 @@ def set_trap(point: str, moment: float) -> None:
 
 def die(*_: Any, **__: Any) -> None:
     """The end of this process, as a power cut or the OOM killer would make it."""
+    if DEATHS in os.environ:
+        with open(os.environ[DEATHS], "a") as file:
+            file.write(f"{os.getpid()} {_trap}\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -388,18 +402,29 @@ def warm() -> None:
 
 def main() -> int:
     """Parse, soak, print one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    from tests import soak_workers
+
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further run after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="of where the kills fall")
     parser.add_argument("--points", nargs="+", choices=POINTS, default=POINTS, help="where to kill; all by default")
+    parser.add_argument(
+        "--executor",
+        choices=("inprocess", *soak_workers.WORKERS),
+        default="inprocess",
+        help="who trains: this process, or workers, which are killed as well as the controller",
+    )
     parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
     options = parser.parse_args()
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
         os.environ[name] = value
     folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.dir))
     warm()
-    report = soak(folder, options.kills, options.minutes, options.seed, options.points)
+    if options.executor == "inprocess":
+        report = soak(folder, options.kills, options.minutes, options.seed, options.points)
+    else:
+        report = soak_workers.soak_workers(folder, options.executor, options.kills, options.minutes, options.seed)
     print(json.dumps(report))
     if report["wrong"]:
         print(f"see {folder}", file=sys.stderr)

@@ -51,6 +51,7 @@ def fault(name: str, kind: str, text: str) -> None:
 
 def train(name: str, job: dict) -> str | None:
     """How the job ends; None when a fault was said."""
+    say(name, begun=True)
     for run in (run["run_id"] for run in job["runs"]):
         event(name, "RunStarted", run_id=run, step=0, max_steps=3)
         for step in range(3):
@@ -74,7 +75,8 @@ def train(name: str, job: dict) -> str | None:
     return "done"
 
 
-env = {key: os.environ.get(key) for key in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU")}
+SHARES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU", "RETRAIN_MEMORY_SHARE")
+env = {key: os.environ.get(key) for key in SHARES}
 threading.Thread(target=listen, daemon=True).start()
 while True:
     with came:

@@ -16,10 +16,10 @@ from retrain.campaign.judging.results import Measure
 from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import load, parse_dict
+from retrain.config.campaign import seeds_for_verdict
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, seeds_needed, spread_limit
 from retrain.maths.rules import Rule
-from retrain.maths.statistics import pairs_for_verdict
 
 ROOT = Path(__file__).parents[1]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
@@ -153,7 +153,7 @@ def test_the_shipped_campaigns_are_designs_that_can_answer(path):
     assert re.search(r"^# (Hypothesis|Question)", text, re.MULTILINE)
     assert re.search(r"^# Cost", text, re.MULTILINE)
     if len(labels) > 1 and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
-        assert len(seeds) >= pairs_for_verdict(len(labels) - 1)
+        assert len(seeds) >= seeds_for_verdict(len(labels) - 1, loaded.config.campaign.test)
         assert not [line for line in loaded.warnings if "campaign.seeds" in line]
     result = CliRunner().invoke(app, ["explain", str(path)])
     assert result.exit_code == 0

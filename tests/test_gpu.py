@@ -33,6 +33,7 @@ from retrain.policy import arithmetic
 from retrain.policy import device as devices
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.lora import Lanes
+from retrain.policy.memory import available_memory
 from retrain.policy.update import train_step
 from retrain.record.observer import NullObserver
 
@@ -428,6 +429,31 @@ def test_the_device_is_made_current_before_anything_is_allocated(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     devices.set_up(torch.device("cuda:1"))
     assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"  # the user's own word counts
+
+
+def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkeypatch):
+    """Of a GPU and of the machine; what another one took of it is gone all the same."""
+    cpu, cuda, fractions, free = torch.device("cpu"), torch.device("cuda:1"), [], 60
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 40, available=1 << 39))
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1 << 30)))
+
+    def seen():
+        devices.set_up(cuda)
+        return [function(device) for function in (devices.total_memory, available_memory) for device in (cuda, cpu)]
+
+    assert seen() == [80, 1 << 40, 62, 1 << 39]
+    assert fractions == []
+    monkeypatch.setenv("RETRAIN_MEMORY_SHARE", "0.25")
+    assert seen() == [20, 1 << 38, 10, (1 << 38) - (1 << 30)]
+    assert fractions == [(0.25, cuda)]
+    free = 3
+    assert available_memory(cuda) == 5
 
 
 # -- memory -------------------------------------------------------------------------------------------------------

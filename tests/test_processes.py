@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,12 +12,14 @@ import torch
 from toymodels import campaign_head
 from typer.testing import CliRunner
 
-import retrain.campaign.running.processes as processes
+import retrain.campaign.running.spawning as boot
+import retrain.campaign.running.workers as waiting
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.executors import executor_of, slots_of
-from retrain.campaign.running.processes import Processes, Slot
+from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, StepDone, Tick
+from retrain.campaign.running.workers import Workers
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, StorageError, UsageError
@@ -26,20 +27,21 @@ from retrain.ownership import process_start
 from retrain.policy.device import resolve_device
 
 STUB = Path(__file__).with_name("stubworker.py")
+ONE_CORE = Slot("cpu", 1)
 
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
-    monkeypatch.setattr(processes, "_BOOT", f"import runpy; runpy.run_path({str(STUB)!r}, run_name='__main__')")
-    monkeypatch.setattr(processes, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(boot, "BOOT", f"import runpy; runpy.run_path({str(STUB)!r}, run_name='__main__')")
+    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.02)
 
 
 @pytest.fixture
 def workers(tmp_path):
-    made: list[Processes] = []
+    made: list[Workers] = []
 
-    def make(count: int = 2, device: str = "cpu") -> Processes:
-        made.append(Processes([Slot(device, 1)] * count, tmp_path))
+    def make(count: int = 2, slot: Slot = ONE_CORE) -> Workers:
+        made.append(processes([slot] * count, tmp_path))
         return made[-1]
 
     yield make
@@ -193,20 +195,22 @@ def test_an_idle_worker_that_is_killed_is_replaced(tmp_path, workers):
 
 def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(tmp_path, workers, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    executor = workers(1)
-    executor._places = [Slot("gpu:1", 3, "5")]
+    executor = workers(1, Slot("gpu:1", 3, "5", 0.5))
     executor.submit(job(tmp_path, "a"))
     events = told(executor.events())
     row = events["a"][1].row
     assert (row["CUDA_VISIBLE_DEVICES"], row["OMP_NUM_THREADS"], row["RETRAIN_OWN_GPU"]) == ("5", "3", "1")
+    assert row["RETRAIN_MEMORY_SHARE"] == "0.5"
     assert events["1"][0].worker == "1 gpu:1"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what the user has set stays
     assert Slot("cpu", 8).environment["OMP_NUM_THREADS"] == "2"
     assert "RETRAIN_OWN_GPU" not in Slot("cpu", 8).environment
+    monkeypatch.setenv("RETRAIN_MEMORY_SHARE", "0.1")  # of who started this, and no matter of theirs
+    assert Slot("cpu", 8).environment["RETRAIN_MEMORY_SHARE"] == "1"
 
 
-def config(devices, workers="auto", executor="processes"):
-    campaign = {"executor": executor, "seeds": [1], "max_steps": 1}
+def config(devices, workers="auto", executor="processes", **more):
+    campaign = {"executor": executor, "seeds": [1], "max_steps": 1, **more}
     campaign |= {} if workers == "auto" else {"workers": workers}
     return parse_dict({"campaign": campaign, "backend": {"devices": devices}})
 
@@ -248,6 +252,33 @@ def test_devices_that_are_not_there(monkeypatch):
     assert [slot.device for slot in slots_of(config("auto", 2))] == ["cpu", "cpu"]
 
 
+def test_several_cohorts_on_a_gpu_have_their_part_of_it_each(monkeypatch):
+    visible(monkeypatch, 2)
+    monkeypatch.setattr("retrain.campaign.running.executors.cores", lambda: 8)
+
+    def slots(share, workers="auto"):
+        found = slots_of(config("all", workers, gpus_per_cohort=share))
+        return [(slot.device, slot.visible, slot.threads, slot.memory) for slot in found]
+
+    two = [("gpu:0", "0", 4, 1.0), ("gpu:1", "1", 4, 1.0)]
+    assert slots(1) == slots(1.0) == two
+    assert slots(0.5) == [("gpu:0", "0", 2, 0.5), ("gpu:1", "1", 2, 0.5)] * 2
+    assert slots(0.3) == [("gpu:0", "0", 1, 0.3), ("gpu:1", "1", 1, 0.3)] * 3
+    assert slots(0.6) == [(*slot[:3], 0.6) for slot in two]  # a second one would not fit beside it
+    assert slots(0.1)[18:] == [("gpu:0", "0", 1, 0.1), ("gpu:1", "1", 1, 0.1)]
+    assert slots(0.5, 3) == [("gpu:0", "0", 2, 0.5), ("gpu:1", "1", 2, 0.5), ("gpu:0", "0", 2, 0.5)]
+    with pytest.raises(UsageError, match=r"a GPU has 2 workers with gpus_per_cohort = 0.5; type --workers 4"):
+        slots(0.5, 5)
+    visible(monkeypatch, 0)
+    with pytest.raises(UsageError, match=r"gpus_per_cohort = 0.5 has no effect: this machine shows no GPU"):
+        slots_of(config("auto", gpus_per_cohort=0.5))
+
+
+def test_workers_on_a_cpu_share_its_memory():
+    assert [slot.memory for slot in slots_of(config("cpu", 4))] == [0.25] * 4
+    assert [slot.memory for slot in slots_of(config("cpu"))] == [1.0]
+
+
 def test_a_process_with_a_gpu_of_its_own_uses_that_one(monkeypatch):
     visible(monkeypatch, 1)
     with pytest.raises(UsageError):
@@ -284,6 +315,18 @@ def test_what_devices_name(devices, gpus, first, several):
         ({"backend": {"devices": ["gpu:1", "gpu:1"]}}, "has gpu:1 twice"),
         ({"backend": {"devices": []}}, "devices"),
         ({"backend": {"devices": ["cpu"]}}, "GPUs such as"),
+        ({"campaign": {"gpus_per_cohort": 0.5}}, 'campaign.gpus_per_cohort  has no effect with executor = "inprocess"'),
+        (
+            {"campaign": {"executor": "processes", "gpus_per_cohort": 0.5}, "backend": {"devices": "cpu"}},
+            'campaign.gpus_per_cohort  has no effect with devices = "cpu"',
+        ),
+        ({"campaign": {"executor": "processes", "gpus_per_cohort": 2}}, "is 2: a cohort trains on one GPU"),
+        ({"campaign": {"executor": "processes", "gpus_per_cohort": 2}}, "a cohort trains on one GPU"),
+        ({"campaign": {"executor": "processes", "gpus_per_cohort": 0}}, "gpus_per_cohort"),
+        (
+            {"campaign": {"executor": "slurm", "workers": 2, "gpus_per_cohort": 0.5}},
+            'campaign.gpus_per_cohort  has no effect with executor = "slurm"',
+        ),
         (
             {"campaign": {"executor": "processes"}, "inference": {"engine": "vllm", "url": "http://x:1"}},
             "one process alone uses the servers",
@@ -312,7 +355,6 @@ def test_a_plan_says_who_trains_it(tmp_path):
     assert executor_of(Plan.of(load(path))).slots == 1
     executor = executor_of(Plan.of(load(path, ["campaign.executor=processes", "campaign.workers=3"])))
     assert (executor.slots, executor.has_gpu()) == (3, False)
-    assert json.dumps([slot.device for slot in executor._places]) == '["cpu", "cpu", "cpu"]'
 
 
 def single_and_campaign(tmp_path) -> tuple[Path, Path]:

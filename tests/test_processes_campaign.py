@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,18 +11,27 @@ from pathlib import Path
 
 import pytest
 from played_campaigns import configuration
-from timing_keys import is_timing_key
-from toycampaign import StopAfter, campaign, toy_world
+from toycampaign import StopAfter, toy_world
+from worker_cases import Heard, contents, differing, planned, writer
 
-import retrain.campaign.running.processes as processes
+import retrain.campaign.running.spawning as spawning
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
-from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, RunStarted, StepDone, Tick
+from retrain.campaign.running.protocol import (
+    CohortJob,
+    JobEnded,
+    JobStarted,
+    RunEnded,
+    RunStarted,
+    SqueezeJob,
+    StepDone,
+    Tick,
+)
 from retrain.config import load
-from retrain.files import append_jsonl, read_json, read_jsonl
+from retrain.files import append_jsonl, read_json
 from retrain.ownership import process_start
 from retrain.record.observer import NullObserver
 from retrain.record.status import read_status
@@ -38,70 +46,13 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(world: Path, out: Path, sets=(), **settings) -> Plan:
-    """Two conditions and four seeds, three steps, in cohorts of one seed."""
-    path = campaign(out.parent, world / "model", f"toy_{out.name}", **{"steps": 3, "lanes": 2} | settings)
-    mine = ["campaign.seeds=[1,2,3,4]", "training.save_every=1", "squeeze.enabled=false", *sets]
-    return check(Plan.of(load(path, mine), out))
-
-
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> dict:
     """What one process makes of it."""
     out = tmp_path_factory.mktemp("whole") / "out"
     assert execute(planned(world, out), NullObserver()).exit_status == 0
+    (world / "whole.json").write_bytes((out / "manifest.json").read_bytes())
     return contents(out)
-
-
-def contents(out: Path) -> dict:
-    """All that a campaign leaves behind and no clock has part in."""
-    found: dict = {}
-    for run in sorted((out / "runs").iterdir()):
-        for path in sorted(path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", LEASE)):
-            name = str(path.relative_to(out))
-            found[name] = None
-            if path.name in ("metrics.jsonl", "evals.jsonl"):
-                rows = read_jsonl(path)
-                found[name] = [
-                    {k: v for k, v in row.items() if not is_timing_key(k) and k != "seconds"} for row in rows
-                ]
-            elif path.suffix == ".safetensors":
-                data = path.read_bytes()
-                end = 8 + int.from_bytes(data[:8], "little")
-                found[name] = json.loads(data[8:end]), data[end:]  # the order of the header's keys is free
-            elif path.name == "config.json":
-                found[name] = {key: read_json(path)[key] for key in ("backend", "built", "seeds", "data_hash")}
-    manifest = read_json(out / "manifest.json")
-    found["runs"] = [{k: v for k, v in run.items() if k != "fingerprint"} for run in manifest["runs"]]
-    found["cohorts"] = sorted(map(sorted, manifest["cohorts"]))
-    return found
-
-
-def differing(mine: dict, reference: dict) -> list[str]:
-    assert len(reference) > 100  # files of eight runs
-    return sorted(name for name in {*mine, *reference} if mine.get(name, "absent") != reference.get(name, "absent"))
-
-
-class Heard(NullObserver):
-    """What was told; ``on_step`` is called after each step with the number of steps so far."""
-
-    def __init__(self, on_step=lambda spec, count: None):
-        self.on_step, self.steps, self.workers, self.messages = on_step, 0, {}, []
-
-    def placed(self, spec, worker):
-        self.workers.setdefault(spec.run_id, []).append(worker)
-
-    def step(self, spec, row):
-        self.steps += 1
-        self.on_step(spec, self.steps)
-
-    def message(self, text, level="info"):
-        self.messages.append(text)
-
-
-def writer(out: Path, run_id: str) -> int:
-    """The process that trains a run."""
-    return read_json(out / "runs" / run_id / LEASE)["pid"]
 
 
 def leases(out: Path) -> list[Path]:
@@ -125,7 +76,12 @@ def test_two_workers_leave_what_one_process_leaves(tmp_path, world, whole):
     assert [run["state"] for run in shown] == ["running"] * 2
     assert {run["worker"] for run in read_status(out)["runs"]} == {None}
     assert leases(out) == []
-    assert read_json(out / "manifest.json")["memory"].keys() == heard.workers.keys()
+    planned_bytes = {run: facts["decode_bytes"] for run, facts in read_json(out / "manifest.json")["memory"].items()}
+    assert planned_bytes.keys() == heard.workers.keys()
+    alone = read_json(world / "whole.json")["memory"]
+    assert {run: round(size / alone[run]["decode_bytes"], 2) for run, size in planned_bytes.items()} == dict.fromkeys(
+        alone, 0.5
+    )
 
 
 def test_a_killed_worker_costs_steps_and_nothing_else(tmp_path, world, whole):
@@ -230,7 +186,7 @@ def main(*fds):
 import json, sys
 main(*map(int, sys.argv[1:4]))
 """
-    monkeypatch.setattr(processes, "_BOOT", f"import json, sys; sys.path[:] = json.loads(sys.argv[4]); exec({patch!r})")
+    monkeypatch.setattr(spawning, "BOOT", f"import json, sys; sys.path[:] = json.loads(sys.argv[4]); exec({patch!r})")
     out, heard = tmp_path / "out", Heard()
     plan = planned(world, out, [*THERE, "campaign.seeds=[1,2]", "campaign.workers=1"], steps=1, lanes="auto")
     assert execute(plan, heard).exit_status == 0
@@ -239,20 +195,92 @@ main(*map(int, sys.argv[1:4]))
     assert any("4 runs are too many: they train in 2 cohorts" in text for text in heard.messages)
 
 
+def test_early_stopping_decides_the_same_in_workers(tmp_path, world):
+    """A difference that every seed shows (of the learning rate, so that it is surely there) is decided after six of
+    eight seeds; the others are stopped, in whatever worker they are."""
+    sets = ["campaign.seeds=[1,2,3,4,5,6,7,8]", "campaign.sequential=linear", "campaign.primary_metric=final:optim/lr"]
+    sets += ["evaluation.problems=0", "training.eval_every=0"]
+    alone = planned(world, tmp_path / "alone", sets, steps=2, condition="lr = 0.02")
+    assert execute(alone, NullObserver()).exit_status == 0
+    there = planned(world, tmp_path / "there", [*sets, *THERE], steps=2, condition="lr = 0.02")
+    assert execute(there, NullObserver()).exit_status == 0
+    mine, theirs = (read_json(tmp_path / name / "manifest.json") for name in ("there", "alone"))
+    assert mine["sequential"] == theirs["sequential"]
+    (looked,) = mine["sequential"]["conditions"].values()
+    assert (looked["stopped_after"], len(looked["differences"])) == (6, 6)
+    states = [{run["run_id"]: run["state"] for run in manifest["runs"]} for manifest in (mine, theirs)]
+    assert states[0] == states[1]
+    assert [*states[0].values()] == ["done"] * 12 + ["stopped"] * 4
+    first = [name for name, state in states[0].items() if state == "done"]
+    found, expected = (
+        {name: data for name, data in contents(tmp_path / place).items() if any(f"{run}/" in name for run in first)}
+        for place in ("there", "alone")
+    )
+    assert differing(found, expected, runs=12) == []
+
+
+GRADER = """
+from pathlib import Path
+
+def score(completion, answer):
+    if (Path(__file__).parent / "broken").exists():
+        raise RuntimeError("this grader is broken")
+    return sum(c in "02468" for c in completion) / max(1, len(completion))
+"""
+
+
+def test_what_failed_is_tried_again_alike_in_workers(tmp_path, world):
+    """A condition whose grader is broken at first: what fails, what is kept and what is trained again."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    kept = []
+    for name, sets in (("alone", []), ("there", THERE)):
+        condition = f'reward = {{custom_module = "{tmp_path}/grader.py"}}'
+        sets = ["campaign.seeds=[1,2]", *sets]
+        plan = planned(world, tmp_path / name, sets, condition=condition)
+        (tmp_path / "broken").touch()
+        assert execute(plan, NullObserver()).exit_status == 1
+        kept.append(
+            [(run["state"], run["reason"], run["step"]) for run in read_json(plan.directory / "manifest.json")["runs"]]
+        )
+        (tmp_path / "broken").unlink()
+        heard = Heard()
+        assert execute(check(read_plan(plan.directory)), heard).exit_status == 1
+        assert any("2 failed runs not continued; type --retry-failed" in text for text in heard.messages)
+        assert heard.steps == 0
+        assert execute(check(read_plan(plan.directory)), heard, retry_failed=True).exit_status == 0
+        assert heard.steps == 2  # the last one of each, from its own newest checkpoint
+    assert kept[0] == kept[1]
+    assert [state for state, _, _ in kept[0]] == ["done", "failed"] * 2
+    assert differing(contents(tmp_path / "there"), contents(tmp_path / "alone"), runs=4) == []
+
+
+def test_the_first_run_of_the_plan_is_analysed_whichever_ends_first(tmp_path):
+    path = configuration(tmp_path, rule="off", lanes=2, seeds=[1, 2, 3], rest='[squeeze]\nverify = "off"\n')
+    plan = Plan.of(load(path), tmp_path / "out")
+    player = Player(3, turns=[3, 2, 1])
+    assert execute(plan, NullObserver(), executor=player).exit_status == 0
+    assert player.analysed == [("squeeze", "grpo+none_s1")]
+
+
 class Player:
-    """An executor that puts runs on the disk instead of training them, ``slots`` at a time; a job ends when ``turns``
-    says (seeds of the jobs in their order), or when it is stopped."""
+    """An executor that puts runs on the disk instead of training them, ``slots`` at a time, and analyses nothing; a job
+    ends when ``turns`` says (seeds of the jobs in their order), or when it is stopped."""
 
     def __init__(self, slots: int, turns=(), dies: int = 0):
         self.slots, self.turns, self.dies = slots, list(turns), dies
         self.begun: list[set[int]] = []
+        self.analysed: list[tuple[str, str]] = []
         self.stopped: list[set[int]] = []
-        self.under_way: dict[str, CohortJob] = {}
+        self.under_way: dict[str, CohortJob | SqueezeJob] = {}
         self.has_gpu = lambda: False
 
     def submit(self, job):
-        player, name, seeds = self, str(len(self.begun)), {run["seed"] for run in job.runs}
-        self.begun.append(seeds)
+        player, name = self, str(len(self.begun) + len(self.analysed))
+        seeds = {run["seed"] for run in job.runs} if isinstance(job, CohortJob) else set()
+        if isinstance(job, CohortJob):
+            self.begun.append(seeds)
+        else:
+            self.analysed.append((job.place, job.run["run_id"]))
         self.under_way[name] = job
 
         class Handle:
@@ -268,6 +296,10 @@ class Player:
         while self.under_way:
             yield Tick()
             name, job = next(iter(self.under_way.items()))
+            if not isinstance(job, CohortJob):
+                del self.under_way[name]
+                yield JobEnded(name)
+                continue
             for other, each in self.under_way.items():
                 if self.turns and self.turns[0] in {run["seed"] for run in each.runs}:
                     name, job = other, each

@@ -524,6 +524,21 @@ def test_a_short_soak(tmp_path):
     assert report["kills"] >= 1
 
 
+@pytest.mark.timeout(600)
+def test_a_short_soak_of_workers(tmp_path):
+    """``python -m tests.soak --executor processes`` for a few kills: the long one is run by hand."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "tests.soak", "--executor", "processes", "--kills", "3", "--seed", "5"]
+    done = subprocess.run(
+        [*command, "--dir", str(tmp_path)], cwd=root, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["wrong"], report["campaigns"], report["runs"]) == ([], 1, 8)
+    assert report["kills"] >= 3
+
+
 def test_resume_from_continues_and_refuses_what_is_not_there(toy_home, tmp_path):
     """A resume flag that is accepted and ignored; a cold optimizer after it."""
     path = toy_file(toy_home, tmp_path / "run.toml", reward="even")

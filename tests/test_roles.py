@@ -36,7 +36,8 @@ def test_every_key_has_a_role():
 
 def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
-    assert quiet == (expanded("logging", "squeeze", "campaign") - {"logging.strategic_grams", "campaign.seed"}) | {
+    whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
+    assert quiet == (whole - {"logging.strategic_grams", "campaign.seed"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
         "backend.adapter_path", "backend.devices", "environment.python", *WHERE, *CHARTS,
     }  # fmt: skip
@@ -45,7 +46,8 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
 
 def test_in_what_replicates_may_differ():
     may = {dotted for dotted in keys() if not tells_apart(dotted)}
-    assert may == (expanded("campaign", "logging", "squeeze", "backpressure") - {"logging.strategic_grams"}) | {
+    whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
+    assert may == (whole - {"logging.strategic_grams"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
         "evaluation.schedule",
@@ -59,7 +61,7 @@ def test_in_what_replicates_may_differ():
 
 def test_what_a_condition_may_override():
     whole = ("campaign", "model", "backend", "inference", "data", "environment", "evaluation", "backpressure",
-             "squeeze", "resume", "logging", "training.seed")  # fmt: skip
+             "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
     fixed = {dotted for dotted in keys() if why_fixed(dotted)}
     assert fixed == expanded(*whole) - {"model.lora_rank", "logging.strategic_grams"}
 

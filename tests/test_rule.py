@@ -12,7 +12,7 @@ from verdict_cases import BASE, campaign, shifted
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.results import Measure
 from retrain.campaign.judging.rule import FUTILITY, overlay, rule_of
-from retrain.campaign.judging.sequential import look
+from retrain.campaign.judging.sequential import Looks
 from retrain.campaign.judging.words import verdict
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
@@ -141,7 +141,7 @@ def test_a_family_steps_down_by_looks_of_the_normal_test(tmp_path):
     assert found[2]["verdict"] == FUTILITY
     assert "does not make the conditions equivalent" in found[2]["sentence"]
     again = json.loads(json.dumps(record))
-    look(played.manifest, played.specs, NullObserver())
+    Looks(played.manifest, played.specs, NullObserver()).look()
     assert played.manifest.content["sequential"] == again
 
 
@@ -213,7 +213,7 @@ def test_seeds_may_be_added_under_the_always_valid_rule_only(tmp_path):
     assert (found["verdict"], found["standing"]) == ("better", "declared")
     other = plan(load(configuration(tmp_path, rule="always_valid", seeds=[9, 1, 2])))
     with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-        look(Manifest.open(tmp_path / "out", "rule", other), other, NullObserver())
+        Looks(Manifest.open(tmp_path / "out", "rule", other), other, NullObserver()).look()
 
 
 @pytest.mark.parametrize("changed", [{"test": "normal"}, {"futility": True}, {"conditions": "race"}])
@@ -225,7 +225,7 @@ def test_what_decides_is_fixed_with_the_first_look(tmp_path, changed):
     changed = {"race": True} if "conditions" in changed else changed
     other = plan(load(configuration(tmp_path, **three, **changed)))
     with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-        look(played.manifest, other, NullObserver())
+        Looks(played.manifest, other, NullObserver()).look()
 
 
 def test_records_of_before_are_of_the_exact_test(tmp_path):

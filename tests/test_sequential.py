@@ -11,7 +11,7 @@ import pytest
 from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
 from toymodels import qwen3_directory
 
-from retrain.campaign.judging.sequential import look
+from retrain.campaign.judging.sequential import Looks
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch, resume
@@ -140,7 +140,7 @@ def test_the_rule_is_fixed_with_the_first_look(tmp_path):
         rest = "[training]\neval_every = 1" if "primary_metric" in settings else ""
         other = plan(load(configuration(tmp_path, **settings, rest=rest)))
         with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-            look(played.manifest, other, NullObserver())
+            Looks(played.manifest, other, NullObserver()).look()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_looks_that_were_not_declared_are_refused_once_a_run_has_begun(tmp_path)
     assert "sequential" not in played.manifest.content
     assert "stopped" not in played.states()
     played.start_again(rule="off")
-    look(played.manifest, played.specs, NullObserver())
+    Looks(played.manifest, played.specs, NullObserver()).look()
     assert "sequential" not in played.manifest.content
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from retrain.algorithms.standard import assign_credit, fill_advantages
-from retrain.algorithms.turns import returns_to_go
+from retrain.algorithms.standard import assign_credit, fill_advantages, turn_credit_of
+from retrain.algorithms.turns import TurnCredit, returns_to_go
 from retrain.config import parse_dict
 from retrain.errors import RunFailed
 from retrain.policy.protocol import samples_of
@@ -25,7 +27,7 @@ def rollout(rewards: list[float | None], total: float | None, lengths: list[int]
 
 
 def credited(rollouts: list[Rollout], mode: str = "dr_grpo", discount: float = 1.0) -> list[list[float] | None]:
-    fill_advantages([Group(PROMPT, rollouts)], mode, turn_discount=discount)
+    fill_advantages([Group(PROMPT, rollouts)], mode, "reward", TurnCredit(discount))
     return [one.turn_advantages for one in rollouts]
 
 
@@ -70,19 +72,19 @@ def test_whitening_weighs_turns_by_their_tokens():
 def test_turns_that_cancel_out_are_signal_all_the_same():
     rollouts = [rollout([1.0, 0.0], 1.0), rollout([-1.0, 1.0], 0.0)]
     group = Group(PROMPT, rollouts)
-    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    fill_advantages([group], "dr_grpo", "reward", TurnCredit(1.0))
     assert [one.turn_advantages for one in rollouts] == [[0.5, -0.5], [-0.5, 0.5]]
     assert [one.advantage for one in rollouts] == [0, 0]
     assert group.discarded is None
     same = Group(PROMPT, [rollout([0.0, 0.5], 0.5) for _ in range(2)])
-    fill_advantages([same], "dr_grpo", turn_discount=1.0)
+    fill_advantages([same], "dr_grpo", "reward", TurnCredit(1.0))
     assert same.discarded == "zero_advantage"
 
 
 def test_rollouts_without_reward_or_turns_take_no_part():
     failed, empty, alone = rollout([0.0], None), Rollout(PROMPT, [], RewardResult(None)), rollout([1.0], 1.0)
     group = Group(PROMPT, [failed, empty, alone])
-    fill_advantages([group], "grpo", turn_discount=1.0)
+    fill_advantages([group], "grpo", "reward", TurnCredit(1.0))
     assert failed.turn_advantages is None
     assert alone.turn_advantages == [0.0]
     assert group.discarded == "zero_advantage"
@@ -110,7 +112,7 @@ def test_every_token_trains_with_the_advantage_of_its_turn(transform):
             "algorithm": {"transform_mode": transform, "turn_credit": "turn", "advantage_mode": "dr_grpo"},
         }
     )
-    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    fill_advantages([group], "dr_grpo", "reward", TurnCredit(1.0))
     for one in rollouts:
         one.planning_T = np.zeros(len(one), dtype=bool)
     credit = assign_credit([group], config, 0.0, ("placebo",))
@@ -127,7 +129,7 @@ def test_a_rewritten_conversation_gives_a_sample_for_each_time_it_was_read():
     one = rollout([0.0, 1.0, 0.0], 1.0, [1, 2, 1])
     one.turns[1].fresh, one.turns[1].observation_ids = True, (7, 8, 9)
     group = Group(PROMPT, [one, rollout([0.0], 0.0)])
-    fill_advantages([group], "dr_grpo", turn_discount=1.0)
+    fill_advantages([group], "dr_grpo", "reward", TurnCredit(1.0))
     for each in group.rollouts:
         each.planning_T = np.zeros(len(each), dtype=bool)
     credit = assign_credit([group], parse_dict({"environment": {"tools": ["calculator"]}}), 0.0, ("placebo",))
@@ -139,3 +141,66 @@ def test_a_rewritten_conversation_gives_a_sample_for_each_time_it_was_read():
     assert (credit.denominators.tokens, credit.denominators.sequences) == (5, 3)
     assert first.advantages.tolist() == pytest.approx([0, 0, 0.5])
     assert second.advantages[second.action_mask].tolist() == pytest.approx([0, 0, 0])
+
+
+def in_states(*episodes: tuple[list[tuple[int, ...]], float]) -> list[Rollout]:
+    """Rollouts whose turns begin with these words of the environment, with their total rewards."""
+    made = []
+    for states, total in episodes:
+        one = rollout([None] * len(states), total)
+        one.turns[:] = [replace(turn, observation_ids=state) for turn, state in zip(one.turns, states, strict=True)]
+        made.append(one)
+    return made
+
+
+def by_state(rollouts: list[Rollout], weight: float = 1.0, discount: float = 1.0, mode: str = "dr_grpo") -> list:
+    fill_advantages([Group(PROMPT, rollouts)], mode, "reward", TurnCredit(discount, weight))
+    return [one.turn_advantages for one in rollouts]
+
+
+START, DOOR, HALL = (1, 2), (5,), (6,)
+
+
+def test_turns_in_the_same_state_are_compared_beside_whole_episodes():
+    """algorithms2 §17 (GiGPO): the door is reached by three rollouts, with G = .9025, .95 and 0, so A_S = .285, .3325
+    and -.6175; the start by all, the hall by one alone, which adds nothing."""
+    rollouts = in_states(([START, DOOR, HALL], 0.95), ([START, DOOR], 0.95), ([START, DOOR], 0.0))
+    found = by_state(rollouts, discount=0.95)
+    episodes = [0.95 - 1.9 / 3, 0.95 - 1.9 / 3, -1.9 / 3]
+    starts = [0.95**3, 0.95**2, 0.0]
+    mean = sum(starts) / 3
+    assert found[0] == pytest.approx([episodes[0] + starts[0] - mean, episodes[0] + 0.285, episodes[0]])
+    assert found[1] == pytest.approx([episodes[1] + starts[1] - mean, episodes[1] + 0.3325])
+    assert found[2] == pytest.approx([episodes[2] + starts[2] - mean, episodes[2] - 0.6175])
+    assert rollouts[0].advantage == pytest.approx(sum(found[0]) / 3)
+
+
+def test_a_state_that_a_rollout_comes_back_to_counts_every_time():
+    rollouts = in_states(([START, DOOR, DOOR], 1.0), ([START, HALL], 0.0))
+    rollouts[0].turns[1] = replace(rollouts[0].turns[1], reward=0.5)  # G: 1, 1, .5
+    found = by_state(rollouts)
+    assert found[0] == pytest.approx([0.5 + 0.5, 0.5 + 0.25, 0.5 - 0.25])
+
+
+def test_the_weight_of_states_and_episodes_alone():
+    """With a weight of 0 it would be the credit of episodes; the part of states grows with it."""
+    episodes = (([START, DOOR], 1.0), ([START, DOOR], 0.0))
+    whole, twice = by_state(in_states(*episodes)), by_state(in_states(*episodes), weight=2.0)
+    assert whole == [[1.0, 1.0], [-1.0, -1.0]]
+    assert twice == [[1.5, 1.5], [-1.5, -1.5]]
+
+
+def test_rollouts_without_a_reward_take_no_part_in_states():
+    rollouts = [*in_states(([START, DOOR], 1.0), ([START, DOOR], 0.0)), rollout([None, None], None)]
+    assert by_state(rollouts)[2] is None
+    assert np.isnan(rollouts[2].advantage)
+    assert rollouts[0].turn_advantages == [1.0, 1.0]
+
+
+def test_the_configuration_says_how_turns_are_credited():
+    def by(**algorithm) -> TurnCredit | None:
+        return turn_credit_of(parse_dict({"algorithm": algorithm, "environment": {"tools": ["calculator"]}}).algorithm)
+
+    assert by() is None
+    assert by(turn_credit="turn", turn_discount=0.5) == TurnCredit(0.5)
+    assert by(turn_credit="state", state_weight=0.3) == TurnCredit(1.0, 0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import threading
 
@@ -11,7 +12,7 @@ from ui_cases import campaign, client_of, evaluation, get, row
 
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
-from retrain.files import append_jsonl, dumps, jsonable, read_jsonl, write_text
+from retrain.files import append_jsonl, dumps, jsonable, read_json, read_jsonl, write_json, write_text
 from retrain.ui.answers import plain
 from retrain.ui.api import curves as curves_api
 from retrain.ui.api.columns import columns_of
@@ -60,6 +61,28 @@ def test_a_campaign_has_the_comparison_of_retrain_compare(home):
     assert [run["place"] for run in found["runs"]] == [f"one/runs/{run.run_id}" for run in read_campaign(home).runs]
     assert found["checksums"]["data_hash"] == "d1"
     assert [cost["label"] for cost in found["cost"]] == ["grpo+none", "maxrl+none"]
+
+
+def test_runs_name_the_worker_that_trains_them_now(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+    home = campaign(tmp_path / "one", seeds=3, state="running")
+    manifest, client = read_json(home / "manifest.json"), client_of(home)
+    workers = ["10 gpu:1", "9 gpu:0", {"no": "text"}, "10 gpu:1", "3 <b>gpu</b>", "4 cpu"]
+    for entry, worker in zip(manifest["runs"], workers, strict=True):
+        entry["worker"] = worker
+    manifest["runs"][5]["state"] = "done"
+    write_json(home / "manifest.json", manifest)
+
+    def told():
+        found = get(client, "/api/campaign", at="one")
+        return [run["worker"] for run in found["runs"]], found["summary"]["workers"]
+
+    with open(home / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        named = ["10 gpu:1", "9 gpu:0", None, "10 gpu:1", "3 <b>gpu</b>", None]  # text, which the page shows as text
+        assert told() == (named, ["3 <b>gpu</b>", "9 gpu:0", "10 gpu:1"])
+        assert get(client, "/api/places")["places"][0]["workers"] == told()[1]
+    assert told() == ([None] * 6, [])  # nobody is there any more: what the manifest says was so at a kill
 
 
 def test_a_campaign_has_all_that_its_pictures_draw(home):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import shutil
 import threading
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from ui_cases import campaign, client_of, evaluation, get, note, row
 
-from retrain.files import append_jsonl, write_json
+from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import Server, listening_socket
 from retrain.ui.events import Pages, changes, look, stream
 from retrain.ui.findings import Findings
@@ -52,6 +53,17 @@ def test_files_that_grow_are_told_by_run(library, tmp_path):
     assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
     shutil.rmtree(tmp_path / "one")
     assert look(library, findings, "one") == {}
+
+
+def test_another_worker_is_told(library, tmp_path):
+    findings, manifest = Findings(library), read_json(tmp_path / "one/manifest.json")
+    with open(tmp_path / "one/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        seen = look(library, findings, "one")
+        manifest["runs"][1]["worker"] = "2 gpu:1"
+        write_json(tmp_path / "one/manifest.json", manifest)
+        found = [each for each in told(library, findings, seen)[0] if each["what"] != ["comparison"]]
+    assert found == [{"place": "one/runs/maxrl+none_s1", "what": ["state"]}]
 
 
 def test_a_new_comparison_is_told(library, tmp_path):

@@ -26,6 +26,7 @@ from toymodels import toy_base
 from retrain.algorithms.standard import assign_credit, fill_advantages
 from retrain.config import parse_dict
 from retrain.errors import NonFinite, RunFailed
+from retrain.maths.corrections import Correction
 from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.backbone import backbone_of
 from retrain.policy.budget import Budget
@@ -93,11 +94,11 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(base, lanes):
 
 EVERYTHING = {
     "dual_clip": {"dual_clip": 1.5, "clip_high": 0.1},
-    "tis": {"tis_cap": 1.05},
-    "icepop": {"icepop_band": (0.9, 1.2)},
+    "tis": {"correction": Correction("tis", high=1.05)},
+    "icepop": {"correction": Correction("icepop", 0.9, 1.2)},
     "kl": {"kl_coef": 0.7},
     "entropy": {"entropy_coef": 0.3},
-    "all": {"tis_cap": 1.05, "kl_coef": 0.7, "entropy_coef": 0.3},
+    "all": {"correction": Correction("tis", high=1.05), "kl_coef": 0.7, "entropy_coef": 0.3},
 }
 
 
@@ -126,7 +127,11 @@ def test_every_micro_batch_split_gives_the_same_gradient_with_every_term(base, l
             assert other.get(key) == pytest.approx(metrics.get(key), abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"tis_cap": 2.0}, {"icepop_band": (0.5, 2.0)}], ids=["tis", "icepop"])
+@pytest.mark.parametrize(
+    "options",
+    [{"correction": Correction("tis", high=2.0)}, {"correction": Correction("icepop", 0.5, 2.0)}],
+    ids=["tis", "icepop"],
+)
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
 def test_a_mismatch_weight_of_one_is_an_exact_no_op(base, lanes, loss, options):
     samples = rollout(base, lanes, trained(lanes, 0))
@@ -159,15 +164,18 @@ def test_truncated_importance_sampling_and_icepop_by_their_formulas(base, lanes,
     """w·A·∇log π with w = min(ρ, C), or ρ inside the band and 0 outside: the ratio counts once, not twice."""
     samples = off_policy(base, lanes)
     rules = {
-        "tis": ({"tis_cap": 1.05}, lambda ratio: ratio.clamp(max=1.05)),
-        "icepop": ({"icepop_band": (0.9, 1.2)}, lambda ratio: ratio * ((ratio >= 0.9) & (ratio <= 1.2))),
+        "tis": ({"correction": Correction("tis", high=1.05)}, lambda ratio: ratio.clamp(max=1.05)),
+        "icepop": (
+            {"correction": Correction("icepop", 0.9, 1.2)},
+            lambda ratio: ratio * ((ratio >= 0.9) & (ratio <= 1.2)),
+        ),
     }
     for options, weight in rules.values():
         grad, metrics = gradient(lanes, 0, samples, loss=loss, **options)
         expected = corrected_gradient(base, lanes, samples, weight)
         assert float((grad - expected).norm() / expected.norm()) < 1e-4
         assert 0.1 < metrics["clip_ratio/high_mean"] < 0.9  # the share that the cap or the band cuts
-        assert (metrics["clip_ratio/low_mean"] > 0.1) == ("icepop_band" in options)
+        assert (metrics["clip_ratio/low_mean"] > 0.1) == (options["correction"].kind == "icepop")
         assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
 
 
@@ -277,10 +285,20 @@ CONFIGURED = [
          "training": {"max_tokens": 33, "temperature": 0.7}},
         {"loss": "cispo", "ratio_cap": 3.0, "normalizer": "constant", "max_tokens": 33, "temperature": 0.7},
     ),
-    ({"algorithm": {"kl_coef": 0.2, "tis_cap": 2.0}}, {"kl_coef": 0.2, "tis_cap": 2.0}),
+    ({"algorithm": {"kl_coef": 0.2, "tis_cap": 2.0}}, {"kl_coef": 0.2, "correction": Correction("tis", high=2.0)}),
     ({"logging": {"log_kl": True}}, {"log_kl": True}),
     ({"algorithm": {"entropy_coef": 0.1, "dual_clip": 3.0}}, {"entropy_coef": 0.1, "dual_clip": 3.0}),
-    ({"algorithm": {"icepop_band": [0.5, 2.0]}}, {"icepop_band": (0.5, 2.0)}),
+    ({"algorithm": {"icepop_band": [0.5, 2.0]}}, {"correction": Correction("icepop", 0.5, 2.0)}),
+    ({"algorithm": {"correction": "seq_mis"}}, {"correction": Correction("seq_mis", 0.0, 2.0)}),
+    ({"algorithm": {"correction": "decoupled"}}, {"correction": Correction("decoupled")}),
+    (
+        {"algorithm": {"loss": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0}},
+        {"loss": "sapo", "gate": (2.0, 3.0)},
+    ),
+    (
+        {"algorithm": {"loss": "vespo", "vespo_positive": [1, 2], "vespo_negative": [4, 5]}},
+        {"loss": "vespo", "positive": (1.0, 2.0), "negative": (4.0, 5.0)},
+    ),
     ({"training": {"clip_eps": 0.1, "clip_eps_high": 0.3}}, {"clip_low": 0.1, "clip_high": 0.3}),
 ]  # fmt: skip
 
@@ -357,7 +375,9 @@ def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(base, 
     def own_loss(*_):
         raise AssertionError("a user's loss is for what trains")
 
-    other = score(lanes, adapter, probe, loss=own_loss, entropy_coef=0.1, tis_cap=2.0, kl_coef=0.5)
+    other = score(
+        lanes, adapter, probe, loss=own_loss, entropy_coef=0.1, correction=Correction("tis", high=2.0), kl_coef=0.5
+    )
     assert [other[key] for key in MISMATCH_METRICS] == pytest.approx([metrics[key] for key in MISMATCH_METRICS])
     _, with_kl = gradient(lanes, 0, probe, kl_coef=0.5)
     for key in ("kl", "objective/non_score_reward"):

@@ -14,6 +14,7 @@ from toymodels import train_quietly
 from retrain.algorithms.protocol import Credit
 from retrain.config import parse_dict
 from retrain.maths import losses
+from retrain.maths.corrections import Correction
 from retrain.maths.losses import loss_metrics
 from retrain.maths.schedules import learning_rate
 from retrain.policy import objective as objectives
@@ -165,13 +166,13 @@ def test_decoupled_ppo(now, expected):
     """−w·min(rA, clip(r)A) with w = p/μ (arXiv 2505.24298; algorithms2 §6): μ .2, p .3, A 1, ε .2."""
     batch = micro_batch([1.0], [math.log(0.2)], [math.log(0.3)])
     scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
-    loss_BT, sums = PolicyTerm(tis_cap=10.0).per_token(batch, scores)
+    loss_BT, sums = PolicyTerm(correction=Correction("tis", high=10.0)).per_token(batch, scores)
     assert loss_BT is not None
     assert loss_BT.item() == pytest.approx(expected)
     assert loss_metrics(sums)["clip_ratio/high_mean"] == (now > 0.36)
     if now == 0.33:  # p = μ: plain PPO
         batch = micro_batch([1.0], [math.log(0.3)], [math.log(0.3)])
-        corrected, _ = PolicyTerm(tis_cap=10.0).per_token(batch, scores)
+        corrected, _ = PolicyTerm(correction=Correction("tis", high=10.0)).per_token(batch, scores)
         plain, _ = PolicyTerm().per_token(batch, scores)
         assert corrected is not None
         assert plain is not None

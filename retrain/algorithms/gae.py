@@ -19,7 +19,7 @@ import torch
 
 from retrain.algorithms.turns import own_rewards
 from retrain.config import Config
-from retrain.maths.critic import explained_variance, gae, token_rewards, whiten_tokens
+from retrain.maths.critic import explained_variance, gae, length_lambda, token_rewards, whiten_tokens
 from retrain.maths.losses import kl_terms
 from retrain.policy.protocol import Scores
 from retrain.types import Group, Rollout
@@ -57,7 +57,10 @@ def fill_token_advantages(
     rewards_BT += _padded([_on_the_way(rollout) for rollout in own])
     critic = config.critic
     targets_BT = values_BT + gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.value_lambda)
-    advantages_BT = gae(rewards_BT, values_BT, mask_BT, critic.gamma, critic.policy_lambda)
+    lam = critic.policy_lambda
+    if critic.lam_length is not None:
+        lam = length_lambda(torch.tensor([len(rollout) for rollout in own], dtype=torch.float64), critic.lam_length)
+    advantages_BT = gae(rewards_BT, values_BT, mask_BT, critic.gamma, lam)
     if critic.whiten:
         advantages_BT = whiten_tokens(advantages_BT, mask_BT)
     advantages = {}

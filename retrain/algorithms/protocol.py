@@ -13,12 +13,13 @@ from retrain.types import Group, Rollout
 
 @dataclass(frozen=True)
 class Credit:
-    """Of a whole step: what the loss is divided by, numbers for the record, and how many tokens of a rollout count in
-    the divisor, where that is not all of them."""
+    """Of a whole step: what the loss is divided by, numbers for the record, and how many tokens and sequences of a
+    rollout count in the divisor, where that is not all of them."""
 
     denominators: Denominators
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[Rollout, int] = field(default_factory=dict, compare=False)
+    sequences: Mapping[Rollout, int] = field(default_factory=dict, compare=False)
 
     def denominators_of(self, rollouts: Sequence[Rollout]) -> Denominators:
         """What a loss over these rollouts alone is divided by; all have a reward."""
@@ -26,7 +27,7 @@ class Credit:
         return replace(
             self.denominators,
             tokens=sum(self.tokens.get(rollout, len(rollout)) for rollout in known),
-            sequences=sum(rollout.sequences for rollout in known),
+            sequences=sum(self.sequences.get(rollout, rollout.sequences) for rollout in known),
             action_tokens=sum(map(len, known)),
         )
 

@@ -17,7 +17,8 @@ import torch
 
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.protocol import Credit
-from retrain.algorithms.turns import Compared, compared, has_signal, set_advantage
+from retrain.algorithms.rejection import reject
+from retrain.algorithms.turns import Compared, TurnCredit, add_advantage, compared, has_signal
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.config.modes import MODES, Named, advantage_of, credit_of
@@ -94,7 +95,7 @@ class Standard:
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes, own)
-        credit = replace(credit, metrics={**credit.metrics, **numbers})
+        credit = reject(groups, replace(credit, metrics={**credit.metrics, **numbers}), self.config.algorithm, scores)
         if not credit_of(self.modes.transform).pooled:
             return credit
         self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), credit.exec_variance)
@@ -107,7 +108,7 @@ class Standard:
         if advantage_of(self.modes.advantage).by_token:
             assert scores is not None, "values were asked for"
             return fill_token_advantages(groups, scores, self.config)
-        turns = self.config.algorithm.turn_discount if self.config.algorithm.turn_credit == "turn" else None
+        turns = turn_credit_of(self.config.algorithm)
         reward = self.config.environment.provider or self.config.reward.type
         fill_advantages(groups, self.modes.advantage, reward, turns)
         return {}, {}
@@ -121,6 +122,13 @@ class Standard:
         self.sepa = state["sepa"]
 
 
+def turn_credit_of(algorithm: AlgorithmSection) -> TurnCredit | None:
+    """How the configuration credits turns; None for whole episodes alone."""
+    if algorithm.turn_credit == "episode":
+        return None
+    return TurnCredit(algorithm.turn_discount, algorithm.state_weight if algorithm.turn_credit == "state" else None)
+
+
 def correct_rate(groups: Sequence[Group]) -> float:
     """Share of correct rollouts among all that were sampled."""
     flags = [rollout.reward.is_correct for group in groups for rollout in group.rollouts]
@@ -128,9 +136,9 @@ def correct_rate(groups: Sequence[Group]) -> float:
 
 
 def fill_advantages(
-    groups: Sequence[Group], mode: Named, reward_name: str = "reward", turn_discount: float | None = None
+    groups: Sequence[Group], mode: Named, reward_name: str = "reward", by: TurnCredit | None = None
 ) -> None:
-    """Set the advantages of all rollouts, with ``turn_discount`` turn by turn, and ``discarded`` of every group.
+    """Set the advantages of all rollouts, with ``by`` turn by turn, and ``discarded`` of every group.
 
     Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among
     itself. Some modes are whitened over the batch. A group whose advantages are all equal to 0 carries no
@@ -139,15 +147,14 @@ def fill_advantages(
     Raises RunFailed, which names the reward, where the mode is not defined for it.
     """
     facts = advantage_of(mode)
-    smallest = max(facts.smallest_group, 1 if turn_discount is None else 2)
     rated: list[tuple[Compared, list[float]]] = []
     for group in groups:
         for rollout in group.rollouts:
             rollout.advantage, rollout.turn_advantages = math.nan, None
-        for each in compared(group, turn_discount):
-            if len(each.rollouts) >= smallest:
+        for each in compared(group, by):
+            if len(each.rollouts) >= max(facts.smallest_group, 1 if each.turns is None else 2):
                 rated.append((each, _advantages(each, mode, reward_name)))
-            elif each.turn is not None:  # nothing to compare this turn with
+            elif each.turns is not None:  # nothing to compare this turn with
                 rated.append((each, [0.0] * len(each.rollouts)))
     if facts.whitened and rated:
         values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
@@ -155,8 +162,8 @@ def fill_advantages(
         parts = iter(whitened_N.tolist())
         rated = [(each, [next(parts) for _ in values]) for each, values in rated]
     for each, values in rated:
-        for rollout, value in zip(each.rollouts, values, strict=True):
-            set_advantage(rollout, each.turn, value)
+        for rollout, turn, value in zip(each.rollouts, each.places, values, strict=True):
+            add_advantage(rollout, turn, each.weight * value)
     for group in groups:
         if not np.isfinite(group.advantages_N).any():
             group.discarded = "no_reward"
@@ -244,7 +251,7 @@ def assign_credit(
         action_tokens=sum(len(rollout) for _, rollout in rows),
     )
     tokens = {rollout: count for (_, rollout), count in zip(rows, counted, strict=True)}
-    return WatchedCredit(denominators, credit.stats, tokens, credit.exec_variance)
+    return WatchedCredit(denominators, credit.stats, tokens, exec_variance=credit.exec_variance)
 
 
 def _spread(rollout: Rollout) -> np.ndarray:
@@ -291,6 +298,7 @@ def _token_credit(
             placebo_BT=placebo_BT,
             alpha1=config.gtpo.alpha1,
             alpha2=config.gtpo.alpha2,
+            centred=config.gtpo.centred,
             entropy_rho=config.algorithm.entropy_mask_rho,
             entropy_denominator=config.algorithm.entropy_mask_denominator,
         ),

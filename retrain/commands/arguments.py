@@ -76,7 +76,7 @@ ExecutorName = Annotated[
     typer.Option(
         "--executor",
         metavar="NAME",
-        help="Where a campaign's cohorts train: inprocess or processes (campaign.executor).",
+        help="Where a campaign's cohorts train: inprocess, processes, ray or slurm (campaign.executor).",
         show_default=False,
     ),
 ]
@@ -85,6 +85,16 @@ WorkerCount = Annotated[
     int | None,
     typer.Option(
         "--workers", metavar="N", min=1, help="How many processes train (campaign.workers).", show_default=False
+    ),
+]
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="WHERE",
+        help="With --executor ray, which cluster: auto, local or host:port (ray.address).",
+        show_default=False,
     ),
 ]
 
@@ -99,9 +109,11 @@ def require_directory(directory: Path) -> None:
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
 
 
-def executor_sets(executor: str | None, workers: int | None) -> list[str]:
-    """These options as settings of their keys."""
-    given = {"campaign.executor": executor, "campaign.workers": workers}
+def executor_sets(executor: str | None, workers: int | None, address: str | None) -> list[str]:
+    """These options as settings of their keys. Raises UsageError for the address of a cluster without one."""
+    if address is not None and executor not in (None, "ray"):
+        raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
+    given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from retrain.config import Config
-from retrain.config.algorithm import Sepa
+from retrain.config.algorithm import Algorithm, Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
 from retrain.config.tasks import Reward, RewardComponent
 from retrain.config.training import Training
@@ -38,8 +38,8 @@ WHITENED = ", then whitened over the batch"
 def _critic_advantage(config: Config) -> str:
     """The advantage of a token, with the numbers of this run."""
     critic = config.critic
-    lam = f"λ = {critic.policy_lambda:g}"
-    if critic.value_lambda != critic.policy_lambda:
+    lam = f"λ = {critic.policy_lambda:g}" if critic.lam_length is None else f"λ = 1 − 1/({critic.lam_length:g}·length)"
+    if critic.lam_length is not None or critic.value_lambda != critic.policy_lambda:
         lam += f" ({critic.value_lambda:g} for what the critic learns)"
     formula = ADVANTAGES[config.algorithm.advantage_mode].formula.removesuffix(WHITENED)
     return f"{formula}, γ = {critic.gamma:g}, {lam}{WHITENED if critic.whiten else ''}"
@@ -81,6 +81,7 @@ def credit_formula(config: Config) -> str:
         "detector": {"regex": "phrases", "semantic": "sentence embeddings"}.get(detector, f"your own {detector}"),
         "counted": {"kept": "the kept tokens", "all": "all tokens"}[config.algorithm.entropy_mask_denominator],
         "ramp": _ramp(config.sepa),
+        "normalised": "(x − mean)/std" if config.gtpo.centred else "x/√(mean of x²)",
     }
     formula = TOKEN_CREDIT[mode].formula.format_map(dict(config) | values)
     return f"{formula}; {uncertainty}" if mode in used_by("transform_mode", "algorithm.uncertainty_kind") else formula
@@ -108,6 +109,7 @@ def loss_words(config: Config) -> str:
     elif weight:
         words = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
     words.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
+    words += _rejection_words(algorithm)
     if algorithm.dual_clip is not None:
         words.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
     if algorithm.loss_kl_coef > 0:
@@ -134,13 +136,29 @@ def _mismatch_words(config: Config) -> str:
     """The weight that corrects the difference of sampler and trainer; empty without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
-    if algorithm.weight_band is not None:
-        low, high = algorithm.weight_band
-        return f"weighted by {policy}/π_sampler where that is {low:g} to {high:g}"
-    if algorithm.weight_cap is not None:
-        most = f" up to {algorithm.weight_cap:g}" if math.isfinite(algorithm.weight_cap) else ""
-        return f"weighted by {policy}/π_sampler{most}"
-    return ""
+    if algorithm.weight is None:
+        return ""
+    kind, low, high = algorithm.weight
+    ratio = f"Π {policy}/π_sampler of the completion" if kind.startswith("seq_") else f"{policy}/π_sampler"
+    if kind == "icepop":
+        return f"weighted by {ratio} where that is {low:g} to {high:g}"
+    if kind in ("mis", "seq_mis"):
+        return f"weighted by {ratio} where that is at most {high:g}"
+    return f"weighted by {ratio}{f' up to {high:g}' if math.isfinite(high) else ''}"
+
+
+def _rejection_words(algorithm: Algorithm) -> list[str]:
+    """What is left out of the loss before the update, and what then counts in its divisor."""
+    low, high = algorithm.rejection_bounds
+    words = {
+        "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
+        "k3": f"completions left out whose k3 to the sampler is above {high:g}",
+        "veto": f"completions left out with a token whose ratio to the sampler is below {low:g}",
+    }
+    told = [words[algorithm.rejection]] if algorithm.rejection != "none" else []
+    if algorithm.rejection_denominator == "kept":
+        told.append("what is left out does not count in the divisor")
+    return told
 
 
 def _update_words(training: Training) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -220,6 +221,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     config, training = specs[0].config, specs[0].config.training
     peaks = config.backpressure
     device = costs.find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    device = replace(device, memory=device.memory // workers_on(device, config))  # of the CPU's machine
     works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
     print(
         f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
@@ -340,7 +342,12 @@ def workers_on(device: Device, config: Config) -> int:
         return 1
     if asked != "auto":
         return asked
-    return len(config.backend.named_gpus) or max(1, len(nvidia_gpus())) if device.kind == "gpu" else 1
+    return config.campaign.workers_per_gpu * gpus_on(config) if device.kind == "gpu" else 1
+
+
+def gpus_on(config: Config) -> int:
+    """How many GPUs workers would train on."""
+    return len(config.backend.named_gpus) or max(1, len(nvidia_gpus()))
 
 
 def print_lanes(groups: list[list[RunSpec]], estimates: dict[str, Estimate]) -> None:
@@ -371,7 +378,8 @@ def time_words(
     from retrain.campaign.planning.costs import cohort_seconds
 
     groups = planned_cohorts(specs, device)
-    gpus = workers_on(device, specs[0].config) if device.kind == "gpu" else 1  # workers on a CPU share it
+    config = specs[0].config  # workers on a CPU share it, and so do several on one GPU
+    gpus = min(gpus_on(config), workers_on(device, config)) if device.kind == "gpu" else 1
     busy = [0.0] * gpus
     for group in groups:  # each to the one that is free first
         first = busy.index(min(busy))
@@ -390,8 +398,10 @@ def print_files(plan: Plan) -> None:
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return
     rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]
-    if specs[0].config.campaign.executor == "processes":
+    if specs[0].config.campaign.executor != "inprocess":
         rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
+    if specs[0].config.campaign.executor == "slurm":
+        rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {name}", text) for name, text in RUN_FILES]
     print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from retrain.commands.arguments import (
     AcceptChanges,
+    Address,
     AsJson,
     ConfigFile,
     ExecutorName,
@@ -65,17 +66,19 @@ def train(
     accept_changes: AcceptChanges = False,
     executor: ExecutorName = None,
     workers: WorkerCount = None,
+    address: Address = None,
     plain: Plain = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
-    from retrain.config import load
 
-    how = executor_sets(executor, workers)
-    if how and not load(file, sets or ()).config.is_campaign:
-        raise UsageError(f"{file} is a single run, which trains in this process: leave out --executor and --workers")
+    how = executor_sets(executor, workers, address)
+    if how and not names_campaign(file, sets or ()):
+        raise UsageError(
+            f"{file} is a single run, which trains in this process: leave out --executor, --workers and --address"
+        )
     loaded = read(file, [*(sets or ()), *how])
     if dry_run:
         from retrain.campaign.planning.plan import Plan
@@ -88,6 +91,18 @@ def train(
     finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
 
 
+def names_campaign(file: Path, sets: Sequence[str]) -> bool:
+    """Whether a file, or a setting, has a section [campaign]; also of a file that cannot be read, which is told when it
+    is."""
+    import tomli
+
+    try:
+        data = tomli.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return "campaign" in data or any(each.strip().startswith("campaign.") for each in sets)
+
+
 def resume(
     directory: RunDirectory,
     sets: Sets = None,
@@ -95,6 +110,7 @@ def resume(
     accept_changes: AcceptChanges = False,
     executor: ExecutorName = None,
     workers: WorkerCount = None,
+    address: Address = None,
     plain: Plain = False,
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
@@ -102,7 +118,7 @@ def resume(
     from retrain.campaign.running.controller import resume as go_on
 
     require_directory(directory)
-    changed = [*(sets or ()), *executor_sets(executor, workers)]
+    changed = [*(sets or ()), *executor_sets(executor, workers, address)]
     finish(
         plain, lambda observer: go_on(directory, observer, retry_failed, approval(accept_changes, observer), changed)
     )

@@ -31,7 +31,7 @@ from retrain.config.base import (
     UsedWhen,
     fault,
 )
-from retrain.config.modes import MODES, UNAVAILABLE, Need, mode_of, used_by
+from retrain.config.modes import MODES, UNAVAILABLE, Need, loss_of, mode_of, used_by
 
 if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
@@ -79,10 +79,25 @@ DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 """Of the paper (arXiv 2602.04879), by divergence."""
 
 
+REJECTION_BAND = (0.99, 1.01)
+REJECTION_LIMITS = {"k3": 0.01, "veto": 1e-4}
+REJECTING = ("mis", "icepop", "seq_mis")
+"""Corrections whose weight is 0 outside their bounds."""
+
+
 def _band(value: list[float] | None) -> list[float] | None:
     if value is not None and not (len(value) == 2 and 0.0 <= value[0] <= 1.0 <= value[1] and value[0] < value[1]):
-        raise fault(f"is {value}, but must be [alpha, beta] with 0 ≤ alpha ≤ 1 ≤ beta", "icepop_band = [0.5, 5.0]")
+        raise fault(f"is {value}, but must be [alpha, beta] with 0 ≤ alpha ≤ 1 ≤ beta", "[0.5, 5.0] or the like")
     return value
+
+
+def _curve(value: list[float]) -> list[float]:
+    if len(value) != 2 or min(value) < 0.0:
+        raise fault(f"is {value}, but must be [power, decay], both 0 or more", "[2.0, 3.0]")
+    return value
+
+
+Curve = Annotated[list[float], AfterValidator(_curve)]
 
 
 class Algorithm(Section):
@@ -95,11 +110,14 @@ class Algorithm(Section):
     transform_mode: TransformMode = "none"
     """How that number is spread over the completion's tokens; `none` gives every token the same. A mode, or
     `module:function` of your own."""
-    turn_credit: Literal["episode", "turn"] = "episode"
-    """In episodes of several turns: one advantage for the whole episode, or one for every turn, by the same
-    `advantage_mode` from the rewards that were still to come, compared with those of the group's other rollouts in
-    their turns of the same number."""
-    turn_discount: Annotated[float, Field(gt=0, le=1), UsedWhen("algorithm.turn_credit", ("turn",))] = 1.0
+    turn_credit: Literal["episode", "turn", "state"] = "episode"
+    """In episodes of several turns: one advantage for the whole `episode`, or one for every turn, by the same
+    `advantage_mode` from the rewards that were still to come. `turn` compares them with those of the group's other
+    rollouts in their turns of the same number; `state` with those of all turns of the group in which the policy had
+    just read the same, and adds the episode's own (GiGPO)."""
+    state_weight: Annotated[Positive, UsedWhen("algorithm.turn_credit", ("state",))] = 1.0
+    """What the comparison of equal states counts beside that of whole episodes."""
+    turn_discount: Annotated[float, Field(gt=0, le=1), UsedWhen("algorithm.turn_credit", ("turn", "state"))] = 1.0
     """What a reward one turn later counts, in the rewards that are still to come."""
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
@@ -107,7 +125,7 @@ class Algorithm(Section):
     """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
     `module:function` of your own."""
     loss: _Loss | Plugin = "ppo"
-    """Policy loss. On-policy with one update per batch all four have the same gradient. A name, or a
+    """Policy loss. On-policy with one update per batch all have the same gradient. A name, or a
     `module:function` of your own."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
@@ -121,20 +139,51 @@ class Algorithm(Section):
     `tv` and 0.05 for `kl`."""
     dppo_cap: Annotated[Positive, _loss_key("algorithm.dppo_cap")] = 20.0
     """Absolute cap on the importance ratio."""
+    sapo_tau_positive: Annotated[Positive, _loss_key("algorithm.sapo_tau_positive"), *CLIPPED[1:]] = 1.0
+    """How narrow the soft gate of `sapo` is for tokens of positive advantage."""
+    sapo_tau_negative: Annotated[Positive, _loss_key("algorithm.sapo_tau_negative"), *CLIPPED[1:]] = 1.05
+    """The same for the others."""
+    vespo_positive: Annotated[Curve, _loss_key("algorithm.vespo_positive")] = Field(default=[2.0, 3.0])
+    """`[power, decay]` of the weight W^power·e^(decay·(1 − W)) for tokens of positive advantage."""
+    vespo_negative: Annotated[Curve, _loss_key("algorithm.vespo_negative")] = Field(default=[3.0, 2.0])
+    """The same for tokens of negative advantage."""
+    m2po_threshold: Annotated[Positive, _loss_key("algorithm.m2po_threshold")] = 0.04
+    """The mean of (log π/π_sampler)² over the step's tokens that `m2po` allows; the largest are left out."""
+    m2po_tokens: Annotated[Literal["all", "harmful"], _loss_key("algorithm.m2po_tokens")] = "all"
+    """Over which tokens `m2po` takes the mean, and of which it leaves some out: all, or those whose probability has
+    already gone where their advantage leads."""
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
     """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
-    correction: Literal["none", "tis", "icepop", "decoupled"] | None = None
-    """How the loss corrects that the sampler is not the policy that trains: not at all; by truncated importance
-    sampling (`tis_cap`); by IcePop (`icepop_band`); or by the whole weight π_trainer/π_sampler (decoupled PPO). Unset
-    is what `tis_cap` or `icepop_band` says, else none."""
-    tis_cap: Annotated[Annotated[float, Field(ge=1)] | None, UsedWhen("algorithm.correction", (None, "tis"))] = None
-    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap). Unset is 2
-    with `correction = "tis"`."""
+    correction: Literal["none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"] | None = None
+    """How the loss corrects that the sampler is not the policy that trains: not at all; by importance sampling of each
+    token, truncated (`tis`) or masked (`mis`) at `tis_cap`; by IcePop (`icepop_band`); by the whole weight
+    π_trainer/π_sampler (decoupled PPO); or by the product of a sequence's weights, truncated or masked at `tis_cap`
+    (`seq_tis`, `seq_mis`). Unset is what `tis_cap` or `icepop_band` says, else none."""
+    tis_cap: Annotated[
+        Annotated[float, Field(ge=1)] | None,
+        UsedWhen("algorithm.correction", (None, "tis", "mis", "seq_tis", "seq_mis")),
+    ] = None
+    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap); masked: by 0
+    above it. Unset is 2 where a correction wants it."""
     icepop_band: Annotated[
         list[float] | None, AfterValidator(_band), UsedWhen("algorithm.correction", (None, "icepop"))
     ] = None
     """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train. Unset
     is `[0.5, 5.0]` with `correction = "icepop"`."""
+    rejection: Literal["none", "geometric", "k3", "veto"] = "none"
+    """Completions that are left out of the policy loss because trainer and sampler disagree about them, w being
+    π_trainer/π_sampler of a token before the update: `geometric` where the geometric mean of w is outside
+    `rejection_band`, `k3` where the mean of w − 1 − log w is above `rejection_limit`, `veto` where some token has w
+    below `rejection_limit`. One more forward pass over all completions."""
+    rejection_band: Annotated[
+        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.rejection", ("geometric",))
+    ] = None
+    """`[low, high]`, unset `[0.99, 1.01]`."""
+    rejection_limit: Annotated[OptionalPositive, UsedWhen("algorithm.rejection", ("k3", "veto"))] = None
+    """Unset is 0.01 for `k3` and 0.0001 for `veto`."""
+    rejection_denominator: Literal["all", "kept"] = "all"
+    """Whether the loss is still divided by all tokens or only by those that were not rejected, by `rejection`, by the
+    mask of `mis`, `icepop` or `seq_mis`, or by `m2po`. `kept` costs one more forward pass over all completions."""
     discard_group_zero_advantage: bool = True
     """Groups whose advantages are all 0 do not go through the trainer. They count in the divisor of the loss either
     way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
@@ -158,22 +207,46 @@ class Algorithm(Section):
     """Whether the loss is divided by the kept tokens or by all of them; the two differ by 1/rho."""
 
     @property
-    def weight_cap(self) -> float | None:
-        """The largest weight of a correction that caps it; None with another correction, or none."""
-        if self.correction == "decoupled":
-            return math.inf
-        return self.tis_cap or (TIS_CAP if self.correction == "tis" else None)
-
-    @property
-    def weight_band(self) -> tuple[float, float] | None:
-        """The weights that IcePop lets train; None without it."""
-        low_high = self.icepop_band or (ICEPOP_BAND if self.correction == "icepop" else None)
-        return (low_high[0], low_high[1]) if low_high else None
+    def weight(self) -> tuple[str, float, float] | None:
+        """The correction that is made, with the smallest and the largest weight; None without one."""
+        unset = "tis" if self.tis_cap else "icepop" if self.icepop_band else "none"
+        kind = self.correction or unset
+        if kind == "none":
+            return None
+        if kind == "icepop":
+            low, high = self.icepop_band or ICEPOP_BAND
+            return kind, low, high
+        return kind, 0.0, math.inf if kind == "decoupled" else self.tis_cap or TIS_CAP
 
     @property
     def corrects(self) -> bool:
         """Whether the loss is weighted by how probable a token is for the trainer and for the sampler."""
-        return self.weight_cap is not None or self.weight_band is not None
+        return self.weight is not None
+
+    @property
+    def from_sampler(self) -> bool:
+        """Whether the loss itself bounds the ratio to the sampler."""
+        return loss_of(self.loss).from_sampler
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest of what `rejection` looks at."""
+        limit = self.rejection_limit or REJECTION_LIMITS.get(self.rejection, 0.0)
+        if self.rejection == "veto":
+            return limit, math.inf
+        low, high = self.rejection_band or REJECTION_BAND
+        return (0.0, limit) if self.rejection == "k3" else (low, high)
+
+    @property
+    def can_reject(self) -> bool:
+        """Whether some tokens may be left out of the policy loss."""
+        masks = self.weight is not None and self.weight[0] in REJECTING
+        return masks or self.chooses_before
+
+    @property
+    def chooses_before(self) -> bool:
+        """Whether what is rejected depends on the whole step or sequence, and so is known before the update."""
+        return self.rejection != "none" or self.loss == "m2po"
 
     @property
     def dppo_limit(self) -> float:
@@ -204,6 +277,8 @@ class Algorithm(Section):
     def needs(self) -> frozenset[Need]:
         """What its modes together cannot do without."""
         own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        if self.rejection != "none" or self.rejection_denominator == "kept":
+            own |= {Need.LOGPROBS}
         return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own and self.kl_coef > 0 else own
 
     @property
@@ -222,9 +297,12 @@ class Algorithm(Section):
                 f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
                 "keep one of the two",
             )
-        if self.loss == "dppo" and self.corrects:
+        if self.from_sampler and self.corrects:
             keys = ("algorithm.correction", "algorithm.loss")
-            yield Finding(keys, 'beside loss = "dppo": both weigh by the same ratio', "keep one of the two")
+            yield Finding(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
+        if self.rejection_denominator == "kept" and not self.can_reject:
+            keys = ("algorithm.rejection_denominator", "algorithm.rejection")
+            yield Finding(keys, 'is "kept", and nothing is ever rejected', "remove the line")
 
 
 class Gtpo(Section):
@@ -238,6 +316,9 @@ class Gtpo(Section):
     """Weight of the reward in `gtpo_paper`."""
     alpha2: Annotated[NotNegative, _with_credit("gtpo.alpha2")] = 0.1
     """Weight of the entropy term in `gtpo_paper`."""
+    centred: Annotated[bool, _with_credit("gtpo.centred")] = True
+    """Whether `gtpo_paper` takes the group's mean away, as its paper does; `false` divides by the root mean square
+    alone, so that no token of a wrong answer has a positive advantage."""
 
 
 class Hicra(Section):

@@ -41,6 +41,15 @@ def _measure(text: str) -> str:
     return text
 
 
+def _gpu_share(value: float) -> float:
+    if value > 1:
+        raise fault(
+            f"is {value:g}: a cohort trains on one GPU",
+            "gpus_per_cohort = 1",
+        )
+    return value
+
+
 class Condition(Section):
     """One condition: its two modes, and any further key as an override of the base configuration.
 
@@ -123,14 +132,21 @@ class Campaign(Section):
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
     """Runs that train together over one copy of the frozen base; `auto` fits them to memory, and to the workers."""
-    executor: Literal["inprocess", "processes"] = "inprocess"
+    executor: Literal["inprocess", "processes", "ray", "slurm"] = "inprocess"
     """Where cohorts train: one after the other in the process that was started (`inprocess`), or side by side in
-    `workers` of their own (`processes`). What is computed is the same; a campaign may be resumed with the other."""
+    `workers` of their own, as processes of this machine (`processes`), on the nodes of a Ray cluster (`ray`, see
+    `[ray]`) or as jobs of a Slurm cluster (`slurm`, see `[slurm]`). What is computed is the same; a campaign may be
+    resumed with another."""
     workers: Literal["auto"] | Count = "auto"
-    """Processes that train cohorts side by side; `auto` is one for each of `[backend] devices`. A GPU has one; a CPU
-    counts as one device, and its cores are shared evenly by as many as are asked for."""
+    """Processes that train cohorts side by side; `auto` is one for each of `[backend] devices`. A GPU has one, or as
+    many as `gpus_per_cohort` says; a CPU counts as one device, and its cores and memory are shared evenly by as many
+    as are asked for. On a Ray cluster, `auto` is one for each GPU that it has, or for every `[ray] cpus` of its CPUs
+    where it has none; a number waits for room. With `slurm`, how many are asked of it, which has to be said."""
+    gpus_per_cohort: Annotated[float, Field(ge=0.01), AfterValidator(_gpu_share)] = 1.0
+    """Of a GPU, what a cohort gets: with 0.5 two workers train on each, each with half of its memory. For `processes`
+    on GPUs."""
     max_restarts: Natural = 3
-    """With `processes`: how often a cohort whose process died goes on in a new one, from its last checkpoints, before
+    """With `workers`: how often a cohort whose process died goes on in a new one, from its last checkpoints, before
     its runs have failed."""
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
@@ -172,15 +188,23 @@ class Campaign(Section):
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
     """What is compared; without any, the five standard conditions."""
 
+    @property
+    def workers_per_gpu(self) -> int:
+        """How many workers share a GPU, where there are several processes."""
+        return int(1 / self.gpus_per_cohort + 1e-9)
+
 
 def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     if not is_run:
         yield from sequential_rules(campaign)
         yield from test_rules(campaign)
-        if campaign.executor == "inprocess" and campaign.workers != "auto":
-            keys, fix = ("campaign.workers", "campaign.executor"), 'remove the line, or executor = "processes"'
-            yield Finding(keys, 'has no effect with executor = "inprocess"', fix)
+        executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
+        if executor == "inprocess" and campaign.workers != "auto":
+            yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
+        if executor in ("inprocess", "ray", "slurm") and campaign.gpus_per_cohort != 1:
+            keys = ("campaign.gpus_per_cohort", "campaign.executor")
+            yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:

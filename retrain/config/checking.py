@@ -16,6 +16,7 @@ from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.conditions import MODES, assemble, fold
 from retrain.config.problems import Mistake, Path, mistakes, path_of
 from retrain.config.root import Config, differing, effective, keys, rule_findings, unused
+from retrain.config.slurm import idle_slurm
 from retrain.errors import ConfigError, Problem
 
 LAST = 10**9
@@ -190,6 +191,8 @@ def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: 
 
 def _examine_single(review: Review, config: Config) -> None:
     _ask_rules(review, config, {})
+    for finding in idle_slurm(config):
+        review.report(path_of(finding.keys[0]), finding.message, finding.fix)
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
         review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
@@ -262,7 +265,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Say which values of the base are replaced in every run; and what a comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    for finding in campaign_rules(config.campaign, is_run):
+    for finding in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
         review.report(path_of(finding.keys[0]), finding.message, finding.fix, finding.warning)
     for key in MODES:
         if review.places.given(("algorithm", key)):

@@ -19,6 +19,7 @@ FIXED: dict[str, str] = {
     "campaign": _ONE_RECORD,
     "model": _ONE_BASE,
     "backend": _ONE_BASE,
+    "slurm": _ONE_RECORD,
     "inference": _ONE_BASE,
     "data": _SAME_MEASURE,
     "environment": _SAME_MEASURE,

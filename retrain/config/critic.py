@@ -12,6 +12,7 @@ from retrain.config.base import (
     Natural,
     NotNegative,
     OptionalCount,
+    OptionalPositive,
     Positive,
     PositiveShare,
     Role,
@@ -42,6 +43,9 @@ class Critic(Section):
     """λ of generalised advantage estimation: 1 takes what was returned, 0 what the critic expects of the next token."""
     lam_policy: Annotated[Share | None, _CRITIC] = None
     """λ of the advantages that the policy trains with; unset is `lam`."""
+    lam_length: Annotated[OptionalPositive, _CRITIC] = None
+    """In place of `lam_policy`: λ = 1 − 1/(lam_length · tokens of the rollout), at least 0 (VAPO, which takes 0.05 and
+    `lam_value = 1.0`)."""
     lam_value: Annotated[Share | None, _CRITIC] = None
     """λ of what the critic trains towards; unset is `lam`. 1 is the return itself."""
     whiten: Annotated[bool, _CRITIC] = True
@@ -66,6 +70,11 @@ class Critic(Section):
 
     def findings(self) -> Iterator[Finding]:
         """A shared adapter has the policy's rank; λ is said once."""
+        if self.lam_length is not None and self.lam_policy is not None:
+            keys = ("critic.lam_length", "critic.lam_policy")
+            yield Finding(
+                keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
+            )
         if self.share_adapter and self.lora_rank is not None:
             keys = ("critic.lora_rank", "critic.share_adapter")
             yield Finding(keys, "has no effect with share_adapter = true", "remove the line")

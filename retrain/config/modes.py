@@ -79,6 +79,14 @@ class Credit(Mode):
         return "pooling" in self.features
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss(Mode):
+    """The loss of a token. ``from_sampler``: its ratio is that to the sampler, also in several updates of a batch, and
+    it bounds that ratio itself."""
+
+    from_sampler: bool = False
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": Advantage(
         formula="(r − mean) / std of its group",
@@ -154,10 +162,10 @@ TOKEN_CREDIT: dict[str, Credit] = {
     ),
     "gtpo_paper": Credit(
         formula="{gtpo.alpha1:g}·r + {gtpo.alpha2:g}·d·h/Σh where correct, "
-        "−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h) where wrong, then (x − mean)/std over the group's tokens",
+        "−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h) where wrong, then {normalised} over the group's tokens",
         paper="2508.04349",
         words="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
-        keys=(_UNCERTAINTY, "gtpo.alpha1", "gtpo.alpha2"),
+        keys=(_UNCERTAINTY, "gtpo.alpha1", "gtpo.alpha2", "gtpo.centred"),
         own_advantage=True,
     ),
     "entropy_mask": Credit(
@@ -177,32 +185,57 @@ UNCERTAINTIES: dict[str, Mode] = {
 }
 
 _CLIPPING = ("training.clip_eps", "training.clip_eps_high", "algorithm.dual_clip")
-LOSSES: dict[str, Mode] = {
-    "ppo": Mode(
+LOSSES: dict[str, Loss] = {
+    "ppo": Loss(
         formula="−min(ρA, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)",
         paper="1707.06347",
         words="ratio clipped",
         keys=_CLIPPING,
     ),
-    "reinforce": Mode(formula="−sg(ρ)·A·log π", words="ratio as a constant weight"),
-    "gspo": Mode(
+    "reinforce": Loss(formula="−sg(ρ)·A·log π", words="ratio as a constant weight"),
+    "gspo": Loss(
         formula="as ppo, with exp(mean log ρ) of the completion",
         paper="2507.18071",
         words="ratio of the whole completion clipped",
         keys=_CLIPPING,
     ),
-    "cispo": Mode(
+    "cispo": Loss(
         formula="−sg(min(ρ, cispo_cap))·A·log π",
         paper="2506.13585",
         words="ratio as a constant weight, capped",
         keys=("algorithm.cispo_cap",),
     ),
-    "dppo": Mode(
+    "dppo": Loss(
         formula="−sg(keep·min(ρ, dppo_cap))·A·log π with ρ = π/π_sampler; keep = 0 where A leads further than "
         "dppo_threshold away from π_sampler",
         paper="2602.04879",
         words="masked by divergence from the sampler",
         keys=("algorithm.dppo_divergence", "algorithm.dppo_threshold", "algorithm.dppo_cap"),
+        from_sampler=True,
+    ),
+    "sapo": Loss(
+        formula="−A·(4/τ)·σ(τ(ρ − 1)) with τ = {algorithm.sapo_tau_positive:g} where A > 0, else "
+        "{algorithm.sapo_tau_negative:g}",
+        paper="2511.20347",
+        words="ratio bounded by a soft gate",
+        keys=("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
+    ),
+    "vespo": Loss(
+        formula="−sg(W^k·e^(λ(1 − W)))·A·log π with W = Π ρ of the completion, ρ = π/π_sampler, and [k, λ] = "
+        "vespo_positive where A ≥ 0, else vespo_negative",
+        paper="2602.10693",
+        words="softly bounded by the ratio of the whole completion to the sampler's",
+        keys=("algorithm.vespo_positive", "algorithm.vespo_negative"),
+        from_sampler=True,
+    ),
+    "m2po": Loss(
+        formula="−ρA with ρ = π/π_sampler; of {algorithm.m2po_tokens} tokens of the step those with the largest "
+        "(log ρ)² are left out until its mean is below {algorithm.m2po_threshold:g}",
+        paper="2510.01161",
+        words="the tokens furthest from the sampler left out",
+        needs=frozenset({Need.LOGPROBS}),
+        keys=("algorithm.m2po_threshold", "algorithm.m2po_tokens"),
+        from_sampler=True,
     ),
 }
 
@@ -210,6 +243,7 @@ WORKED_OUT = {
     "detector": "[planning] detector",
     "ramp": "λ rises as [sepa] says",
     "counted": "the kept tokens or all tokens",
+    "normalised": "(x − mean)/std",
 }
 """Values of formulas that are not a key's, and what they are in general."""
 
@@ -246,6 +280,11 @@ def advantage_of(mode: Named) -> Advantage:
 def credit_of(mode: Named) -> Credit:
     """As ``mode_of``, for token credit; one of the user's starts from whatever it likes."""
     return TOKEN_CREDIT.get(mode if isinstance(mode, str) else "", Credit(formula="your own", own_advantage=True))
+
+
+def loss_of(mode: Named) -> Loss:
+    """As ``mode_of``, for losses."""
+    return LOSSES.get(mode if isinstance(mode, str) else "", Loss(formula="your own"))
 
 
 def used_by(key: str, dotted: str) -> tuple[str, ...]:

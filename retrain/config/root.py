@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
 from retrain.config.campaign import Campaign
+from retrain.config.cluster import Ray
 from retrain.config.critic import Critic
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
@@ -19,6 +20,7 @@ from retrain.config.inference import Inference
 from retrain.config.models import Backend, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.schedule import part_evaluations
+from retrain.config.slurm import Slurm
 from retrain.config.tasks import Data, Environment, Reward
 from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
@@ -28,6 +30,7 @@ class Config(Section):
     """Everything about a run or a campaign. Attribute names are those of the TOML file."""
 
     campaign: Campaign = Campaign()
+    ray: Ray = Ray()
     model: Model = Model()
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
@@ -38,6 +41,7 @@ class Config(Section):
     sepa: Sepa = Sepa()
     planning: Planning = Planning()
     critic: Critic = Critic()
+    slurm: Slurm = Slurm()
     backend: Backend = Backend()
     inference: Inference = Inference()
     data: Data = Data()
@@ -151,7 +155,12 @@ def homes(name: str) -> list[str]:
 def role_of(dotted: str) -> Role | None:
     """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
     section, _, rest = dotted.partition(".")
-    return sections()[section].roles().get(rest.partition(".")[0]) if section in sections() else None
+    return _roles(section).get(rest.partition(".")[0]) if section in sections() else None
+
+
+@cache
+def _roles(section: str) -> dict[str, Role | None]:
+    return sections()[section].roles()
 
 
 def value_at(config: Config, dotted: str) -> Any:

@@ -13,6 +13,7 @@ from retrain.config.describe import no_effect, toml
 from retrain.config.evaluation import CUTS, EvaluationSet
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.schedule import deciding_rules
+from retrain.config.slurm import slurm_rules
 from retrain.config.tasks import FILE_ENDINGS, has_configurations
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def environment_rules(config: Config) -> Iterator[Finding]:
                 what = "problems" if key == "data.source" else "rewards"
                 message = f'is "{value}", but provider = "{provider}" brings its own {what}'
                 yield Finding((key, "environment.provider"), message, "remove one of the two")
-    if config.algorithm.turn_credit == "turn":
+    if config.algorithm.turn_credit != "episode":
         keys = ("algorithm.turn_credit", "environment.max_turns")
         if config.environment.turns == 1:
             yield Finding(keys, "has no effect: every episode has one turn", 'turn_credit = "episode"')
@@ -39,6 +40,27 @@ def environment_rules(config: Config) -> Iterator[Finding]:
             mode = config.algorithm.transform_mode
             keys = ("algorithm.turn_credit", "algorithm.transform_mode")
             yield Finding(keys, f'has no effect: transform_mode = "{mode}" makes its own', 'turn_credit = "episode"')
+        if config.algorithm.turn_credit == "state" and advantage_of(config.algorithm.advantage_mode).whitened:
+            mode = config.algorithm.advantage_mode
+            what = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
+            yield Finding(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
+
+
+def overlong_rules(config: Config) -> Iterator[Finding]:
+    """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
+    soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
+    if not soft:
+        return
+    if soft > longest:
+        keys = ("reward.overlong_tokens", "training.max_tokens")
+        yield Finding(keys, f"is {soft}, more than max_tokens = {longest}", f"overlong_tokens = {max(1, longest // 5)}")
+    if config.environment.turns != 1:
+        keys = ("reward.overlong_tokens", "environment.max_turns")
+        yield Finding(keys, "is for single answers, and episodes may have several turns", "remove the line")
+    if advantage_of(mode).unit_rewards:
+        keys = ("reward.overlong_tokens", "algorithm.advantage_mode")
+        what = f'makes rewards below 0, for which advantage_mode = "{mode}" is not defined'
+        yield Finding(keys, what, 'advantage_mode = "grpo"')
 
 
 def model_rules(config: Config) -> Iterator[Finding]:
@@ -63,7 +85,7 @@ def model_rules(config: Config) -> Iterator[Finding]:
 
 
 def executor_rules(config: Config) -> Iterator[Finding]:
-    """Several devices take several processes, and these do not share servers."""
+    """Several devices take several processes, these do not share servers, and Ray itself chooses among GPUs."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
@@ -72,8 +94,17 @@ def executor_rules(config: Config) -> Iterator[Finding]:
         if config.is_campaign:
             fix += ', or executor = "processes" in [campaign]'
         yield Finding(("backend.devices", "campaign.executor"), words, fix)
-    if executor == "processes" and config.inference.served:
-        what = f'is "processes", and with engine = "{config.inference.engine}" one process alone uses the servers'
+    if executor == "processes" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
+        keys, fix = (
+            ("campaign.gpus_per_cohort", "backend.devices"),
+            "remove the line; workers says how many share a CPU",
+        )
+        yield Finding(keys, 'has no effect with devices = "cpu"', fix)
+    if executor == "ray" and backend.named_gpus:
+        words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
+        yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4')
+    if executor != "inprocess" and config.inference.served:
+        what = f'is "{executor}", and with engine = "{config.inference.engine}" one process alone uses the servers'
         fix = 'executor = "inprocess", or engine = "local"'
         yield Finding(("campaign.executor", "inference.engine"), what, fix)
 
@@ -93,11 +124,11 @@ def off_policy_rules(config: Config) -> Iterator[Finding]:
             f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights',
             "max_off_policy_steps = 0",
         )
-    if algorithm.correction is None and not algorithm.corrects and algorithm.loss != "dppo":
+    if algorithm.correction is None and not algorithm.corrects and not algorithm.from_sampler:
         yield Finding(
             ("training.max_off_policy_steps", "algorithm.correction"),
             f"is {steps}, and nothing says how the loss corrects for it",
-            'correction = "tis", "icepop" or "decoupled", loss = "dppo", or correction = "none"',
+            'correction = "tis", "icepop" or "decoupled", loss = "dppo", "vespo" or "m2po", or correction = "none"',
         )
 
 
@@ -192,7 +223,7 @@ def critic_rules(config: Config) -> Iterator[Finding]:
     if not is_plugin(mode) and credit_of(mode).own_advantage:
         what = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
         yield Finding(named[::-1], what, 'transform_mode = "none"')
-    if algorithm.turn_credit == "turn":
+    if algorithm.turn_credit != "episode":
         what = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
         yield Finding(("algorithm.turn_credit", named[0]), what, 'turn_credit = "episode"')
     if is_plugin(config.backend.backend):
@@ -451,6 +482,8 @@ RULES = (
     environment_rules,
     model_rules,
     executor_rules,
+    overlong_rules,
+    slurm_rules,
     off_policy_rules,
     server_rules,
     anneal_rules,

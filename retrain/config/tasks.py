@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from retrain.config.base import (
     Count,
     Finding,
+    Natural,
     OptionalCount,
     OptionalText,
     Positive,
@@ -225,6 +226,9 @@ class Reward(Grader):
         Role.SPEED,
     ] = 8
     """Most answers to one problem that a `reward_model` reads at once."""
+    overlong_tokens: Natural = 0
+    """Soft punishment of long answers in training (DAPO): over the last so many of `max_tokens` the reward falls in
+    proportion, by 1 at `max_tokens`; whether an answer is correct stays. 0 switches it off."""
     components: list[RewardComponent] = Field(default_factory=list)
     """The parts of a weighted reward, each logged by its name."""
     metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges), Role.RECORDS] = Field(

@@ -79,10 +79,10 @@ class Squeeze(Section):
     role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
-    """Analyse the first finished run."""
+    """Analyse the first run's adapter."""
     runs: Literal["first", "one per condition"] = "first"
-    """Whose adapters are analysed, compressed and verified: the first finished run's alone, or the first finished one
-    of every condition, where more than one adapter is to be known. Each costs its evaluations."""
+    """Whose adapters are analysed, compressed and verified: that of the first run alone, or of the first one of every
+    condition, where more than one adapter is to be known. Each costs its evaluations."""
     min_variance_retention: PositiveShare = 0.95
     """Energy that a rank must keep on average over layers to be recommended."""
     min_layer_retention: PositiveShare = 0.9

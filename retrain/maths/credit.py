@@ -210,13 +210,16 @@ def gtpo_paper(
     mask_BT: Mask_BT,
     alpha1: float = 1.0,
     alpha2: float = 0.1,
+    centred: bool = True,
 ) -> Floats_BT:
     """Token advantages of Group Token Policy Optimization (arXiv 2508.04349), [B, T], 0 in the padding.
 
     Per group and position t, over the completions that still run at t: a correct one gets
     α₁r + α₂·d_t·h/Σh (d_t: how many correct ones still run), a wrong one −α₁ − α₂·c_t·(1/h)/Σ(1/h). The shaped
     rewards of all tokens of the group, correct and wrong together, are then centred and divided by their standard
-    deviation. Groups that are all correct or all wrong give 0. ``group_B`` numbers the group of each row.
+    deviation. Where correct tokens are few, that mean is far below 0 and wrong tokens end above it: without ``centred``
+    the shaped rewards are divided by their root mean square alone, so that each keeps its sign. Groups that are all
+    correct or all wrong give 0. ``group_B`` numbers the group of each row.
     """
     rows, columns = mask_BT.shape
     for what, given in (("rewards_B", rewards_B), ("correct_B", correct_B), ("group_B", group_B)):
@@ -244,7 +247,7 @@ def gtpo_paper(
 
     weight_BT = mask_BT.to(torch.float64)
     tokens_B = per_group(weight_BT.sum(1)).clamp(min=1.0)
-    mean_B = per_group((shaped_BT * weight_BT).sum(1)) / tokens_B
+    mean_B = per_group((shaped_BT * weight_BT).sum(1)) / tokens_B * centred
     centred_BT = (shaped_BT - mean_B[:, None]) * weight_BT
     deviation_B = (per_group(centred_BT.square().sum(1)) / tokens_B).sqrt()
     right_B = per_group(correct_B.to(torch.float64))
@@ -337,8 +340,8 @@ class ModeInputs:
     """What single transform modes need beyond the common arguments; every other mode ignores it.
 
     ``gtpo_hicra_placebo``: ``placebo_BT``, bool, from ``placebo_mask``. ``gtpo_paper``: per row the reward, whether it
-    is correct and the number of its group, and its α₁ and α₂. ``entropy_mask``: ρ and whether the loss normaliser
-    counts the ``kept`` tokens or ``all``.
+    is correct and the number of its group, its α₁ and α₂, and whether it is centred. ``entropy_mask``: ρ and whether
+    the loss normaliser counts the ``kept`` tokens or ``all``.
     """
 
     placebo_BT: Mask_BT | None = None
@@ -347,6 +350,7 @@ class ModeInputs:
     group_B: Values_B | None = None
     alpha1: float = 1.0
     alpha2: float = 0.1
+    centred: bool = True
     entropy_rho: float = 0.2
     entropy_denominator: str = "kept"
 
@@ -414,7 +418,7 @@ def _gtpo_paper(tokens: _Tokens) -> _Result:
     if inputs.rewards_B is None or inputs.correct_B is None or inputs.group_B is None:
         raise ValueError("gtpo_paper needs rewards_B, correct_B and group_B in its ModeInputs")
     rows = (inputs.rewards_B, inputs.correct_B, inputs.group_B)
-    result_BT = gtpo_paper(tokens.h_BT, *rows, tokens.mask_BT, inputs.alpha1, inputs.alpha2)
+    result_BT = gtpo_paper(tokens.h_BT, *rows, tokens.mask_BT, inputs.alpha1, inputs.alpha2, inputs.centred)
     return _Result(result_BT.to(tokens.h_BT))
 
 

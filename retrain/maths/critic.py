@@ -21,16 +21,19 @@ def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coe
     return torch.where(is_last_BT, rewards_BT + scores_B.to(rewards_BT).unsqueeze(1), rewards_BT)
 
 
-def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: float, lam: float) -> Floats_BT:
+def gae(
+    rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: float, lam: float | Floats_B
+) -> Floats_BT:
     """A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t over the tokens of the mask, 0 elsewhere.
 
-    Tokens outside the mask do not count as time. Same dtype as ``values_BT``, no gradient. Raises ValueError for shapes
-    that differ, or γ or λ outside [0, 1].
+    ``lam`` is one number or one for each row. Tokens outside the mask do not count as time. Same dtype as
+    ``values_BT``, no gradient. Raises ValueError for shapes that differ, or γ or λ outside [0, 1].
     """
     if not (rewards_BT.shape == values_BT.shape == mask_BT.shape):
         shapes = ", ".join(str(tuple(each.shape)) for each in (rewards_BT, values_BT, mask_BT))
         raise ValueError(f"rewards, values and mask have different shapes: {shapes}")
-    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
+    lam_B = torch.as_tensor(lam, dtype=torch.float64).expand(mask_BT.shape[0])
+    if not (0.0 <= gamma <= 1.0 and bool(((lam_B >= 0.0) & (lam_B <= 1.0)).all())):
         raise ValueError(f"gamma and lam must be in [0, 1]: got {gamma} and {lam}")
     from scipy.signal import lfilter
 
@@ -39,9 +42,20 @@ def gae(rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: fl
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
     delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
-    backwards_BT = lfilter([1.0], [1.0, -gamma * lam], delta_BT.flip(1).cpu().double().numpy(), axis=1)
+    backwards_BT = delta_BT.flip(1).cpu().double().numpy()
+    for own in lam_B.unique().tolist():
+        rows = (lam_B == own).numpy()
+        backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * own], backwards_BT[rows], axis=1)
     advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
+
+
+def length_lambda(lengths_B: Floats_B, scale: float) -> Floats_B:
+    """λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): of long ones more of what was
+    returned reaches the first tokens. Raises ValueError unless scale > 0."""
+    if not scale > 0.0:
+        raise ValueError(f"the scale of lengths must be above 0: got {scale}")
+    return (1.0 - 1.0 / (scale * lengths_B)).clamp(min=0.0)
 
 
 def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:

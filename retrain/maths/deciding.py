@@ -29,7 +29,8 @@ Reason = Literal["decided", "futility", "planned end"]
 @dataclass(frozen=True)
 class Decision:
     """One comparison: ``p`` of the declared test alone and ``p_adjusted`` for the family (stage-wise with looks),
-    ``p_exact`` of the sign flips at these pairs without correction, None where there is nothing to test;
+    ``p_exact`` of the sign flips at these pairs without correction, None where there is nothing to test and in what
+    ``decide_look`` gives, whose cost it would be most of;
     ``difference`` is the mean paired one, ``tested`` the estimate that the test is of (the additive fit's for the
     normal test, which differs where runs are missing), ``pairs`` those that count, ``reason`` why the condition trains
     no further (None: it goes on), ``different`` whether the rule says so, ``by`` the test that spoke. ``look`` is what
@@ -145,7 +146,10 @@ def _looked(y: np.ndarray, rule: Rule, resolution: float) -> tuple[Decision, ...
             found[i] = decision
             if decision.reason in ("decided", "futility"):
                 left[i] = Left.after(decision.different, decision.p_adjusted)
-    return tuple(found)
+    return tuple(
+        replace(decision, p_exact=exact_p(np.array(path[: decision.pairs]))) if decision.pairs else decision
+        for decision, path in zip(found, paths, strict=True)
+    )
 
 
 def decide_look(
@@ -211,7 +215,7 @@ def decide_look(
             tested=float(own.difference[0, i]) if normal and own is not None else mean,
             p=p[i][0] if i in p else None,
             p_adjusted=p[i][1] if i in p else None,
-            p_exact=exact_p(d),
+            p_exact=None,
             different=bool(different[i]),
             reason=reason or ("planned end" if ended else None),
             by="exact" if stood_in[i] else rule.test,

@@ -3,7 +3,8 @@
 Differences from the textbook: the ratio ρ is taken between trainer and sampler logprobs of the same
 (temperature-applied) distribution; GSPO is its token form (arXiv 2507.18071 §4.3), which keeps token-level credit and
 has the sequence form's gradient when a completion has one advantage; CISPO's cap is absolute (arXiv 2506.13585); DPPO's
-divergence and ratio are from the sampler, also in several updates of a batch. On policy all have the same gradient.
+divergence and ratio are from the sampler, also in several updates of a batch, as are VESPO's and M2PO's. On policy all
+have the same gradient.
 
 A step is loss = Σ token_weights · per-token loss over every micro-batch. The denominators are counted over the whole
 optimizer step beforehand, so cutting it into micro-batches, or skipping a group whose advantages are 0, cannot change
@@ -74,6 +75,14 @@ def sequence_log_ratio(log_ratio_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_B1:
     return (log_ratio_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
 
 
+def sequence_weight(log_ratio_BT: Floats_BT, mask_BT: Mask_BT, power: float, decay: float) -> Floats_B1:
+    """VESPO's φ = W^power·e^(decay·(1 − W)) of every sequence, [B, 1] (arXiv 2602.10693), W the product of the ratios
+    over ``mask_BT``; computed in logarithms. What is not finite is 0."""
+    total_B_1 = (log_ratio_BT.detach() * mask_BT).sum(1, keepdim=True).double()
+    phi_B_1 = (power * total_B_1 + decay * (1.0 - total_B_1.exp())).exp()
+    return torch.nan_to_num(phi_B_1, nan=0.0, posinf=0.0).to(log_ratio_BT.dtype)
+
+
 DIVERGENCES = ("tv", "kl")
 
 
@@ -82,8 +91,9 @@ class LossBounds:
     """How far a policy loss lets a token move; each loss reads its own.
 
     ``clip_low`` and ``clip_high`` (None: as low) are ε of ``ppo`` and ``gspo``, ``dual_clip`` their c for A < 0;
-    ``ratio_cap`` is the cap of ``cispo``; ``divergence``, its limit and its cap are those of ``dppo``. Raises
-    ValueError for bounds that cannot be.
+    ``ratio_cap`` is the cap of ``cispo``; ``divergence``, its limit and its cap are those of ``dppo``. ``gate`` are
+    the temperatures of ``sapo`` for A > 0 and else; ``positive`` and ``negative`` power and decay of ``vespo`` for
+    A ≥ 0 and A < 0. Raises ValueError for bounds that cannot be.
     """
 
     clip_low: float = 0.2
@@ -93,6 +103,9 @@ class LossBounds:
     divergence: str = "tv"
     divergence_limit: float = 0.15
     divergence_cap: float = 20.0
+    gate: tuple[float, float] = (1.0, 1.05)
+    positive: tuple[float, float] = (2.0, 3.0)
+    negative: tuple[float, float] = (3.0, 2.0)
 
     def __post_init__(self) -> None:
         dual = self.dual_clip
@@ -106,6 +119,11 @@ class LossBounds:
             raise ValueError(
                 f"divergence must be one of {', '.join(DIVERGENCES)}, its limit and cap > 0: got {self.divergence}, "
                 f"{self.divergence_limit}, {self.divergence_cap}"
+            )
+        if not (min(self.gate) > 0.0 and min(*self.positive, *self.negative) >= 0.0):
+            raise ValueError(
+                f"the gate's temperatures must be above 0, power and decay 0 or more: got {self.gate}, "
+                f"{self.positive}, {self.negative}"
             )
 
     @property
@@ -195,12 +213,46 @@ def dppo(
     return -weight_BT * adv_BT * logp_BT, low_BT, high_BT
 
 
+def sapo(
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
+) -> LossParts:
+    """−A·(4/τ)·σ(τ(ρ − 1)) (arXiv 2511.20347), τ by the sign of A: a soft gate in place of a clipped ratio, with the
+    policy gradient where ρ = 1 and less on both sides of it."""
+    nowhere_BT = torch.zeros_like(mask_BT)
+    above, below = bounds.gate
+    gate_BT = torch.where(adv_BT > 0.0, above, below)
+    return -adv_BT * 4.0 / gate_BT * torch.sigmoid(gate_BT * (log_ratio_BT.exp() - 1.0)), nowhere_BT, nowhere_BT
+
+
+def vespo(
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
+) -> LossParts:
+    """−sg(φ(W))·A·log π (arXiv 2602.10693): W the product of the completion's ratios to the sampler, φ a soft bound by
+    the sign of A (see ``sequence_weight``)."""
+    nowhere_BT = torch.zeros_like(mask_BT)
+    better_B_1 = sequence_weight(log_ratio_BT, mask_BT, *bounds.positive)
+    worse_B_1 = sequence_weight(log_ratio_BT, mask_BT, *bounds.negative)
+    return -torch.where(adv_BT >= 0.0, better_B_1, worse_B_1) * adv_BT * logp_BT, nowhere_BT, nowhere_BT
+
+
+def m2po(
+    logp_BT: Floats_BT, log_ratio_BT: Floats_BT, adv_BT: Floats_BT, mask_BT: Mask_BT, bounds: LossBounds
+) -> LossParts:
+    """−ρA, never clipped (arXiv 2510.01161): which tokens are left out is decided for the whole step beforehand
+    (``maths.corrections.kept_by_second_moment``)."""
+    nowhere_BT = torch.zeros_like(mask_BT)
+    return -log_ratio_BT.exp() * adv_BT, nowhere_BT, nowhere_BT
+
+
 POLICY_LOSSES: dict[str, Callable[[Floats_BT, Floats_BT, Floats_BT, Mask_BT, LossBounds], LossParts]] = {
     "reinforce": reinforce,
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
     "dppo": dppo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "m2po": m2po,
 }
 
 
@@ -235,8 +287,8 @@ def policy_loss(
     """Per-token loss [B, T], 0 in the padding, and the step's statistics as sums (see ``ratio_sums``).
 
     ``name`` is one of ``POLICY_LOSSES`` or a plug-in (``plugin_loss``), to which no bounds apply. ``weights_BT`` are
-    TIS or IcePop weights (``mismatch_weights``). Gradient flows through ``logprobs_BT`` alone. Raises ValueError for
-    an unknown name, wrong shapes and non-finite values of trained tokens (one device synchronisation), PluginError
+    constants of the gradient (``maths.corrections``). Gradient flows through ``logprobs_BT`` alone. Raises ValueError
+    for an unknown name, wrong shapes and non-finite values of trained tokens (one device synchronisation), PluginError
     for a plug-in's bad result.
     """
     if not callable(name) and name not in POLICY_LOSSES:
@@ -341,30 +393,6 @@ def loss_metrics(sums: Sums) -> dict[str, float | None]:
         "kl_sample_train_v2": number["k2"] / tokens,
         "kl_divergence_inference": number["k3"] / tokens,
     }
-
-
-@torch.no_grad()
-def mismatch_weights(
-    old_logprobs_BT: Floats_BT,
-    sampler_logprobs_BT: Floats_BT,
-    mask_BT: Mask_BT,
-    *,
-    cap: float | None = None,
-    band: tuple[float, float] | None = None,
-) -> Floats_BT:
-    """Weights for a sampler that differs from the trainer, constants [B, T], 0 in the padding.
-
-    With w = π_train_old/π_sampler: ``cap`` = C gives min(w, C) (truncated importance sampling); ``band`` = (α, β)
-    gives w inside and 0 outside (IcePop). Raises ValueError unless exactly one is given and sensible.
-    """
-    ratio_BT = importance_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT)
-    if cap is not None and band is None and cap > 0.0:
-        weights_BT = ratio_BT.clamp(max=cap)
-    elif band is not None and cap is None and 0.0 <= band[0] < band[1]:
-        weights_BT = torch.where((ratio_BT >= band[0]) & (ratio_BT <= band[1]), ratio_BT, 0.0)
-    else:
-        raise ValueError(f"give either cap > 0 or a band 0 <= alpha < beta: got cap={cap}, band={band}")
-    return torch.where(mask_BT, weights_BT, 0.0)
 
 
 def kl_terms(kind: str, logprobs_BT: Floats_BT, reference_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:

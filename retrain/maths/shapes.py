@@ -16,6 +16,7 @@ from retrain.errors import PluginError
 
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]
+Mask_B1 = Bool[Tensor, "B 1"]
 Floats_B1 = Float[Tensor, "B 1"]
 Floats_B = Float[Tensor, "B"]
 Doubles_B = Float64[Tensor, "B"]

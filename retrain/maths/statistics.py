@@ -163,7 +163,7 @@ def paired_bootstrap_ci(
     a: Values,
     b: Values,
     generator: np.random.Generator,
-    statistic: Callable[[Table, Table], Table],
+    statistic: Callable[[Table, Table], Table | float],
     *,
     level: float = 0.95,
     resamples: int = 10_000,
@@ -307,12 +307,18 @@ def difference_error(differences: Doubles_S, resolution: float = 0.0) -> float:
     return max(float(differences.std(ddof=1)), resolution / math.sqrt(6.0)) / math.sqrt(len(differences))
 
 
-def probability_of_improvement(a: Values, b: Values) -> float:
-    """P(A > B) + ½P(A = B) over all pairs of runs (Agarwal 2021; the Mann–Whitney U over mn)."""
-    a, b = _vector(a, "results"), _vector(b, "results")
-    if not len(a) or not len(b):
+def probability_of_improvement(a: Table | Sequence[float], b: Table | Sequence[float]) -> Table | float:
+    """P(A > B) + ½P(A = B) over all pairs of runs, of results [..., runs] for every leading index (Agarwal 2021): Mann
+    and Whitney's U, from mid-ranks, over mn. Raises ValueError for no runs on a side."""
+    from scipy.stats import rankdata
+
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    m, n = a.shape[-1], b.shape[-1]
+    if not m or not n:
         raise ValueError("the probability of improvement needs at least one run on each side")
-    return float((a[:, None] > b[None, :]).mean() + 0.5 * (a[:, None] == b[None, :]).mean())
+    ranks = rankdata(np.concatenate([a, b], axis=-1), axis=-1)[..., :m]
+    share = (ranks.sum(axis=-1) - m * (m + 1) / 2) / (m * n)
+    return float(share) if share.ndim == 0 else share
 
 
 def holm(p_values: Values) -> Doubles_S:

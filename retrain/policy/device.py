@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from retrain.errors import UsageError
-from retrain.gpus import OWN_GPU, cpu_build, nvidia_gpus
+from retrain.gpus import OWN_GPU, cpu_build, memory_share, nvidia_gpus
 
 GAIN_TRIES = 9
 """Products in each dtype that are timed for ``bfloat16_gain``."""
@@ -46,12 +46,12 @@ def resolve_device(devices: str) -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory that the device has, used or not."""
+    """Bytes of memory that the device has for this process, used or not."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return int(memory_share() * torch.cuda.get_device_properties(device).total_memory)
     import psutil
 
-    return int(psutil.virtual_memory().total)
+    return int(memory_share() * psutil.virtual_memory().total)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -110,12 +110,15 @@ def set_up(device: torch.device) -> None:
     """Make a GPU the one that this thread works on, before anything is allocated on it.
 
     Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894).
+    A process that shares the GPU runs out of memory at the end of its own share, and not where another one needs it.
     """
     if device.type != "cuda":
         return
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
     torch.cuda.set_device(device)
+    if memory_share() < 1:
+        torch.cuda.set_per_process_memory_fraction(memory_share(), device)
 
 
 def described(device: torch.device) -> str:

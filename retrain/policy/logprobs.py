@@ -22,7 +22,8 @@ from retrain.types import Sample
 class MicroBatch:
     """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads; ``targets_M`` are
     the action tokens themselves, sequence after sequence. ``old_logprobs_BT`` are there in several updates of a batch,
-    ``values_BT`` (as they were before) and ``value_targets_BT`` with a critic."""
+    ``values_BT`` (as they were before) and ``value_targets_BT`` with a critic, ``policy_weights_BT`` where tokens can
+    be rejected."""
 
     layout: Layout
     targets_M: torch.Tensor
@@ -34,6 +35,7 @@ class MicroBatch:
     old_logprobs_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None
     value_targets_BT: torch.Tensor | None = None
+    policy_weights_BT: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -80,6 +82,10 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
     return batches
 
 
+OPTIONAL = ("old_logprobs", "values", "value_targets", "policy_weights")
+"""Arrays that samples may bring, beside those that all have."""
+
+
 def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -> MicroBatch:
     """The tensors of these samples, on the host. ``share``: prefixes that repeat are computed once."""
     counts = [int(sample.action_mask.sum()) for sample in samples]
@@ -91,7 +97,7 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
         own = sample.action_mask
         floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
         masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
-    more = {f"{name}_BT": _table_of(samples, name, shape, real) for name in ("old_logprobs", "values", "value_targets")}
+    more = {f"{name}_BT": _table_of(samples, name, shape, real) for name in OPTIONAL}
     return MicroBatch(
         layout=backbone_of(base).layout(samples, base, share),
         targets_M=torch.from_numpy(np.concatenate([sample.token_ids[sample.action_mask] for sample in samples])),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from retrain.gpus import memory_share
 from retrain.models import sizes
 from retrain.policy.base import BaseModel
 from retrain.policy.device import total_memory
@@ -28,13 +29,18 @@ MICRO_BATCH_TOKENS = (512, 32768)
 
 
 def available_memory(device: torch.device | None = None) -> int:
-    """Bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's own memory."""
+    """Bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's own memory; no
+    more than what is left of this process's share where it has but one."""
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
+        return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
+    if memory_share() == 1:
+        return available
+    return min(available, max(0, total_memory(torch.device("cpu")) - int(psutil.Process().memory_info().rss)))
 
 
 def head_size(config: Any) -> int:

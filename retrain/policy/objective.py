@@ -7,24 +7,23 @@ critic's loss is a term too, over all action tokens and divided by their number.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
 
 from retrain.config import Config
+from retrain.config.modes import loss_of
+from retrain.maths.corrections import Correction
 from retrain.maths.critic import value_loss
 from retrain.maths.losses import (
     Loss,
     LossBounds,
     Sums,
     entropy_loss,
-    importance_ratio,
     kl_terms,
     log_ratio,
     mismatch_sums,
-    mismatch_weights,
     policy_loss,
     ratio_sums,
     token_weights,
@@ -76,16 +75,16 @@ class PolicyTerm:
     A correction splits π/π_sampler into the policy's own ratio π/π_old, which the loss clips, and the weight
     π_old/π_sampler. Where a batch has one update, π_old is π itself and the own ratio is 1; the statistics stay those
     against the sampler, and what they count as clipped is what the cap or the band cuts. In several updates π_old are
-    the log-probabilities that the samples bring, and ratio and clipping are those of the loss; ``dppo`` compares with
-    the sampler in any case.
+    the log-probabilities that the samples bring, and ratio and clipping are those of the loss; those that
+    are ``from_sampler`` compare with the sampler in any case. Weights that the samples bring, 0 for what was rejected,
+    are one more factor.
 
     ``logged``: the mean loss of a token is a number of the record too.
     """
 
     loss: Loss = "ppo"
     bounds: LossBounds = field(default_factory=LossBounds)
-    tis_cap: float | None = None
-    icepop_band: tuple[float, float] | None = None
+    correction: Correction | None = None
     logged: bool = False
     timed_as: ClassVar[str] = "loss_computation"
 
@@ -103,12 +102,15 @@ class PolicyTerm:
         """See ``maths.losses.policy_loss``."""
         assert scores.logprobs_BT is not None
         logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
-        cap, band, given_BT = self.tis_cap, self.icepop_band, batch.old_logprobs_BT
-        corrected = cap is not None or band is not None
-        old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if corrected else sampler_BT
-        if self.loss == "dppo":
+        correction, given_BT, weights_BT = self.correction, batch.old_logprobs_BT, batch.policy_weights_BT
+        old_BT = given_BT if given_BT is not None else logprobs_BT.detach() if correction else sampler_BT
+        if loss_of(self.loss).from_sampler:
             old_BT = sampler_BT
-        weights_BT = mismatch_weights(old_BT, sampler_BT, mask_BT, cap=cap, band=band) if corrected else None
+        ratio_BT = None
+        if correction is not None:
+            ratio_BT = correction.ratio(old_BT, sampler_BT, batch.action_BT)
+            own_BT = correction.weights(ratio_BT)
+            weights_BT = own_BT if weights_BT is None else weights_BT * own_BT
         per_token_BT, sums = policy_loss(
             self.loss,
             logprobs_BT,
@@ -119,15 +121,14 @@ class PolicyTerm:
             weights_BT=weights_BT,
         )
         if given_BT is not None:
-            if self.loss == "dppo":  # how far it has moved is told from where it was, as with other losses
+            if loss_of(self.loss).from_sampler:  # how far it has moved is told from where it was, as with other losses
                 sums["moved"] = ratio_sums(log_ratio(logprobs_BT, given_BT, mask_BT), mask_BT, ~mask_BT, ~mask_BT)[
                     "moved"
                 ]
             sums |= mismatch_sums(logprobs_BT.detach(), given_BT, sampler_BT, mask_BT)
-        elif corrected:
-            low, high = band or (0.0, cap or math.inf)
-            ratio_BT = importance_ratio(old_BT, sampler_BT, mask_BT)
-            sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, ratio_BT < low, ratio_BT > high)
+        elif correction is not None and ratio_BT is not None:
+            below_BT, above_BT = ratio_BT < correction.low, ratio_BT > correction.high
+            sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, below_BT, above_BT)
         if self.logged:
             sums["policy_loss"] = per_token_BT.detach().double().sum()
         return per_token_BT, sums
@@ -282,13 +283,17 @@ class Objective:
         if total_BT is None:
             assert value is not None, "an objective has a term that is not only logged"
             return value, sums
+        counted_BT = batch.action_BT if denominators.all_tokens else None
+        if denominators.kept_tokens:
+            assert batch.policy_weights_BT is not None
+            counted_BT = batch.loss_mask_BT & (batch.policy_weights_BT != 0.0)
         weights_BT = token_weights(
             self.normalizer,
             batch.loss_mask_BT,
             total_tokens=denominators.tokens,
             total_sequences=denominators.sequences,
             max_tokens=self.max_tokens,
-            denominator_mask_BT=batch.action_BT if denominators.all_tokens else None,
+            denominator_mask_BT=counted_BT,
         )
         loss = (total_BT * weights_BT).sum()
         return loss if value is None else loss + value, sums
@@ -306,13 +311,15 @@ def objective_of(config: Config, loss: Loss) -> Objective:
         divergence=algorithm.dppo_divergence,
         divergence_limit=algorithm.dppo_limit,
         divergence_cap=algorithm.dppo_cap,
+        gate=(algorithm.sapo_tau_positive, algorithm.sapo_tau_negative),
+        positive=(algorithm.vespo_positive[0], algorithm.vespo_positive[1]),
+        negative=(algorithm.vespo_negative[0], algorithm.vespo_negative[1]),
     )
     terms: list[Term] = [
         PolicyTerm(
             loss=loss,
             bounds=bounds,
-            tis_cap=algorithm.weight_cap,
-            icepop_band=algorithm.weight_band,
+            correction=Correction(*algorithm.weight) if algorithm.weight else None,
             logged=algorithm.critic,
         )
     ]

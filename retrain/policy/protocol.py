@@ -58,14 +58,15 @@ class Scores:
 class Denominators:
     """Counts over *all* rollouts of the optimizer step that have a reward, trained on or not.
 
-    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask. ``action_tokens``: all
-    action tokens, which a critic's loss is divided by.
+    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask; ``kept_tokens``: only
+    those of it that were not rejected. ``action_tokens``: all action tokens, which a critic's loss is divided by.
     """
 
     tokens: int
     sequences: int
     all_tokens: bool = False
     action_tokens: int = 0
+    kept_tokens: bool = False
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ def _uncredited(rollout: Rollout) -> Rollout:
         token_advantages_T=None,
         loss_mask_T=None,
         old_logprobs_T=None,
+        policy_weights_T=None,
         values_T=None,
         value_targets_T=None,
     )

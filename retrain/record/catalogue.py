@@ -258,6 +258,11 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("clip_ratio/high_mean", "share of trained tokens clipped from above (positive advantage)", "share"),
     _metric("clip_ratio/high_max", "the same in the completion where it is largest", "share"),
     _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
+    _metric("rejected_tokens_frac", "share of all completions' tokens that were left out of the policy loss before "
+            "the update: by `rejection`, by `m2po`, and with `rejection_denominator` = kept by a correction's mask",
+            "share", "below 0.1", requires="rejection"),
+    _metric("rejected_sequences_frac", "share of completions of which no token was kept", "share", "below 0.1",
+            requires="rejection"),
     _metric("off_policy_steps_mean", "mean age of the rollouts: how many steps the weights that drew the oldest token "
             "of each are behind those that train on it", "steps", "0 when synchronous"),
     _metric("off_policy_steps_max", "the age of the oldest", "steps", "0 when synchronous"),
@@ -485,6 +490,7 @@ def _markdown_row(metric: Metric) -> str:
     needs = {
         "ahead": "with `max_off_policy_steps`",
         "critic": "with a critic",
+        "rejection": "with `rejection`, `m2po` or `rejection_denominator`",
         "updates": "with several updates",
         "tools": "with tools",
         "episodes": "with `[environment]`",

@@ -55,7 +55,9 @@ class RunContext:
         updates = {"updates"} if self.config.training.several_updates else set()
         critic = {"critic"} if self.config.algorithm.critic else set()
         ahead = {"ahead"} if self.config.training.max_off_policy_steps else set()
-        named = evaluated | episodes | tools | updates | critic | ahead
+        before = self.config.algorithm.chooses_before or self.config.algorithm.rejection_denominator == "kept"
+        rejection = {"rejection"} if before else set()
+        named = evaluated | episodes | tools | updates | critic | ahead | rejection
         return credit_of(self.config.algorithm.transform_mode).features | named
 
 

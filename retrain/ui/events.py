@@ -129,7 +129,7 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
 def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED}
     facts["metrics.jsonl"] = facts["metrics.jsonl"], _is_reading(library, run)
-    return facts | {"state": (home.state, run.state), "run": run}
+    return facts | {"state": (home.state, run.state, run.worker), "run": run}
 
 
 def _is_reading(library: Library, run: Run) -> bool:

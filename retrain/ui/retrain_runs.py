@@ -74,11 +74,12 @@ def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, dead: Map
     if metrics is not None and state in ("running", "interrupted", "failed"):
         with suppress(RetrainError, OSError):
             step = max(step, whole(last_row(metrics).get("step"), -1) + 1)
-    seed = whole(entry.get("seed"))
+    seed, worker = whole(entry.get("seed")), entry.get("worker")
     return Run(
         place if entry["path"] == "." else f"{place}/{entry['path']}",
         path, entry["run_id"], str(entry["label"]), index, seed, state, entry.get("reason"), step,
         whole(entry.get("max_steps")), (0, seed), age(metrics),
+        worker if state == "running" and isinstance(worker, str) else None,
     )  # fmt: skip
 
 

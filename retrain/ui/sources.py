@@ -26,7 +26,7 @@ KEPT_JSON = 128
 @dataclass(frozen=True)
 class Run:
     """One run. ``index`` is that of its condition, the baseline's 0; ``pair`` is what runs of different conditions
-    share when they are a pair."""
+    share when they are a pair; ``worker`` is who trains it now, as in "1 gpu:0", where there are several."""
 
     place: str
     path: Path
@@ -40,10 +40,11 @@ class Run:
     max_steps: int
     pair: tuple[int, int]
     age_s: float | None = None
+    worker: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As the API gives it."""
-        names = ("place", "run_id", "label", "index", "seed", "state", "reason", "step", "max_steps", "age_s")
+        names = ("place", "run_id", "label", "index", "seed", "state", "reason", "step", "max_steps", "age_s", "worker")
         return {name: getattr(self, name) for name in names}
 
 

@@ -31,6 +31,7 @@ def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, An
             "planned": len(states),
             **{state: states.count(state) for state in ("done", "failed", "running", "stopped", "interrupted")},
         },
+        "workers": sorted({run.worker for run in home.runs if run.worker is not None}, key=_by_number),
         "seeds": {"planned": len(seeds), "done": len(done)},
         "steps": {"done": sum(run.step for run in home.runs), "planned": sum(run.max_steps for run in home.runs)},
         "conditions": home.labels,
@@ -41,6 +42,11 @@ def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, An
         "note": newest_note(library, home),
         "missing": list(home.missing),
     }
+
+
+def _by_number(worker: str) -> tuple[int, str]:
+    """Workers in the order of the numbers that their names begin with: 9 before 10."""
+    return len(worker.partition(" ")[0]), worker
 
 
 def newest_note(library: Library, home: Home) -> dict[str, Any] | None:

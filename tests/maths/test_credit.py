@@ -271,6 +271,23 @@ def test_gtpo_paper_normalises_jointly():
     assert (advantages[group & ~batch.correct[:, None]] < 0).all()
 
 
+def test_gtpo_paper_can_keep_the_sign():
+    """One short correct answer beside three long wrong ones: the joint mean lies below most wrong tokens, which then
+    are rewarded; divided by the root mean square alone none is."""
+    lengths, width = torch.tensor([2, 30, 30, 30]), 30
+    mask = torch.arange(width)[None] < lengths[:, None]
+    h = torch.empty(4, width, dtype=torch.float64).exponential_(1.0, generator=torch.Generator().manual_seed(0))
+    correct = torch.tensor([True, False, False, False])
+    rows = (correct.double(), correct, torch.zeros(4))
+    wrong = mask & ~correct[:, None]
+    centred, kept = (gtpo_paper(h, *rows, mask, 1.0, 0.1, way) for way in (True, False))
+    assert 0.2 < float((centred[wrong] > 0).double().mean()) < 0.9
+    assert (kept[wrong] < 0).all()
+    assert (kept[mask & correct[:, None]] > 0).all()
+    assert float(kept[mask].square().mean()) == pytest.approx(1.0)
+    assert torch.equal(kept[~mask], torch.zeros_like(kept[~mask]))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_gtpo_paper_wants_its_inputs():
     batch = Batch()

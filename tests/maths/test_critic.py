@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.maths.critic import explained_variance, gae, token_rewards, value_loss, whiten_tokens
+from retrain.maths.critic import explained_variance, gae, length_lambda, token_rewards, value_loss, whiten_tokens
 from retrain.maths.losses import LossBounds, kl_terms, loss_metrics, policy_loss, token_weights
 
 F64 = torch.float64
@@ -229,6 +229,23 @@ def token_mean(values, mask):
         "tokens", mask, total_tokens=int(mask.sum()), total_sequences=len(mask), max_tokens=mask.shape[1]
     )
     return float((torch.where(mask, values, 0.0) * weights).sum())
+
+
+def test_every_row_may_have_a_lambda_of_its_own():
+    """VAPO's λ by hand (algorithms2 §9), and each row as if it were alone."""
+    lengths = torch.tensor([1.0, 20.0, 100.0, 1000.0], dtype=torch.float64)
+    assert length_lambda(lengths, 0.05).tolist() == pytest.approx([0.0, 0.0, 0.8, 0.98])
+    with pytest.raises(ValueError, match="above 0"):
+        length_lambda(lengths, 0.0)
+    rewards = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)
+    values = torch.tensor([[0.2, 0.5, 0.4]] * 3, dtype=torch.float64)
+    shares = torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64)
+    found = gae(rewards, values, ones(3, 3), 1.0, shares)
+    for row, lam in zip(found, shares.tolist(), strict=True):
+        assert row.tolist() == gae(rewards[:1], values[:1], ones(1, 3), 1.0, lam)[0].tolist()
+    assert found[1].tolist() == pytest.approx([0.4, 0.2, 0.6])
+    with pytest.raises(ValueError, match="must be in"):
+        gae(rewards, values, ones(3, 3), 1.0, torch.tensor([0.5, 1.5, 0.5]))
 
 
 def test_the_batch_of_two_rows_rewards_and_advantages():

@@ -19,8 +19,8 @@ from retrain.maths.losses import (
     importance_ratio,
     kl_terms,
     loss_metrics,
-    mismatch_weights,
     policy_loss,
+    sequence_weight,
     token_weights,
 )
 
@@ -318,26 +318,65 @@ def test_dppo_without_a_limit_is_cispo():
             LossBounds(**wrong)
 
 
-def test_mismatch_weights():
-    truncated = mismatch_weights(NEW3, OLD3, MASK3, cap=1.2)
-    assert truncated.tolist()[0] == pytest.approx([1.2, 1.0, 0.5])
-    icepop = mismatch_weights(NEW3, OLD3, MASK3, band=(0.6, 1.4))
-    assert icepop.tolist()[0] == pytest.approx([0.0, 1.0, 0.0])
-    padded = mismatch_weights(NEW3, OLD3, torch.tensor([[True, False, False]]), cap=9.0)
-    assert padded.tolist()[0] == pytest.approx([1.5, 0.0, 0.0])
-    assert not mismatch_weights(NEW3.clone().requires_grad_(), OLD3, MASK3, cap=1.0).requires_grad
-    for wrong in ({}, {"cap": 1.0, "band": (0.5, 2.0)}, {"cap": 0.0}, {"band": (2.0, 0.5)}):
-        with pytest.raises(ValueError, match="either cap > 0 or a band"):
-            mismatch_weights(NEW3, OLD3, MASK3, **wrong)
+def gradient_of(name, ratios, advantages, bounds=None):
+    """Loss and d loss/d log π of every token of one completion, its ratios to the sampler given."""
+    logprobs = torch.tensor([ratios], dtype=torch.float64).log().sub(1.0).requires_grad_()
+    sampler = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
+    loss, _ = policy_loss(
+        name, logprobs, sampler, torch.tensor([advantages]), torch.ones_like(sampler).bool(), bounds or LossBounds()
+    )
+    loss.sum().backward()
+    return loss.detach()[0].tolist(), logprobs.grad[0].tolist()
 
 
-def test_both_edges_of_the_band_belong_to_it():
-    """A ratio of exactly 1, which on-policy tokens have, trains with the bands [1, β] and [α, 1]; beyond it none."""
-    for band in ((1.0, 2.0), (0.5, 1.0)):
-        assert mismatch_weights(OLD3, OLD3, MASK3, band=band).tolist() == MASK3.double().tolist()
-    above, below = OLD3 + 1e-3, OLD3 - 1e-3
-    assert not mismatch_weights(above, OLD3, MASK3, band=(0.5, 1.0)).any()
-    assert not mismatch_weights(below, OLD3, MASK3, band=(1.0, 2.0)).any()
+def test_sapo_by_hand():
+    """algorithms2 §3: a gate that is 1 on policy, for every temperature, and falls off on both sides."""
+    losses, slopes = gradient_of("sapo", [1.5], [1.0])
+    assert (losses[0], slopes[0]) == (pytest.approx(-2.489837, abs=1e-6), pytest.approx(-1.410022, abs=1e-6))
+    losses, slopes = gradient_of("sapo", [0.5], [-1.0])
+    assert (losses[0], slopes[0]) == (pytest.approx(1.415938, abs=1e-6), pytest.approx(0.467070, abs=1e-6))
+    for gate in ((0.3, 7.0), (5.0, 0.1)):
+        _, slopes = gradient_of("sapo", [1.0, 1.0], [0.7, -0.4], LossBounds(gate=gate))
+        assert slopes == pytest.approx([-0.7, 0.4])
+    with pytest.raises(ValueError, match="temperatures must be above 0"):
+        LossBounds(gate=(0.0, 1.0))
+
+
+def test_vespo_by_hand():
+    """algorithms2 §4: φ at four products, its maximum at W = k/λ, and (1, 0) is sequence importance sampling."""
+    for product, better, worse in ((0.5, 1.120422, 0.339785), (1.0, 1.0, 1.0), (2.0, 0.199148, 1.082682),
+                                   (4.0, 0.001975, 0.158640)):  # fmt: skip
+        ratios = [product**0.25, product**0.75]  # two tokens: it is their product that counts
+        assert gradient_of("vespo", ratios, [1.0, 0.0])[1][0] == pytest.approx(-better, abs=1e-6)
+        assert gradient_of("vespo", ratios, [0.0, -1.0])[1][1] == pytest.approx(worse, abs=1e-6)
+    mask = torch.ones(1, 1).bool()
+    at = [float(sequence_weight(torch.tensor([[w]]).log(), mask, 2.0, 3.0)) for w in (0.6, 2 / 3, 0.7)]
+    assert at[1] > max(at[0], at[2])
+    plain = LossBounds(positive=(1.0, 0.0), negative=(1.0, 0.0))
+    assert gradient_of("vespo", [1.5, 0.8], [1.0, -2.0], plain)[1] == pytest.approx([-1.2, 2.4])
+    with pytest.raises(ValueError, match="power and decay 0 or more"):
+        LossBounds(positive=(-1.0, 0.0))
+
+
+def test_vespo_stays_finite():
+    """A product that leaves every range has no weight; padding has no part in it."""
+    far = torch.full((1, 400), 20.0)
+    for power, decay in ((2.0, 3.0), (1.0, 0.0)):
+        assert float(sequence_weight(far, torch.ones_like(far).bool(), power, decay)) == 0.0
+    mask = torch.tensor([[True, False]])
+    assert float(sequence_weight(torch.tensor([[0.0, 5.0]]), mask, 2.0, 3.0)) == 1.0
+
+
+def test_m2po_is_importance_sampling_of_what_is_left():
+    losses, slopes = gradient_of("m2po", [1.5, 0.25], [1.0, -2.0])
+    assert losses == pytest.approx([-1.5, 0.5])
+    assert slopes == pytest.approx([-1.5, 0.5])
+
+
+def test_gspo_is_its_token_form():
+    """algorithms2 §5: with advantages of single tokens each has the slope of its own, times the sequence's ratio."""
+    _, slopes = gradient_of("gspo", [math.exp(x) for x in (0.3, -0.1, 0.1)], [1.0, 0.0, -1.0], LossBounds(clip_low=0.2))
+    assert [slope / 3 for slope in slopes] == pytest.approx([-0.368390, 0.0, 0.368390], abs=1e-6)
 
 
 def test_empty_completions_have_no_clipped_share():

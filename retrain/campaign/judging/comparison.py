@@ -279,21 +279,13 @@ def _against(mine: Sequence[float], base: Sequence[float], measure: Measure, res
         "smallest_p": paired.smallest_p,
         "iqm_difference": _iqm(a - b, measure, resolution),
         "probability_of_improvement": _ends(
-            paired_bootstrap_ci(a, b, np.random.default_rng(0), _improvement, resamples=2_000), len(a)
+            paired_bootstrap_ci(a, b, np.random.default_rng(0), probability_of_improvement, resamples=2_000), len(a)
         ),
     }
 
 
 def _iqm(values: Any, measure: Measure, resolution: float, *, level: bool = False) -> dict[str, float | None]:
     return asdict(possible(iqm_interval(values, resolution=resolution), measure, level=level))
-
-
-def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """P(X > Y) + ½P(X = Y) over all pairs of runs, for every leading index."""
-    if x.ndim == 1:
-        return np.asarray(probability_of_improvement(x, y))
-    above = (x[..., :, None] > y[..., None, :]).mean(axis=(-1, -2))
-    return above + 0.5 * (x[..., :, None] == y[..., None, :]).mean(axis=(-1, -2))
 
 
 def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:

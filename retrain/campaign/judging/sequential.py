@@ -44,35 +44,44 @@ FIXED = (*RULE_KEYS, "primary_metric", "seeds", "baseline", "conditions")
 """What a declaration fixes once a run has begun, where a rule looks before the end."""
 
 
-def look(manifest: Manifest, specs: Sequence[RunSpec], observer: Observer, under_way: Container[str] = ()) -> set[str]:
-    """Look at every pair of seeds that has become complete, note it, and stop what is decided. Returns the runs that
-    nobody needs any more and that are ``under_way`` just now: they are left as they are.
+class Looks:
+    """The looks at one campaign. ``specs`` are all of its runs in their order; what a look needs of them is worked out
+    once, because there is a look after every cohort."""
 
-    ``specs`` are all runs of the campaign in their order. The rule is the one that the manifest keeps as declared
-    (``declaration.freeze``); nothing happens without ``[campaign] sequential``. Raises UsageError when the file now
-    says otherwise in anything that a look depends on: that is fixed when the first run begins.
-    """
-    now = declaration(specs)
-    declared = now | (manifest.content.get("declared") or {})
-    if declared["sequential"] == now["sequential"] == "off":
-        return set()
-    measures = {text: _measure(specs, text) for text in (declared["primary_metric"], now["primary_metric"])}
-    _refuse_changes(manifest, declared, now, measures)
-    measure = measures[now["primary_metric"]]
-    if len(now["conditions"]) < 2:
-        return set()
-    record = _record(manifest, declared, now, measure)
-    labels = record["labels"]
-    rule = rule_of(declared, len(labels) - 1, record["planned"], measure)
-    if rule.test == "normal":
-        _look_at_seeds(manifest, specs, labels, record, measure, rule)
-    else:
-        for place, (label, condition) in enumerate(record["conditions"].items()):
-            if condition["stopped_after"] is None:
-                pairs = _new_pairs(manifest, specs, (label, labels[0]), condition, measure)
-                _look_at(record, condition, pairs, rule, place)
-    manifest.note(sequential=record)
-    return _stop(manifest, specs, record, observer, under_way)
+    def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer):
+        self.manifest, self.specs, self.observer = manifest, specs, observer
+        self._now, self._by_seed = declaration(specs), _by_seed(specs)
+
+    def look(self, under_way: Container[str] = ()) -> set[str]:
+        """Look at every pair of seeds that has become complete, note it, and stop what is decided. Returns the runs
+        that nobody needs any more and that are ``under_way`` just now: they are left as they are.
+
+        The rule is the one that the manifest keeps as declared (``declaration.freeze``); nothing happens without
+        ``[campaign] sequential``. Raises UsageError when the file now says otherwise in anything that a look depends
+        on: that is fixed when the first run begins.
+        """
+        manifest, specs, now = self.manifest, self.specs, self._now
+        declared = now | (manifest.content.get("declared") or {})
+        if declared["sequential"] == now["sequential"] == "off":
+            return set()
+        measures = {text: _measure(specs, text) for text in (declared["primary_metric"], now["primary_metric"])}
+        _refuse_changes(manifest, declared, now, measures)
+        measure = measures[now["primary_metric"]]
+        if len(now["conditions"]) < 2:
+            return set()
+        record = _record(manifest, declared, now, measure)
+        labels = record["labels"]
+        rule = rule_of(declared, len(labels) - 1, record["planned"], measure)
+        if rule.test == "normal":
+            _look_at_seeds(manifest, self._by_seed, labels, record, measure, rule)
+        else:
+            for place, (label, condition) in enumerate(record["conditions"].items()):
+                if condition["stopped_after"] is None:
+                    pairs = _new_pairs(manifest, self._by_seed, (label, labels[0]), condition, measure)
+                    _look_at(record, condition, pairs, rule, place)
+        if record != manifest.content.get("sequential"):
+            manifest.note(sequential=record)
+        return _stop(manifest, specs, record, self.observer, under_way)
 
 
 def _measure(specs: Sequence[RunSpec], text: str) -> Measure:
@@ -106,8 +115,8 @@ def _grown(rule: str, was: Sequence[int], now: Sequence[int]) -> bool:
 def _record(
     manifest: Manifest, declared: Mapping[str, Any], now: Mapping[str, Any], measure: Measure
 ) -> dict[str, Any]:
-    """The manifest's record of looks, or a new one where nothing has been looked at. Raises UsageError when it is of
-    another rule, metric, number of seeds or set of conditions than was declared."""
+    """A copy of the manifest's record of looks, which can be added to, or a new one where nothing has been looked at.
+    Raises UsageError when it is of another rule, metric, number of seeds or set of conditions than was declared."""
     labels, seeds = [now["baseline"], *(each for each in now["conditions"] if each != now["baseline"])], now["seeds"]
     settings = {
         "rule": declared["sequential"],
@@ -140,6 +149,11 @@ def _record(
         if not same or (key == "labels" and record[key][0] != labels[0]):
             names = {"rule": "sequential", "metric": "primary_metric", "labels": "conditions"}
             raise UsageError(_changed(manifest, names.get(key, key), record[key]))
+    record["values"] = [[seed, dict(row)] for seed, row in record["values"]]
+    record["conditions"] = {
+        label: {**own, "differences": [*own["differences"]], "looks": [*own["looks"]]}
+        for label, own in record["conditions"].items()
+    }
     return record
 
 
@@ -154,7 +168,11 @@ def _changed(manifest: Manifest, key: str, before: Any) -> str:
 
 
 def _new_pairs(
-    manifest: Manifest, specs: Sequence[RunSpec], labels: Sequence[str], condition: Mapping[str, Any], measure: Measure
+    manifest: Manifest,
+    seeds: Mapping[int, Mapping[str, RunSpec]],
+    labels: Sequence[str],
+    condition: Mapping[str, Any],
+    measure: Measure,
 ) -> list[tuple[int, float | None, float]]:
     """Pairs that are complete and have not been looked at, in the order of the seeds, with the resolution of their
     values; None for a pair without a value.
@@ -164,7 +182,7 @@ def _new_pairs(
     """
     had = dict(condition["differences"])
     pairs: list[tuple[int, float | None, float]] = []
-    for seed, pair in _by_seed(specs).items():
+    for seed, pair in seeds.items():
         if had.get(seed) is not None:
             continue
         entries = [manifest.run(pair[label].run_id) for label in labels]
@@ -172,6 +190,8 @@ def _new_pairs(
             if seed in had:  # failed before, being tried again
                 continue
             break
+        if seed in had and any(entry["state"] != "done" for entry in entries):
+            continue  # failed still: its files say nothing new
         runs = [read_run(manifest.directory, entry) for entry in entries]
         value, base = (run.result(measure) for run in runs)
         if value is not None and base is not None:
@@ -246,7 +266,7 @@ def _note(condition: dict[str, Any], found: Decision, facts: Mapping[str, Any]) 
 
 def _look_at_seeds(
     manifest: Manifest,
-    specs: Sequence[RunSpec],
+    seeds: Mapping[int, Mapping[str, RunSpec]],
     labels: Sequence[str],
     record: dict[str, Any],
     measure: Measure,
@@ -254,16 +274,18 @@ def _look_at_seeds(
 ) -> None:
     """Look at every seed of which the conditions still in the comparison have ended, in their order, and once more at
     one whose failed run was tried again and finished."""
-    conditions, base = record["conditions"], labels[0]
-    for seed, of_seed in _by_seed(specs).items():
+    conditions, base, rows = record["conditions"], labels[0], dict(record["values"])
+    for seed, of_seed in seeds.items():
         here = [label for label in labels if label == base or conditions[label]["stopped_after"] is None]
         if len(here) < 2:
             return
-        row = next((values for known, values in record["values"] if known == seed), None)
+        row = rows.get(seed)
         wanted = here if row is None else [label for label in here if row.get(label, 0.0) is None]
         entries = {label: manifest.run(of_seed[label].run_id) for label in wanted if label in of_seed}
         if row is None and any(entry["state"] not in SETTLED for entry in entries.values()):
             return
+        if row is not None:  # of those that failed, what is done now
+            entries = {label: entry for label, entry in entries.items() if entry["state"] == "done"}
         runs = {label: read_run(manifest.directory, entry) for label, entry in entries.items()}
         record["resolution"] = max([record["resolution"], *(run.resolution(measure) for run in runs.values())])
         if row is None:
@@ -321,6 +343,8 @@ def _stop(
     unwanted = set[str]()
     conditions = record["conditions"]
     decided = {label for label, condition in conditions.items() if condition["stopped_after"] is not None}
+    if not decided:
+        return unwanted
     all_decided = decided == set(conditions)
     for spec in specs:
         entry = manifest.run(spec.run_id)

@@ -22,12 +22,15 @@ A race, which stops most of them, goes seed by seed."""
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
     """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
     groups: list[list[RunSpec]] = []
+    base = ""
     for spec in specs:
+        own = base_key(spec)
         fits = groups and len(groups[-1]) < lanes and (across_seeds or groups[-1][0].seed == spec.seed)
-        if fits and base_key(groups[-1][0]) == base_key(spec):
+        if fits and own == base:
             groups[-1].append(spec)
         else:
             groups.append([spec])
+            base = own
     return groups
 
 
@@ -93,7 +96,8 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
         for group in manifest.content.get("cohorts", [])
         if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
     ]
-    rest = [spec for spec in specs if not any(spec.run_id in group for group in begun)]
+    taken = {name for group in begun for name in group}
+    rest = [spec for spec in specs if spec.run_id not in taken]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
     if lanes is None or manifest.content.get("slots", 1) != slots:
         lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)

@@ -1,4 +1,4 @@
-"""The record of a campaign's runs and their states: one file, replaced atomically at every event.
+"""The record of a campaign's runs and their states: one file, replaced atomically whenever an event has changed it.
 
 ``plan.json`` beside it holds what was asked: the resolved configuration of every run, which is all that a later
 process needs to continue. Both are also written for a single run.
@@ -6,8 +6,8 @@ process needs to continue. Both are also written for a single run.
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,17 +15,21 @@ from types import TracebackType
 from typing import Any
 
 from retrain.campaign.planning.changes import counts, flat
+from retrain.campaign.planning.pieces import Pieces
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import dumps, read_json, write_json
+from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import not_readable
 from retrain.record.states import MANIFEST, is_name, read_manifest
 from retrain.record.writer import RecordFiles
 
 PLAN = "plan.json"
-HOW = ("campaign.executor", "campaign.workers", "campaign.max_restarts")
-"""Keys of [campaign] that say how the runs are carried out, not which there are."""
+HOW = (
+    "campaign.executor", "campaign.workers", "campaign.max_restarts", "ray.address", "ray.cpus", "ray.ship",
+    "ray.runtime_env",
+)  # fmt: skip
+"""Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
 
@@ -52,11 +56,20 @@ class Manifest:
     ``files`` is the thread that writes it and what else belongs to the whole directory, in order; what must be read
     from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
     waits as well. Each event also raises StorageError when an earlier one could not be written.
+
+    An event costs the same whatever the number of runs: at most one write waits, which takes what all events up to its
+    turn have changed, and makes only that into text anew.
     """
 
     def __init__(self, directory: Path, content: dict[str, Any]):
         self.directory, self.content = directory, content
         self.files = RecordFiles(directory)
+        self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
+        self._lock = threading.Lock()
+        """Held while the entries of runs change, and while the writing thread copies those that have changed."""
+        self._pieces = Pieces()
+        self._changed_runs, self._changed_facts = set(self._by_id), set(content)
+        self._waits = False
 
     def __enter__(self) -> Manifest:
         return self
@@ -110,25 +123,61 @@ class Manifest:
         return manifest
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """The entry of one run."""
-        return next(run for run in self.content["runs"] if run["run_id"] == run_id)
+        """The entry of one run, to be read; ``update`` and ``step`` change it."""
+        return self._by_id[run_id]
 
-    def update(self, run_id: str, **changes: Any) -> None:
-        """Change a run's entry (state, reason, step, …) and write."""
-        self.run(run_id).update(changes)
-        self.write()
+    def step(self, run_id: str, step: int) -> None:
+        """How many steps a run has done; the next event writes it."""
+        self._change(run_id, {"step": step})
+
+    def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
+        """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
+        self._change(run_id, changes, without)
+        self._write_changes()
 
     def note(self, **facts: Any) -> None:
-        """Set facts of the whole campaign (squeeze, comparison, …) and write."""
-        self.content.update(facts)
-        self.write()
+        """Set facts of the whole campaign (squeeze, comparison, …) and write. The values are written by another thread:
+        they must not be changed in place any more."""
+        with self._lock:
+            self.content.update(facts)
+            self._changed_facts.update(facts)
+        self._write_changes()
 
     def write(self) -> None:
-        """Have the file replaced by what it says now; also after a failure, which the new one may make good."""
-        self.content["updated"] = time.time()
-        now = copy.deepcopy(self.content)
-        self.files.write(lambda: write_json(self.directory / MANIFEST, now), always=True)
+        """Have the file replaced by all that ``content`` says now."""
+        with self._lock:
+            self._changed_runs.update(self._by_id)
+            self._changed_facts.update(self.content)
+        self._write_changes()
+
+    def _change(self, run_id: str, changes: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+        with self._lock:
+            entry = self._by_id[run_id]
+            entry.update(changes)
+            for key in without:
+                entry.pop(key, None)
+            self._changed_runs.add(run_id)
+
+    def _write_changes(self) -> None:
+        """Have the file replaced, also after a failure, which the new one may make good."""
+        with self._lock:
+            self.content["updated"] = time.time()
+            self._changed_facts.add("updated")
+            waits, self._waits = self._waits, True
+        if not waits:
+            self.files.write(self._replace, always=True)
         self.files.check()
+
+    def _replace(self) -> None:
+        """Replace the file; on the thread that writes."""
+        with self._lock:
+            self._waits = False
+            content = dict(self.content)
+            facts = {key: content[key] for key in self._changed_facts if key in content and key != "runs"}
+            runs = {run_id: dict(self._by_id[run_id]) for run_id in self._changed_runs}
+            self._changed_facts, self._changed_runs = set(), set()
+        self._pieces.change(facts, runs)
+        write_text(self.directory / MANIFEST, self._pieces.text(content, self._by_id))
 
 
 def write_plan(plan: Plan) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.config import Condition, Config, Loaded, parse_dict
 from retrain.config.campaign import label as label_of
 from retrain.config.checking import LATER
 from retrain.config.conditions import assemble
 from retrain.config.root import without_unused
+
+if TYPE_CHECKING:
+    from retrain.campaign.planning.asked import Longest
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,13 @@ class Plan:
     name: str
     source: Loaded | None = None
     sets: tuple[str, ...] = ()
+
+    @cached_property
+    def longest(self) -> Longest:
+        """The longest completions of all of its runs."""
+        from retrain.campaign.planning.asked import longest_completions
+
+        return longest_completions(spec.config for spec in self.specs)
 
     @classmethod
     def of(cls, loaded: Loaded, out: Path | None = None) -> Plan:

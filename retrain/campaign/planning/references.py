@@ -102,6 +102,10 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
             wanted.append((key, source, "datasets"))
     graders = [("reward.type", reward), *((f"reward.components.{i}.type", p) for i, p in enumerate(reward.components))]
     wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
+    if config.campaign.executor == "slurm":
+        wanted.append(("campaign.executor", "slurm", "submitit"))
+    if config.campaign.executor == "ray":
+        wanted.append(("campaign.executor", "ray", "ray"))
     if config.planning.detector == "semantic":
         wanted.append(("planning.detector", "semantic", "sentence_transformers"))
     for name in trackers(logging.report_to, logging.wandb_project):

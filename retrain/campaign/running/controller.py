@@ -15,7 +15,7 @@ from typing import Any
 
 from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.design import without_sepa
-from retrain.campaign.judging.sequential import SETTLED, look
+from retrain.campaign.judging.sequential import SETTLED, Looks
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
 from retrain.campaign.planning.manifest import MANIFEST, Manifest, planned_configs, read_manifest, read_plan, write_plan
@@ -40,7 +40,7 @@ from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
 from retrain.config import Loaded
-from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError
+from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
@@ -143,6 +143,8 @@ class Controller:
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(self.directory)
         self._by_id = {spec.run_id: spec for spec in plan.specs}
+        self.looks = Looks(manifest, plan.specs, observer)
+        self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
         self.campaign = Campaign(plan, manifest, approval, self._hear)
@@ -153,7 +155,7 @@ class Controller:
         """Train what is left to do, analyse and compare; how it ended."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         observer.plan(specs)
-        look(manifest, specs, observer)  # killed between the last run of a seed and the look at it
+        self.looks.look()  # killed between the last run of a seed and the look at it
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
         left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
@@ -210,12 +212,11 @@ class Controller:
         try:
             # Without cohorts: killed after the last run and before its analysis.
             return self.scheduler.carry_out(works) and self.scheduler.carry_out(self._squeezes())
-        except (StorageError, DeviceLost, ServerFailed) as error:
+        except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
             for entry in self.manifest.content["runs"]:
                 if entry["state"] == "running":
-                    entry.update(state="interrupted", reason=str(error))
-            with suppress(StorageError):
-                self.manifest.write()
+                    with suppress(StorageError):
+                        self.manifest.update(entry["run_id"], state="interrupted", reason=str(error))
             raise RetrainError(
                 f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
@@ -242,10 +243,11 @@ class Controller:
     def _look_after(self) -> list[Work]:
         """Look at what has come out, after each cohort; the analyses that have become due."""
         busy = self.scheduler.names_under_way
-        unwanted = look(self.manifest, self.specs, self.observer, busy)
+        unwanted = self.looks.look(busy)
         if unwanted:
             ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in SETTLED}
-            self.scheduler.stop_where(lambda names: names <= unwanted | ended)
+            nobodys = unwanted | ended
+            self.scheduler.stop_where(lambda names: names <= nobodys)
         return self._squeezes()
 
     def _in_parts(self, work: CohortWork, short: JobEnded) -> list[Work]:
@@ -269,7 +271,7 @@ class Controller:
                 manifest.update(run_id, state="running", reason=None, step=step)
                 observer.run_started(self._by_id[run_id], step, max_steps)
             case StepDone(run_id, row):
-                manifest.run(run_id)["step"] = int(row["step"]) + 1  # the next event writes it
+                manifest.step(run_id, int(row["step"]) + 1)  # the next event writes it
                 observer.step(self._by_id[run_id], row)
             case Evaluated(run_id, name, row):
                 observer.evaluated(self._by_id[run_id], name, row)
@@ -277,8 +279,7 @@ class Controller:
                 changes: dict[str, Any] = {"state": status, "reason": reason or None}
                 if status == "failed":
                     changes["log"] = str(Path(manifest.run(run_id)["path"]) / "run.log")
-                manifest.run(run_id).pop("worker", None)
-                manifest.update(run_id, **changes)
+                manifest.update(run_id, without=["worker"], **changes)
                 observer.run_finished(self._by_id[run_id], status, reason)
             case Facts({"squeezes": more}):
                 manifest.note(squeezes={**manifest.content.get("squeezes", {}), **more})
@@ -286,9 +287,8 @@ class Controller:
                 manifest.note(memory={**manifest.content.get("memory", {}), **more})
             case JobStarted(_, worker, runs):
                 for run_id in runs:
-                    manifest.run(run_id)["worker"] = worker
+                    manifest.update(run_id, worker=worker)
                     observer.placed(self._by_id[run_id], worker)
-                manifest.write()
             case Facts(facts):
                 manifest.note(**facts)
             case Message(text, level):
@@ -299,24 +299,25 @@ class Controller:
     def _squeezes(self) -> list[Work]:
         """What rank would have been enough, of each adapter of which it is to be known and is not yet.
 
-        The first finished run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
-        ``squeezes`` by label.
+        The first run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
+        ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
+        ends first: with several workers that is a matter of the clock.
         """
         content = self.manifest.content
-        done = [spec for spec in self.specs if self.manifest.run(spec.run_id)["state"] == "done"]
-        done = [spec for spec in done if spec.config.squeeze.enabled]
-        if not done:
+        state = {spec.run_id: self.manifest.run(spec.run_id)["state"] for spec in self._analysed}
+        hoped = [spec for spec in self._analysed if state[spec.run_id] not in ("failed", "stopped")]
+        if not hoped:
             return []
-        of_condition = {spec.label: spec for spec in reversed(done)}
-        first = _squeezed_label(content) or self._squeezed.get("squeeze", done[0]).label
+        of_condition = {spec.label: spec for spec in reversed(hoped)}
+        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
         known = set(content.get("squeezes") or ())
         due = [] if content.get("squeeze") else [(of_condition[first], "squeeze")]
-        if done[0].config.squeeze.runs == "one per condition":
-            others = [label for label in dict.fromkeys(spec.label for spec in done) if label not in {first, *known}]
+        if hoped[0].config.squeeze.runs == "one per condition":
+            others = [label for label in of_condition if label not in {first, *known}]
             due += [(of_condition[label], f"squeeze/{label}") for label in others]
         works: list[Work] = []
         for spec, place in due:
-            if place in self._squeezed:
+            if place in self._squeezed or state[spec.run_id] != "done":
                 continue
             weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
             if spec.config.backend.backend == "local" or weights.is_file():

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.executor import InProcess
-from retrain.campaign.running.processes import Processes, Slot
+from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import Executor
+from retrain.campaign.running.raycluster import ray_workers
+from retrain.campaign.running.slurm import workers_of
 from retrain.config import Config
 from retrain.errors import UsageError
 from retrain.wording import plural
@@ -20,20 +22,27 @@ def executor_of(plan: Plan) -> Executor:
 
 
 def slots_of(config: Config) -> list[Slot]:
-    """One slot for each worker: a GPU each, or an equal share of this machine's cores."""
-    asked = config.campaign.workers
+    """One slot for each worker: a GPU or the asked part of one each, or an equal share of this machine's cores and
+    memory."""
+    asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
     gpus = _gpus(config)
     if not gpus:
+        if share != 1:
+            raise UsageError(
+                f"[campaign] gpus_per_cohort = {share:g} has no effect: this machine shows no GPU; remove the line, or "
+                "type --set campaign.gpus_per_cohort=1"
+            )
         count = 1 if asked == "auto" else asked
-        return [Slot("cpu", max(1, cores() // count))] * count
-    count = len(gpus) if asked == "auto" else asked
-    if count > len(gpus):
+        return [Slot("cpu", max(1, cores() // count), memory=1 / count)] * count
+    count = each * len(gpus) if asked == "auto" else asked
+    if count > each * len(gpus):
         raise UsageError(
-            f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: a GPU has one "
-            f"worker; type --workers {len(gpus)}"
+            f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: a GPU has "
+            f"{plural(each, 'worker')}{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers "
+            f"{each * len(gpus)}"
         )
     threads = max(1, cores() // count)
-    return [Slot(name, threads, visible) for name, visible in gpus[:count]]
+    return [Slot(name, threads, visible, share) for name, visible in (gpus * each)[:count]]
 
 
 def cores() -> int:
@@ -66,5 +75,7 @@ def _gpus(config: Config) -> list[tuple[str, str]]:
 
 EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
     "inprocess": lambda plan: InProcess(),
-    "processes": lambda plan: Processes(slots_of(plan.specs[0].config), plan.directory),
+    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory),
+    "ray": ray_workers,
+    "slurm": lambda plan: workers_of(plan, cores()),
 }

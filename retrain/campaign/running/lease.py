@@ -126,7 +126,7 @@ class DirectoryLock:
         return False
 
     def _read(self) -> dict[str, Any] | None:
-        return _lease_of(self.directory)
+        return lease_of(self.directory)
 
     def _write(self) -> None:
         self._count += 1
@@ -168,7 +168,7 @@ def wait_for_writers(
     while True:
         writing = []
         for directory in directories:
-            lease = _lease_of(directory)
+            lease = lease_of(directory)
             if lease is None:
                 continue
             count, now = (lease.get("token"), lease.get("count")), time.monotonic()
@@ -185,7 +185,8 @@ def wait_for_writers(
         time.sleep(LOOK_SECONDS)
 
 
-def _lease_of(directory: Path) -> dict[str, Any] | None:
+def lease_of(directory: Path) -> dict[str, Any] | None:
+    """What the lease of a directory says; None where there is none, or it cannot be read."""
     try:
         lease = read_json(directory / LEASE)
     except (OSError, ValueError):

@@ -10,7 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.planning.plan import Plan, RunSpec
 
 
@@ -61,8 +60,7 @@ class SqueezeJob:
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
     """What the jobs of a plan have in common."""
-    longest = longest_completions(spec.config for spec in plan.specs)
-    return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(longest)}
+    return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(plan.longest)}
 
 
 Job = CohortJob | SqueezeJob

@@ -8,7 +8,7 @@ way at the same time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import closing
 from typing import Protocol
 
@@ -55,13 +55,14 @@ class Scheduler:
         """Whether a job died while all were asked to stop: not everything has been saved."""
         self._waiting: deque[Work] = deque()
         self._under_way: dict[str, tuple[Work, Handle]] = {}
+        self._busy = set[str]()
         self._deaths: dict[Work, int] = {}
         self._fault: RetrainError | None = None
 
     @property
-    def names_under_way(self) -> frozenset[str]:
-        """The runs that are being worked on."""
-        return frozenset[str]().union(*(work.names for work, _ in self._under_way.values()))
+    def names_under_way(self) -> Set[str]:
+        """The runs that are being worked on, as they are now and will be: it changes with them."""
+        return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
         """Ask the jobs whose runs are all ``unwanted`` for an end after their step."""
@@ -93,6 +94,7 @@ class Scheduler:
         self.hear(event)
         if isinstance(event, JobEnded):
             work, _ = self._under_way.pop(event.job)
+            self._busy -= work.names
             self._waiting.extendleft(reversed([*self._next(work, event)]))
         if self.stopping() or self._fault is not None:
             for _, handle in self._under_way.values():
@@ -127,8 +129,7 @@ class Scheduler:
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.executor.slots:
-            busy = self.names_under_way
-            work = next((work for work in self._waiting if not work.names & busy), None)
+            work = next((work for work in self._waiting if self._busy.isdisjoint(work.names)), None)
             if work is None:
                 return
             self._waiting.remove(work)
@@ -136,6 +137,7 @@ class Scheduler:
             if job is not None:
                 handle = self.executor.submit(job)
                 self._under_way[handle.id] = work, handle
+                self._busy |= work.names
 
     def _has_training_left(self) -> bool:
         """Whether anything trains or would; what has nothing left to do is forgotten."""

@@ -83,6 +83,7 @@ class Worker:
 
     def _do(self, name: str, job: Job) -> None:
         end = JobEnded(name)
+        self._say(name, begun=True)
         with _leases(job) as locks, self._submitted(name, job), closing(self.executor.events()) as events:
             for event in events:
                 for lock in locks:

@@ -7,11 +7,19 @@ import {curves} from "./campaign_curves.js";
 import {costs, forests, runsTable, seeds, traces, verdicts} from "./campaign_parts.js";
 import {step} from "../keys.js";
 
+const MOST_WORKERS = 8;
+
+// On which workers, where there are several; of many the first ones.
+function where(workers) {
+  const more = workers.length - MOST_WORKERS;
+  return workers.length ? ` on ${workers.slice(0, MOST_WORKERS).join(", ")}${more > 0 ? ` and ${plural(more, "more worker")}` : ""}` : "";
+}
+
 function head(body) {
   const {summary} = body;
   const {runs} = summary;
   const facts = [plural((summary.conditions || []).length, "condition"), `${runs.done} of ${plural(runs.planned, "run")} done`,
-    runs.running ? `${runs.running} running` : "", runs.failed ? `${runs.failed} failed` : "",
+    runs.running ? `${runs.running} running${where(summary.workers || [])}` : "", runs.failed ? `${runs.failed} failed` : "",
     summary.device_hours ? `${hours(summary.device_hours)} of device time` : "", summary.updated ? `changed ${ago(summary.updated)}` : "", body.fresh === false ? "being compared anew …" : ""];
   return el("div", {class: "title"}, el("h1", null, summary.name, el("span", {class: `pill ${summary.state}`}, summary.state)),
     el("p", {class: "muted"}, facts.filter(Boolean).join(" · ")));

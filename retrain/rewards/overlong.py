@@ -1,0 +1,37 @@
+"""DAPO's soft punishment of answers that come near the limit of their length (arXiv 2503.14476).
+
+Differences from published code: the punishment ends at −1, and whether an answer is correct is decided before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from retrain.types import Group
+
+METRIC = "overlong_penalty"
+
+
+def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
+    """What an answer of so many tokens loses: 0 up to ``longest`` − ``soft``, then one more part in ``soft`` with every
+    token, down to −1. Raises ValueError unless 0 < soft ≤ longest."""
+    if not 0 < soft <= longest:
+        raise ValueError(f"the soft part must lie between 1 and the longest answer, {longest} tokens: got {soft}")
+    return max(-1.0, min(0.0, (longest - soft - tokens) / soft))
+
+
+def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> None:
+    """Take the penalty from every rollout's reward and note it beside; one without a reward stays without."""
+    for group in groups:
+        for rollout in group.rollouts:
+            reward = rollout.reward
+            if reward.total_reward is None:
+                continue
+            penalty = overlong_penalty(len(rollout), longest, soft)
+            rollout.reward = replace(
+                reward,
+                total_reward=reward.total_reward + penalty,
+                correct=reward.is_correct,
+                sample_metrics={**reward.sample_metrics, METRIC: penalty},
+            )

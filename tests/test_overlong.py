@@ -1,0 +1,68 @@
+"""The soft punishment of long answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from retrain.config import parse_dict
+from retrain.errors import ConfigError
+from retrain.rewards.overlong import METRIC, overlong_penalty, punish_overlong
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+
+PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
+
+
+def test_the_penalty_by_hand():
+    """algorithms2 §7: L = 100, C = 20; beyond the limit it stays at -1."""
+    assert [overlong_penalty(n, 100, 20) for n in (1, 80, 90, 100, 101, 500)] == [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
+    assert overlong_penalty(50, 100, 100) == -0.5
+    for soft in (0, 101):
+        with pytest.raises(ValueError, match="between 1 and"):
+            overlong_penalty(5, 100, soft)
+
+
+def test_what_is_correct_stays_correct():
+    def answer(tokens: int, reward: RewardResult) -> Rollout:
+        return Rollout(PROMPT, [Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop"))], reward)
+
+    group = Group(
+        PROMPT,
+        [
+            answer(9, RewardResult(1.0, sample_metrics={"steps": 3.0})),
+            answer(10, RewardResult(0.0)),
+            answer(2, RewardResult(0.9)),
+            answer(10, RewardResult(None, error="no answer")),
+        ],
+    )
+    punish_overlong([group], longest=10, soft=4)
+    rewards = [one.reward for one in group.rollouts]
+    assert [reward.total_reward for reward in rewards] == [0.25, -1.0, 0.9, None]
+    assert [reward.is_correct for reward in rewards] == [True, False, True, False]
+    assert rewards[0].sample_metrics == {"steps": 3.0, METRIC: -0.75}
+    assert rewards[3].error == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"reward": {"overlong_tokens": 300}}, "is 300, more than max_tokens = 256: overlong_tokens = 51"),
+        ({"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
+        ({"reward": {"overlong_tokens": 9}, "environment": {"tools": ["calculator"]}}, "for single answers"),
+        (
+            {
+                "algorithm": {"turn_credit": "state", "advantage_mode": "reinforce_pp"},
+                "environment": {"tools": ["calculator"]},
+            },
+            "would whiten two kinds of advantages together",
+        ),
+        (
+            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
+            "is 0.05 beside lam_policy = 0.9: keep one of the two",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said(data, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_dict(data)
+    assert says in str(caught.value)

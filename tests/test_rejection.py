@@ -1,0 +1,198 @@
+"""What is left out of the policy loss for a whole step: weights, divisors, and that nothing else moves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from retrain.algorithms.protocol import Credit
+from retrain.algorithms.rejection import reject
+from retrain.campaign.running.controller import launch
+from retrain.config import load, parse_dict
+from retrain.config.modes import Need
+from retrain.maths.corrections import Correction
+from retrain.policy.logprobs import MicroBatch
+from retrain.policy.objective import KLTerm, Objective, PolicyTerm, TokenScores
+from retrain.policy.protocol import Denominators, Scores
+from retrain.record.observer import NullObserver
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn, samples_of_rollout
+
+W = ([1.0, 1.0], [1.5, 0.4, 2.5], [1.01])
+"""The ratios of three completions: on policy, far away, nearly on policy."""
+
+
+def step(ratios=W, advantages=(1.0, -1.0, 1.0)) -> tuple[list[Group], Credit, Scores]:
+    """Three groups of one rollout, as credited, and what the trainer says of them."""
+    groups = []
+    for own, advantage in zip(ratios, advantages, strict=True):
+        prompt = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
+        action = Action([7] * len(own), "", np.full(len(own), -1.0), None, "stop")
+        rollout = Rollout(prompt, [Turn(prompt.token_ids, action)], RewardResult(1.0), advantage=advantage)
+        rollout.token_advantages_T = np.full(len(own), advantage)
+        rollout.loss_mask_T = np.ones(len(own), dtype=bool)
+        groups.append(Group(prompt, [rollout]))
+    rollouts = [group.rollouts[0] for group in groups]
+    total = sum(map(len, rollouts))
+    credit = Credit(
+        Denominators(total, len(rollouts), action_tokens=total), {"some": 1.0}, {r: len(r) for r in rollouts}
+    )
+    return groups, credit, Scores(logprobs=[np.log(own) - 1.0 for own in map(np.array, ratios)])
+
+
+def weights(groups: list[Group]) -> list[list[float] | None]:
+    kept = [group.rollouts[0].policy_weights_T for group in groups]
+    return [None if each is None else each.tolist() for each in kept]
+
+
+def rejected(**algorithm) -> tuple[list[Group], Credit]:
+    groups, credit, scores = step()
+    return groups, reject(groups, credit, parse_dict({"algorithm": algorithm}).algorithm, scores)
+
+
+def test_nothing_is_touched_where_nothing_is_rejected():
+    for algorithm in ({}, {"correction": "icepop"}, {"loss": "dppo"}):
+        groups, credit, _ = step()
+        section = parse_dict({"algorithm": algorithm}).algorithm
+        assert reject(groups, credit, section, None) is credit  # and nobody had to be asked
+        assert weights(groups) == [None, None, None]
+        assert Need.LOGPROBS not in section.needs
+
+
+def test_what_is_rejected_weighs_nothing_and_still_counts():
+    groups, credit = rejected(rejection="geometric")
+    assert weights(groups) == [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]]
+    assert credit.denominators == Denominators(6, 3, action_tokens=6)
+    assert credit.metrics == {"some": 1.0, "rejected_tokens_frac": 0.5, "rejected_sequences_frac": pytest.approx(1 / 3)}
+    assert credit.denominators_of([groups[1].rollouts[0]]).tokens == 3
+
+
+def test_it_may_leave_the_divisor():
+    groups, credit = rejected(rejection="k3", rejection_denominator="kept")
+    assert credit.denominators == Denominators(3, 2, action_tokens=6, kept_tokens=True)
+    one = credit.denominators_of([groups[0].rollouts[0], groups[1].rollouts[0]])
+    assert (one.tokens, one.sequences, one.action_tokens, one.kept_tokens) == (2, 1, 5, True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected", "tokens", "sequences"),
+    [
+        ({"correction": "icepop"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+        ({"correction": "mis"}, [[1.0, 1.0], [1.0, 1.0, 0.0], [1.0]], 5, 3),
+        ({"correction": "seq_mis", "tis_cap": 1.4}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
+        ({"loss": "m2po", "m2po_threshold": 0.05}, [[1.0, 1.0], [1.0, 0.0, 0.0], [1.0]], 4, 3),
+        ({"loss": "m2po", "m2po_tokens": "harmful"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+        ({"rejection": "veto", "rejection_limit": 0.5, "correction": "mis"}, [[1.0, 1.0], [0.0] * 3, [1.0]], 3, 2),
+    ],
+    ids=str,
+)
+def test_everything_that_is_left_out_can_leave_the_divisor(algorithm, expected, tokens, sequences):
+    groups, credit = rejected(**algorithm, rejection_denominator="kept")
+    assert weights(groups) == expected
+    assert (credit.denominators.tokens, credit.denominators.sequences) == (tokens, sequences)
+
+
+def test_completions_without_a_reward_take_no_part():
+    groups, credit, scores = step()
+    groups[1].rollouts[0].token_advantages_T = None
+    section = parse_dict({"algorithm": {"rejection": "geometric"}}).algorithm
+    numbers = reject(groups, credit, section, scores).metrics
+    assert (numbers["rejected_tokens_frac"], weights(groups)[1]) == (0.0, None)
+    for group in groups:
+        group.rollouts[0].token_advantages_T = None
+    assert reject(groups, credit, section, scores) is credit
+
+
+def test_a_rewritten_conversation_is_looked_at_sample_by_sample():
+    """Each sample is a sequence of its own: the first is far away, the second is not."""
+    groups, credit, scores = step(ratios=([3.0, 1.0, 1.0],), advantages=(1.0,))
+    (rollout,) = groups[0].rollouts
+    first, second = (Action([7] * n, "", np.full(n, -1.0), None, "stop") for n in (1, 2))
+    rollout.turns[:] = [Turn((1, 2), first), Turn((1, 2, 3), second, fresh=True)]
+    section = parse_dict({"algorithm": {"rejection": "geometric", "rejection_denominator": "kept"}}).algorithm
+    found = reject(groups, credit, section, scores)
+    assert rollout.policy_weights_T is not None
+    assert rollout.policy_weights_T.tolist() == [0.0, 1.0, 1.0]
+    assert (found.denominators.tokens, found.denominators.sequences) == (2, 1)
+    assert [sample.policy_weights.tolist() for sample in samples_of_rollout(rollout)] == [[0, 0, 0], [0, 0, 0, 1, 1]]
+
+
+def table(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def micro_batch(**more) -> MicroBatch:
+    mask = torch.ones(1, 3).bool()
+    keys = {"action_BT": mask, "loss_mask_BT": mask, "advantages_BT": table(1.0, 1.0, 1.0)}
+    return MicroBatch(None, torch.zeros(3), **keys, sampler_logprobs_BT=table(-1.0, -1.0, -1.0), **more)
+
+
+def test_weights_are_one_more_factor_of_the_policy_loss_alone():
+    logprobs = table(-0.9, -1.2, -1.0)
+    scores = TokenScores(logprobs, reference_BT=table(-1.1, -1.0, -1.3))
+    plain, left_out = micro_batch(), micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
+    for term in (PolicyTerm("reinforce"), PolicyTerm(correction=Correction("tis", high=1.05))):
+        whole, sums = term.per_token(plain, scores)
+        some, counted = term.per_token(left_out, scores)
+        assert some.tolist() == (whole * table(1.0, 0.0, 1.0)).tolist()
+        assert all(torch.equal(sums[key], counted[key]) for key in sums)  # all tokens are compared
+    assert torch.equal(KLTerm(0.1).per_token(plain, scores)[0], KLTerm(0.1).per_token(left_out, scores)[0])
+
+
+@pytest.mark.parametrize(("normalizer", "kept"), [("tokens", 1 / 2), ("sequences", 1 / 2), ("constant", 1 / 8)])
+def test_divisors_of_what_is_kept(normalizer, kept):
+    batch = micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
+    objective = Objective((PolicyTerm("m2po"),), normalizer, max_tokens=8)
+    scores = TokenScores(table(-1.0, -1.0, -1.0))
+    loss, _ = objective.loss(batch, scores, Denominators(2, 1, kept_tokens=True))
+    assert float(loss) == pytest.approx(-2 * kept)
+    loss, _ = objective.loss(batch, scores, Denominators(3, 1))
+    assert float(loss) == pytest.approx(-2 * (kept if normalizer == "constant" else 1 / 3))
+
+
+HEAD = """
+[model]
+model = "tiny-reasoner"
+lora_rank = 4
+[data]
+source = "arithmetic"
+[training]
+max_steps = 3
+batch_size = 2
+group_size = 4
+max_tokens = 24
+lr = 5e-3
+max_off_policy_steps = 1
+num_iterations = 2
+[evaluation]
+problems = 0
+[squeeze]
+enabled = false
+[backend]
+devices = "cpu"
+"""
+
+
+def trained(tmp_path, name: str, algorithm: str):
+    """The rows and the adapter of a short run whose rollouts are a step behind."""
+    path = tmp_path / f"{name}.toml"
+    path.write_text(f"{HEAD}[algorithm]\n{algorithm}\n")
+    assert launch(load(path), tmp_path / name, NullObserver()).exit_status == 0
+    rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    return rows, load_file(tmp_path / name / "final/adapter_model.safetensors")
+
+
+def test_runs_train_with_it(tmp_path):
+    """A limit that nothing reaches changes no bit of the adapter; one that everything reaches leaves the weights."""
+    _, plain = trained(tmp_path, "plain", 'loss = "reinforce"\ncorrection = "none"')
+    rows, same = trained(
+        tmp_path, "never", 'loss = "reinforce"\ncorrection = "none"\nrejection = "k3"\nrejection_limit = 1e9'
+    )
+    assert all(torch.equal(plain[key], same[key]) for key in plain)
+    assert {row["rejected_tokens_frac"] for row in rows} == {0.0}
+    rows, some = trained(tmp_path, "some", 'loss = "m2po"\nm2po_threshold = 1e-4\nrejection_denominator = "kept"')
+    assert 0.0 < rows[2]["rejected_tokens_frac"] < 0.5
+    assert any(not torch.equal(plain[key], some[key]) for key in plain)

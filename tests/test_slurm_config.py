@@ -1,0 +1,56 @@
+"""[slurm]: what may be asked for, and where it has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrain.config import parse_dict
+from retrain.config.slurm import minutes_of
+from retrain.errors import ConfigError
+
+ASKED = {"campaign": {"executor": "slurm", "workers": 3, "seeds": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("90", 90), ("90:30", 91), ("4:00:00", 240), ("2-12", 3600), ("1-0:30", 1470), ("2-12:00:00", 3600), ("0:0:1", 1)],
+)  # fmt: skip
+def test_time_limits_as_sbatch_takes_them(limit, minutes):
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.parametrize("limit", ["", "four hours", "1:2:3:4", "0", "-1", "1-"])
+def test_other_time_limits_are_refused(limit):
+    with pytest.raises(ConfigError, match=r"slurm\.time"):
+        parse_dict(ASKED | {"slurm": {"time": limit}})
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"campaign": {"executor": "slurm"}}, 'campaign.workers  is "auto": say how many are asked of Slurm'),
+        (ASKED | {"backend": {"devices": "all"}}, 'each worker has the GPU that Slurm gives it: devices = "auto"'),
+        (ASKED | {"backend": {"devices": ["gpu:1"]}}, "each worker has the GPU that Slurm gives it"),
+        (ASKED | {"slurm": {"cluster": "local"}}, 'cluster = "slurm", or devices = "cpu"'),
+        (ASKED | {"slurm": {"notice_s": 60, "time": "1"}}, "is 60, and the time limit of 1 is 60 s: notice_s = 15"),
+        (ASKED | {"slurm": {"memory": "64GB"}}, 'memory = "64G"'),
+        (ASKED | {"slurm": {"extra": {"array": "0-1"}}}, 'has "array", which stands here in its own place'),
+        (ASKED | {"slurm": {"extra": {"Exclude=x": "y"}}}, "an option of sbatch by its long name"),
+        (ASKED | {"slurm": {"gpu_type": "h100", "extra": {"gres": "gpu:1"}}}, "has no effect with gres in extra"),
+        (ASKED | {"slurm": {"gpu_type": "h100"}, "backend": {"devices": "cpu"}}, 'no effect with devices = "cpu"'),
+        ({"campaign": {}, "slurm": {"partition": "gpu"}}, 'has no effect with executor = "inprocess": remove the line'),
+        ({"slurm": {"setup": ["module load x"]}}, 'slurm.setup  has no effect with executor = "inprocess"'),
+        (ASKED | {"inference": {"engine": "vllm", "url": "http://x:1"}}, "one process alone uses the servers"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said(data, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_dict(data)
+    assert says in str(caught.value)
+
+
+def test_what_goes_together():
+    config = parse_dict(ASKED | {"slurm": {"time": "2-12", "memory": "64G", "extra": {"exclusive": True}}})
+    assert (config.slurm.minutes, config.slurm.memory, config.slurm.cpus) == (3600, "64G", None)
+    local = parse_dict(ASKED | {"slurm": {"cluster": "local"}, "backend": {"devices": "cpu"}})
+    assert local.slurm.cluster == "local"
