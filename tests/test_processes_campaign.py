@@ -31,7 +31,7 @@ from retrain.campaign.running.protocol import (
     Tick,
 )
 from retrain.config import load
-from retrain.files import append_jsonl, read_json
+from retrain.files import ASIDE, append_jsonl, read_json
 from retrain.ownership import process_start
 from retrain.record.observer import NullObserver
 from retrain.record.status import read_status
@@ -90,6 +90,9 @@ def test_a_killed_worker_costs_steps_and_nothing_else(tmp_path, world, whole):
     def kill(spec, count):
         if count == 3:
             killed.append(writer(out, spec.run_id))
+            half = out / "runs" / spec.run_id / f"checkpoints/.step_000001.{killed[0]}{ASIDE}/adapter.json"
+            half.parent.mkdir(parents=True)
+            half.write_text("half of i")
             os.kill(killed[0], signal.SIGKILL)
 
     heard = Heard(kill)

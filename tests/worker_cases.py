@@ -12,7 +12,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.lease import LEASE
 from retrain.config import load
-from retrain.files import ASIDE, read_json, read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 
 
@@ -28,10 +28,6 @@ def contents(out: Path) -> dict:
     found: dict = {}
     for run in sorted((out / "runs").iterdir()):
         for path in sorted(path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", LEASE)):
-            if any(
-                part.endswith(ASIDE) for part in path.parts
-            ):  # what a killed worker was writing, taken away at the next start
-                continue
             name = str(path.relative_to(out))
             found[name] = None
             if path.name in ("metrics.jsonl", "evals.jsonl"):

@@ -25,9 +25,9 @@ from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.running.executor import InProcess, Submitted
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
-from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, from_json, to_json
+from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, SqueezeJob, from_json, to_json
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
-from retrain.ownership import claim
+from retrain.ownership import claim, remove_leftovers
 
 PR_SET_PDEATHSIG = 1
 
@@ -118,7 +118,8 @@ class Worker:
 
 @contextmanager
 def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
-    """The leases of all runs that a job writes, as soon as nobody else has them."""
+    """The leases of all runs that a job writes, as soon as nobody else has them; what a worker that was killed left
+    half-written there, and where the job writes besides, is removed."""
     campaign = Path(job.directory)
     owner = claim(campaign)
     specs = [RunSpec.from_json(run) for run in (job.runs if isinstance(job, CohortJob) else [job.run])]
@@ -132,6 +133,10 @@ def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
                 if isinstance(error, NotOurs):
                     raise
                 continue  # taken in this moment
+            for directory in [directory for directory, _ in places] + (
+                [campaign / job.place] if isinstance(job, SqueezeJob) else []
+            ):
+                remove_leftovers(directory)
             yield locks
             return
 
