@@ -2,12 +2,14 @@
 
     python -m tests.soak --kills 100 --minutes 30
     python -m tests.soak --kills 100 --minutes 30 --executor processes
+    python -m tests.soak --kills 100 --minutes 60 --executor ray
 
 Every life of a run is a child of a process that has imported everything (``fork``), so that a kill costs about a
 second. Critics beside policies, single runs, several updates per batch, campaigns and episodes with a tool take turns.
 What is compared, time fields aside: every row of every record, the checkpoints' lines, the bytes of the tensors in the
 last checkpoint and in ``final/``, the states in the manifest.
-With ``--executor`` a campaign trains in several processes instead: see ``tests.soak_workers``.
+With ``--executor`` a campaign trains in several processes instead: see ``tests.soak_workers``,
+and ``tests.soak_ray`` for a Ray cluster of three nodes.
 Prints one JSON line; exit status 1 at the first difference, with the directories left as they are.
 """
 
@@ -402,7 +404,9 @@ def warm() -> None:
 
 def main() -> int:
     """Parse, soak, print one JSON line."""
-    from tests import soak_workers
+    from tests import soak_ray, soak_workers
+
+    executors = {"processes": soak_workers.processes, "ray": soak_ray.ray}
 
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
@@ -411,7 +415,7 @@ def main() -> int:
     parser.add_argument("--points", nargs="+", choices=POINTS, default=POINTS, help="where to kill; all by default")
     parser.add_argument(
         "--executor",
-        choices=("inprocess", *soak_workers.WORKERS),
+        choices=("inprocess", *executors),
         default="inprocess",
         help="who trains: this process, or workers, which are killed as well as the controller",
     )
@@ -424,7 +428,9 @@ def main() -> int:
     if options.executor == "inprocess":
         report = soak(folder, options.kills, options.minutes, options.seed, options.points)
     else:
-        report = soak_workers.soak_workers(folder, options.executor, options.kills, options.minutes, options.seed)
+        with executors[options.executor](folder) as executor:
+            figures = soak_workers.soak_workers(folder, executor, options.kills, options.minutes, options.seed)
+        report = {"executor": options.executor, **figures}
     print(json.dumps(report))
     if report["wrong"]:
         print(f"see {folder}", file=sys.stderr)

@@ -22,7 +22,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ CAMPAIGN = """
 seeds = [1, 2, 3, 4]
 max_steps = 6
 lanes = 2
-executor = "{executor}"
+executor = "processes"
 workers = 2
 max_restarts = 1000
 [[campaign.conditions]]
@@ -108,8 +109,8 @@ END_SECONDS = 15.0
 """How long after its controller the last process of a campaign may be there."""
 
 
-def local_workers(folder: Path) -> list[int]:
-    """Worker processes of this machine, the process id of each."""
+def workers_in(folder: Path) -> list[int]:
+    """The process ids of the workers that train in a folder, the starting ones too."""
     found = []
     for pid in marked(folder):
         try:
@@ -118,10 +119,6 @@ def local_workers(folder: Path) -> list[int]:
         except psutil.Error:  # it has just ended
             continue
     return found
-
-
-WORKERS: dict[str, Callable[[Path], list[int]]] = {"processes": local_workers}
-"""By executor: the process ids of the workers that train in a folder, the starting ones too."""
 
 
 def marked(folder: Path) -> list[int]:
@@ -179,12 +176,12 @@ def train(toml: Path, out: Path, sets: Sequence[str] = ()) -> None:
 
 @dataclass
 class Campaign:
-    """One campaign while it is disturbed; ``workers`` finds the process ids of its workers."""
+    """One campaign while it is disturbed, first started with the settings ``sets``."""
 
     toml: Path
     out: Path
-    workers: Callable[[Path], list[int]]
     chance: random.Random
+    sets: Sequence[str] = ()
     killed: Counter[str] = field(default_factory=Counter[str])
     """How often what has died."""
     others: Counter[str] = field(default_factory=Counter[str])
@@ -205,7 +202,7 @@ class Campaign:
     def begin(self) -> None:
         """Start a controller."""
         self.status = None
-        self.controller = soak.child(lambda: train(self.toml, self.out), self.folder / LOG)
+        self.controller = soak.child(lambda: train(self.toml, self.out, self.sets), self.folder / LOG)
 
     def lives_on(self, seconds: float) -> bool:
         """Let it train for so long; whether its controller is still there."""
@@ -232,15 +229,16 @@ class Campaign:
                 self._set_trap(f"trap_{pid}", self.chance.choice(places))
                 self._send(pid, signal.SIGUSR1)
                 end = time.monotonic() + PLACE_SECONDS
-                while time.monotonic() < end and self.lives_on(0.2) and pid in (self.controller, *self._workers()):
+                while (
+                    time.monotonic() < end and self.lives_on(0.2) and pid in (self.controller, *workers_in(self.folder))
+                ):
                     pass
             return
         if how == "resuming":
             self._set_trap("trap_next", how)  # for the job that follows that of the one that is killed now
         if how == "suspended" and (pid := worker if who == "worker" else self.controller):
             self.others[what] += 1
-            self._suspended[pid] = time.monotonic() + self.chance.uniform(0.1, SUSPENDED_SECONDS)
-            self._send(pid, signal.SIGSTOP)
+            self._suspend([pid], SUSPENDED_SECONDS)
             return
         if how == "terminated":
             self.others[what] += bool(worker and self._send(worker, signal.SIGTERM))
@@ -248,7 +246,7 @@ class Campaign:
         if what == "controller, worker suspended":
             self.act("worker, suspended")
         one = {"worker": [worker], "controller": [self.controller]}
-        several = [self.controller, *(self._workers() if what == "all" else [worker])]
+        several = [self.controller, *(workers_in(self.folder) if what == "all" else [worker])]
         for pid in one.get(who) or self.chance.sample(several, len(several)):
             if pid and self._send(pid, signal.SIGKILL) and pid != self.controller:
                 self.killed["worker, starting" if how == "starting" else "worker, any moment"] += 1
@@ -281,19 +279,23 @@ class Campaign:
             for path in self.folder.glob(pattern):
                 path.unlink()
 
-    def _workers(self) -> list[int]:
-        return self.workers(self.folder)
-
     def _worker(self, starting: bool) -> int:
         """One of the workers that have had a job, or with ``starting`` one that has had none, as soon as there is
         such a one; 0 without any."""
         for _ in range(50):
-            pids = [pid for pid in self._workers() if (self.folder / f"ready_{pid}").exists() is not starting]
+            pids = [pid for pid in workers_in(self.folder) if (self.folder / f"ready_{pid}").exists() is not starting]
             if pids:
                 return self.chance.choice(sorted(pids))
             if not self.lives_on(0.1):
                 break
         return 0
+
+    def _suspend(self, pids: Sequence[int], most: float) -> None:
+        """Stop processes together for up to ``most`` seconds."""
+        end = time.monotonic() + self.chance.uniform(0.1, most)
+        for pid in pids:
+            self._suspended[pid] = end
+            self._send(pid, signal.SIGSTOP)
 
     def _set_trap(self, name: str, point: str) -> None:
         aside = self.folder / "new"
@@ -323,12 +325,28 @@ class Campaign:
                 self.wrong.append(f"{self.out}: the manifest after a kill: {error}")
 
 
-def prepare(folder: Path, executor: str) -> Path:
+@dataclass
+class Executor:
+    """Who trains the campaigns: the settings that say so, what may happen to a campaign and how often, and how one is
+    made for a file, a directory and the chance."""
+
+    sets: Sequence[str] = ()
+    acts: Mapping[str, int] = field(default_factory=lambda: ACTS)
+    campaign: Callable[..., Campaign] = Campaign
+
+
+@contextmanager
+def processes(folder: Path) -> Iterator[Executor]:
+    """Workers of the controller's own."""
+    yield Executor()
+
+
+def prepare(folder: Path) -> Path:
     """The file of the campaign, with the code that it names."""
     (folder / "soakreward.py").write_text(soak.REWARD)
     (folder / "soakproblems.py").write_text(PROBLEMS)
     path = folder / "campaign.toml"
-    path.write_text(CAMPAIGN.format(executor=executor, module=folder / "soakreward.py"))
+    path.write_text(CAMPAIGN.format(module=folder / "soakreward.py"))
     return path
 
 
@@ -355,17 +373,17 @@ def reference(toml: Path, out: Path) -> dict[str, Any]:
     return records(out) if soak.ended(pid, LIFE_SECONDS) == 0 else {}
 
 
-def soak_workers(folder: Path, executor: str, kills: int, minutes: float, seed: int) -> dict[str, Any]:
+def soak_workers(folder: Path, executor: Executor, kills: int, minutes: float, seed: int) -> dict[str, Any]:
     """Disturb campaigns until there were ``kills`` deaths or ``minutes`` are over; the figures: ``wrong`` should be
     empty."""
-    chance, begin, toml = random.Random(seed), time.monotonic(), prepare(folder, executor)
+    chance, begin, toml = random.Random(seed), time.monotonic(), prepare(folder)
     killed, others, campaigns, wrong = Counter[str](), Counter[str](), 0, list[str]()
     whole = reference(toml, folder / "reference")
     if not whole:
         wrong = [f"the undisturbed campaign failed: {folder / LOG}"]
     while not wrong and killed.total() < kills and time.monotonic() - begin < 60 * minutes:
-        campaign = Campaign(toml, folder / f"campaign_{campaigns + 1}", WORKERS[executor], chance)
-        _disturb(campaign, min(MOST, kills - killed.total()))
+        campaign = executor.campaign(toml, folder / f"campaign_{campaigns + 1}", chance, executor.sets)
+        _disturb(campaign, executor.acts, min(MOST, kills - killed.total()))
         killed, others, wrong = killed + campaign.killed, others + campaign.others, campaign.wrong
         if not wrong:
             wrong = [f"{campaign.out}: {text}" for text in soak.differences(records(campaign.out), whole)]
@@ -373,7 +391,6 @@ def soak_workers(folder: Path, executor: str, kills: int, minutes: float, seed: 
             campaigns += 1
             shutil.rmtree(campaign.out)
     return {
-        "executor": executor,
         "kills": killed.total(),
         "of": dict(sorted(killed.items())),
         "besides": dict(sorted(others.items())),
@@ -385,14 +402,14 @@ def soak_workers(folder: Path, executor: str, kills: int, minutes: float, seed: 
     }
 
 
-def _disturb(campaign: Campaign, most: int) -> None:
+def _disturb(campaign: Campaign, acts: Mapping[str, int], most: int) -> None:
     """Train a campaign to its end, with about ``most`` deaths on the way."""
     campaign.begin()
     alone = 0.0
     while not campaign.wrong:
         if campaign.killed.total() < most:
             if campaign.lives_on(campaign.chance.uniform(0.0, PACE_SECONDS)):
-                campaign.act(campaign.chance.choices([*ACTS], [*ACTS.values()])[0])
+                campaign.act(campaign.chance.choices([*acts], [*acts.values()])[0])
         elif campaign.lives_on(PACE_SECONDS) and (alone := alone + PACE_SECONDS) > LIFE_SECONDS:
             campaign.wrong.append(f"{campaign.out}: no end after {LIFE_SECONDS:g} s without any kill")
             campaign.act("all")
