@@ -104,8 +104,19 @@ def names_campaign(file: Path, sets: Sequence[str]) -> bool:
 
 
 def resume(
-    directory: RunDirectory,
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="Directory of a run or campaign, as train prints it, or the URL of its copy.",
+            show_default=False,
+        ),
+    ],
     sets: Sets = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to bring the copy at a URL; without it logs/ and its name."),
+    ] = None,
     retry_failed: RetryFailed = False,
     accept_changes: AcceptChanges = False,
     executor: ExecutorName = None,
@@ -117,11 +128,18 @@ def resume(
     training.max_steps=…)."""
     from retrain.campaign.running.controller import resume as go_on
 
-    require_directory(directory)
+    place = Path(directory)
+    if "://" in directory:
+        from retrain.campaign.running.mirror import fetch
+
+        place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
+        fetch(directory, place)
+        print(f"{directory} is in {place} now")
+    elif out is not None:
+        raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
+    require_directory(place)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
-    finish(
-        plain, lambda observer: go_on(directory, observer, retry_failed, approval(accept_changes, observer), changed)
-    )
+    finish(plain, lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed))
 
 
 def approval(accept: bool, observer: Observer) -> Approval:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from os.path import abspath
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from retrain.config.base import (
     Count,
@@ -24,6 +26,7 @@ from retrain.config.base import (
     Tags,
     Trackers,
     UsedWhen,
+    fault,
 )
 from retrain.config.describe import no_effect
 
@@ -37,6 +40,12 @@ def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
         return []
     asked = [name for name in KNOWN_TRACKERS if find_spec(name)] if "all" in report_to else list(report_to)
     return list(dict.fromkeys([*asked, *(["wandb"] if wandb_project else [])]))
+
+
+def _url(value: str | None) -> str | None:
+    if value is None or re.match(r"[a-z][a-z0-9+.-]*://[^/]*/?.", value):
+        return value
+    raise fault(f'is "{value}", and that is no URL', f'mirror = "file://{abspath(value)}"')
 
 
 class Backpressure(Section):
@@ -128,6 +137,9 @@ class Logging(Section):
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` and the name of the TOML file."""
+    mirror: Annotated[OptionalText, AfterValidator(_url)] = None
+    """URL below which everything in the output directory is copied while it is written, such as
+    `s3://bucket/experiments/gtpo`; `retrain resume URL` goes on from the copy. Any protocol of fsspec."""
     report_to: Trackers = Field(default_factory=list)
     """Trackers besides the files, one or a list: known ones, or `module:function` that returns one of your own.
     Setting `wandb_project` is enough for wandb. `all` are the known ones that are installed; `none` is none, also

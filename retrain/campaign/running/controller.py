@@ -23,6 +23,7 @@ from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import executor_of
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
+from retrain.campaign.running.mirror import mirroring
 from retrain.campaign.running.protocol import (
     Evaluated,
     Event,
@@ -89,6 +90,9 @@ def execute(
     approval, executor = approval or Approval(), executor or executor_of(plan)
     with ExitStack() as stack:
         lock = stack.enter_context(DirectoryLock(plan.directory, observer.message))
+        stack.enter_context(
+            mirroring(plan, observer.message, lock.lose)
+        )  # ends last, when the manifest has been written
         if plan.specs[0].is_campaign:
             wait_for_writers([run_directory(plan.directory, spec) for spec in plan.specs], observer.message)
         manifest = stack.enter_context(_open(plan, observer, approval))

@@ -74,6 +74,10 @@ class DirectoryLock:
             (self.directory / LEASE).unlink(missing_ok=True)
         os.close(self._file)
 
+    def lose(self) -> None:
+        """Another process has been found to have the directory, or a copy of it."""
+        self.lost = True
+
     def check(self) -> None:
         """Raise LeaseLost when this process does not own the directory any more."""
         if self.lost:

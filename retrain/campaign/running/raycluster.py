@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,12 +27,14 @@ from typing import Any
 
 import retrain
 from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.mirror import after
 from retrain.campaign.running.processes import Process, Slot
+from retrain.campaign.running.protocol import Job, from_json
 from retrain.campaign.running.workers import Workers
 from retrain.config import Config
 from retrain.errors import RetrainError, UsageError
 from retrain.extras import is_installed, missing
-from retrain.ownership import claim, owner_of
+from retrain.ownership import Owner, claim, owner_of
 from retrain.wording import plural
 
 ROOM_SECONDS = 20.0
@@ -50,13 +53,15 @@ LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*
 @dataclass(frozen=True)
 class Seating:
     """What a worker's actor has to know: its ``number``, the campaign's ``directory`` and its ``owner`` (the id in its
-    mark), the controller's working directory ``cwd``, and the worker's ``threads``."""
+    mark), the controller's working directory ``cwd``, the worker's ``threads``, and whether the directory has a copy
+    (``copied``), so that nodes need not share it."""
 
     number: int
     directory: str
     owner: str
     cwd: str
     threads: str
+    copied: bool = False
 
 
 class Host:
@@ -69,6 +74,8 @@ class Host:
         self.seating, self.process = seating, None
         self.copy = os.getcwd()
         """The folder of the campaign's file as Ray has brought it, where it has."""
+        self.apart: Path | None = None
+        """This node's own directory for the campaign, where it does not see that of the others."""
         self.fault: dict[str, str] | None = None
         try:
             self.process = self._start(seating)
@@ -76,11 +83,12 @@ class Host:
             self.fault = {"kind": type(error).__name__, "text": str(error)}
 
     def begin(self) -> dict[str, Any]:
-        """Who the worker is: ``name``, ``pid`` and ``node``; or, where there is none, the ``fault``."""
+        """Who the worker is: ``name``, ``pid``, ``node`` and whether it works ``apart``; or, where there is none, the
+        ``fault``."""
         if self.process is None:
             return {"fault": self.fault}
         node = _ray().get_runtime_context().get_node_id()
-        return {"name": self.process.name, "pid": self.process.process.pid, "node": node}
+        return {"name": self.process.name, "pid": self.process.process.pid, "node": node, "apart": bool(self.apart)}
 
     def post(self, command: dict[str, Any]) -> None:
         """See ``Link.post``. A job's files are looked for where they are on this node."""
@@ -94,6 +102,8 @@ class Host:
                 job["folder"] = folder
             if os.getcwd() != cwd:
                 job["directory"] = os.path.join(cwd, job["directory"])
+            if self.apart is not None:
+                job |= {"directory": str(self.apart), "apart": True}
         self.process.post(command)
 
     def lines(self) -> Iterator[bytes]:
@@ -120,10 +130,14 @@ class Host:
         directory = Path(seating.cwd, seating.directory)
         node = ray.util.get_node_ip_address()
         if not _sees(directory, seating.owner):
-            raise UsageError(
-                f"node {node} ({socket.gethostname()}) does not see {directory}: a campaign on a Ray cluster needs a "
-                "directory that all of its nodes share, at the same path; name one with --out"
-            )
+            if not seating.copied:
+                raise UsageError(
+                    f"node {node} ({socket.gethostname()}) does not see {directory}: a campaign on a Ray cluster needs "
+                    "a directory that all of its nodes share, at the same path: name one with --out, or a URL where "
+                    "it is copied with [logging] mirror"
+                )
+            directory = self.apart = Path(tempfile.gettempdir(), "retrain", seating.owner)
+            claim(directory, Owner(seating.owner))
         if os.path.isdir(seating.cwd):
             os.chdir(seating.cwd)
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -164,7 +178,8 @@ class Cluster:
         owner = claim(self.plan.directory)
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         for slot in slots:
-            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads)
+            copied = self.plan.specs[0].config.logging.mirror is not None
+            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads, copied)
             self.links.append(Actor(self, seating))
             yield slot, self.links[-1]
 
@@ -195,6 +210,7 @@ class Actor:
         self.ready = False
         self._over = threading.Event()
         self._who: dict[str, Any] = {}
+        self._jobs: dict[str, Job] = {}
         self._how = ""
         options: dict[str, Any] = {"num_gpus": cluster.gpus, "num_cpus": cluster.cpus, "scheduling_strategy": "SPREAD"}
         options |= {"concurrency_groups": {"lines": 1, "end": 1}, "max_restarts": 0}
@@ -202,6 +218,8 @@ class Actor:
 
     def post(self, command: Mapping[str, Any]) -> None:
         """See ``Link.post``."""
+        if "job" in command:
+            self._jobs = {command["id"]: from_json(command["job"])}
         with suppress(_ray().exceptions.RayError):
             self._actor.post.remote(dict(command))
 
@@ -213,7 +231,7 @@ class Actor:
             yield from self._place()
             if self.ready:
                 for line in self._actor.lines.options(concurrency_group="lines", num_returns="streaming").remote():
-                    yield ray.get(line)
+                    yield from self._brought(ray.get(line))
                 self._how = ray.get(self._actor.ended.remote())
         except gone:
             with suppress(gone):
@@ -246,6 +264,18 @@ class Actor:
             yield _line(fault=fault)
         elif self._who:
             self.name, self.ready = self._who["name"], True
+
+    def _brought(self, line: bytes) -> Iterator[bytes]:
+        """What a worker says, once what it is about is here too."""
+        if self._who["apart"]:
+            answer = json.loads(line)
+            job, event = self._jobs.get(answer["id"]), answer.get("event")
+            try:
+                if job is not None and event is not None:
+                    after(job, from_json(event))
+            except RetrainError as error:
+                line = _line(fault={"kind": type(error).__name__, "text": str(error)})
+        yield line
 
     def _title(self) -> str:
         return f"worker {self.name}" + (f" (process {self._who['pid']})" if self._who else "")

@@ -25,7 +25,8 @@ from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.running.executor import InProcess, Submitted
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
-from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, SqueezeJob, from_json, to_json
+from retrain.campaign.running.mirror import of_job
+from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, RunEnded, SqueezeJob, from_json, to_json
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
 from retrain.ownership import claim, remove_leftovers
 
@@ -84,14 +85,21 @@ class Worker:
     def _do(self, name: str, job: Job) -> None:
         end = JobEnded(name)
         self._say(name, begun=True)
-        with _leases(job) as locks, self._submitted(name, job), closing(self.executor.events()) as events:
+        with (
+            _leases(job) as locks,
+            of_job(job, lambda text, level: print(f"{level}: {text}", flush=True)) as copies,
+            self._submitted(name, job),
+            closing(self.executor.events()) as events,
+        ):
             for event in events:
-                for lock in locks:
+                for lock in (*locks, copies):
                     lock.check()
                 if isinstance(event, JobEnded):
                     end = replace(event, job=name)
-                else:
-                    self._say(name, event)
+                    continue
+                if isinstance(event, RunEnded):
+                    copies.push()  # whoever hears of it may look there
+                self._say(name, event)
         self._say(name, end)  # after the leases: who hears of it may have the runs trained on elsewhere
 
     @contextmanager

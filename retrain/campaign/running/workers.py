@@ -259,11 +259,3 @@ class Workers:
             if seat.job is not None:
                 seat.link.kill()
                 self._forget(seat)
-
-
-def _give(seat: Seat, handle: JobHandle) -> None:
-    """Have a worker do a job."""
-    seat.job, handle.worker = handle, seat
-    seat.link.post({"id": handle.id, "job": to_json(handle.job)})
-    if handle.stopping:
-        seat.link.post({"id": handle.id})
