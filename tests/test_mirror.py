@@ -241,6 +241,18 @@ def test_what_is_brought_replaces_what_is_old_and_removes_what_is_not_there(tmp_
     assert (other / "metrics.jsonl").stat().st_mtime_ns == time == (folder / "metrics.jsonl").stat().st_mtime_ns
 
 
+def test_without_a_copy_nothing_is_brought(tmp_path):
+    folder = tmp_path / "run"
+    owner = a_run(folder)
+    here = files(folder)
+    Mirror(Store(f"file://{tmp_path}/nothing"), ".", folder).pull(owner)
+    assert files(folder) == here
+    store = Store(f"file://{tmp_path}/copy")
+    store.write(INDEX, b'{"token": "of a process that was killed then", "files": {}}')
+    Mirror(store, ".", folder).pull(owner)
+    assert files(folder) == {MARK: here[MARK]}
+
+
 def test_nothing_of_others_is_replaced(tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     a_run(folder)
@@ -357,3 +369,52 @@ def test_a_url_that_cannot_be_opened_is_told_before_anything_is_done(tmp_path, w
     with pytest.raises(NotOurs):
         execute(planned(world, tmp_path / "out", [f"logging.mirror=file://{tmp_path}/full"]), heard)
     assert heard.steps == 0
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket of a server that speaks S3, on this machine."""
+    server_of = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    boto3 = pytest.importorskip("boto3")
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": host,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="lab")
+    yield client
+    server.stop()
+
+
+def test_s3(tmp_path, bucket):
+    """The same through S3's own protocol, whose uploads are seen when they are complete."""
+    folder = tmp_path / "run"
+    owner = a_run(folder)
+    with pytest.raises(StorageError, match="nobucket"):
+        Mirror(Store("s3://nobucket/x"), ".", folder).claim()
+    store = Store("s3://lab/experiments/gtpo/")
+    made = Mirror(store, ".", folder)
+    made.claim()
+    made.push()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1}\n')
+    a_checkpoint(folder, owner, 2)
+    remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
+    made.push()
+    keys = [each["Key"] for each in bucket.list_objects_v2(Bucket="lab")["Contents"]]
+    assert {key.removeprefix("experiments/gtpo/") for key in keys} == {*files(folder), INDEX}
+    brought = tmp_path / "brought"
+    Mirror(Store("s3://lab/experiments/gtpo"), ".", brought).pull(owner)
+    assert files(brought) == files(folder)
+    second = Mirror(Store("s3://lab/experiments/gtpo"), ".", brought)
+    second.claim()
+    with pytest.raises(LeaseLost):
+        made.push()
+    bucket.put_object(Bucket="lab", Key="other/thesis.tex", Body=b"words")
+    with pytest.raises(NotOurs):
+        Mirror(Store("s3://lab/other"), ".", folder).claim()

@@ -233,8 +233,10 @@ class Mirror:
 
     def pull(self, owner: Owner) -> None:
         """Make ``directory`` what the copy is: files that differ are brought, and what ``owner`` has written there and
-        the copy does not have is removed. Raises NotOurs, StorageError."""
-        index = read_index(self.store, self.place) or {}
+        the copy does not have is removed. Without a copy all stays as it is. Raises NotOurs, StorageError."""
+        index = read_index(self.store, self.place)
+        if index is None:
+            return
         if self.marked:
             check_claim(self.directory, owner)
         prepare_directory(self.directory)
@@ -245,7 +247,7 @@ class Mirror:
                 self._bring(name, facts)
         for folder in sorted(marks):
             self._bring_published(folder.as_posix(), index, there, owner)
-        for name in there.keys() - index.keys():
+        for name in there.keys() - index.keys() - {MARK}:
             folder = next((each for each in PurePosixPath(name).parents if mark_of(self.directory / each)), None)
             if folder in (None, PurePosixPath(".")):
                 (self.directory / name).unlink(missing_ok=True)
