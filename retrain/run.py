@@ -157,8 +157,8 @@ class Run:
 
     @property
     def stream(self) -> tuple[int | str, ...]:
-        """Prefix of all random streams of this run: campaign seed and run seed, never the condition."""
-        return (self.config.campaign.seed, self.config.training.seed)
+        """Prefix of the random streams of all that this run samples (see ``Config.stream``)."""
+        return self.config.stream("sampling")
 
     @property
     def evaluation_stream(self) -> tuple[int | str, ...]:

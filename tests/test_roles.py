@@ -37,7 +37,7 @@ def test_every_key_has_a_role():
 def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
     whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
-    assert quiet == (whole - {"logging.strategic_grams", "campaign.seed"}) | {
+    assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
         "backend.adapter_path", "backend.devices", "environment.python", *WHERE, *CHARTS,
     }  # fmt: skip
@@ -47,7 +47,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
 def test_in_what_replicates_may_differ():
     may = {dotted for dotted in keys() if not tells_apart(dotted)}
     whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
-    assert may == (whole - {"logging.strategic_grams"}) | {
+    assert may == (whole - {"logging.strategic_grams", "campaign.vary"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
         "evaluation.schedule",

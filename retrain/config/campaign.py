@@ -150,6 +150,11 @@ class Campaign(Section):
     its runs have failed."""
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
+    vary: Annotated[Literal["all", "init", "data", "sampling"], Role.LEARNS | Role.SAMPLES] = "all"
+    """What the seeds of a condition differ in: everything; the initial adapter (and critic) alone, with the same
+    problems in the same order and the same random numbers for every answer; the order of the problems alone; or the
+    sampling alone (answers, their evaluation, and whatever else is drawn on the way). The spread over seeds is then the
+    noise that comes from there, and a verdict speaks of no other."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
     update), `last3` (its mean over the last three evaluations, which `[evaluation] schedule = "verdict"` makes after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 from pydantic.fields import FieldInfo
@@ -57,6 +57,12 @@ class Config(Section):
     def is_campaign(self) -> bool:
         """Whether there is a [campaign] section: several runs that are compared."""
         return "campaign" in self.model_fields_set
+
+    def stream(self, use: Literal["init", "data", "sampling"]) -> tuple[int | str, ...]:
+        """Prefix of the random streams of one run for this use: campaign seed and run seed, never the condition. Where
+        `[campaign] vary` names another use, all seeds have the same."""
+        varies = self.campaign.vary in ("all", use)
+        return (self.campaign.seed, self.training.seed if varies else "every seed")
 
     @property
     def held_out(self) -> tuple[HeldOut, ...]:

@@ -183,7 +183,7 @@ def _evaluate(
         environment = environments_of(config, data, grader, folder)[held_out.name]
         renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
         evaluator = Evaluator(engine, renderer, [held_out], limits=Limits.of(config, base.context_length))
-        stream = (config.campaign.seed, config.training.seed)
+        stream = config.stream("sampling")
         for path in paths:
             stored = read_adapter(path)
             ranks.append(stored.config["r"])

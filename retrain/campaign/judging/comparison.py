@@ -69,7 +69,7 @@ from retrain.campaign.judging.results import (
     require_measure,
     values_of,
 )
-from retrain.campaign.judging.rule import declared_by, judge, overlay
+from retrain.campaign.judging.rule import declared_by, judge, overlay, varied_by
 from retrain.campaign.judging.rule import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.errors import UsageError
@@ -146,7 +146,7 @@ def compare_runs(
             condition |= dict.fromkeys(P_VALUES)
     put_intervals(conditions, runs, measure, resolution=_resolution(runs, measure), sequential=sequential)
     for condition in conditions[1:]:
-        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1)
+        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1, varied_by(runs))
         condition["sentence"] += rule_words(condition, conditions[0], measure)
     interim = {condition["label"] for condition in conditions[1:] if condition["standing"] == INTERIM}
     standings = {condition["standing"] for condition in conditions[1:]}

@@ -70,6 +70,12 @@ def declared_by(runs: Sequence[Any]) -> dict[str, Any]:
     return {key: campaign[key] for key in RULE_KEYS if key in campaign}
 
 
+def varied_by(runs: Sequence[Any]) -> str:
+    """What the seeds of a condition differ in (`[campaign] vary`), as the first run with a record of its settings has
+    it."""
+    return str(next((own for run in runs if (own := run.config.get("campaign"))), {}).get("vary", "all"))
+
+
 def table_of(labels: Sequence[str], results: Values) -> tuple[np.ndarray, list[Any]]:
     """[seeds, conditions] with NaN for what is missing, and the pair of each row, in their order."""
     pairs = sorted({pair for label in labels for pair in results[label]})

@@ -11,6 +11,13 @@ from retrain.record.numbers import minus, points
 from retrain.wording import listed, plural
 
 SIGNIFICANT = 0.05
+VARIED = {
+    "all": "other seeds",
+    "init": "other initial adapters",
+    "data": "other orders of the problems",
+    "sampling": "other samples",
+}
+"""What replicates are, by `[campaign] vary`."""
 NAMED_RUNS = 6
 """Missing runs that are named one by one; further ones are counted."""
 
@@ -46,9 +53,9 @@ def direction(difference: float, measure: Measure) -> str:
     return "higher" if difference > 0 else "lower"
 
 
-def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int) -> str:
+def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int, varied: str = "all") -> str:
     """Difference, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost, in
-    one sentence."""
+    one sentence. ``varied`` is `[campaign] vary`."""
     start, pairs = f"{condition['label']} − {baseline}: ", condition["pairs"]
     if not pairs:
         return f"{start}{condition['verdict']}."
@@ -59,12 +66,12 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
         text += f", p = {probability(condition['p_holm'])}"
         text += f" (corrected for {family} comparisons)" if family > 1 else ""
     cost = condition["cost_ratio"]
-    text += f", {_finding(condition, measure)}"
+    text += f", {_finding(condition, measure, varied)}"
     text += f"; {cost:.2f} times the device time per run" if cost is not None else ""
     return f"{start}{text}."
 
 
-def _finding(condition: Mapping[str, Any], measure: Measure) -> str:
+def _finding(condition: Mapping[str, Any], measure: Measure, varied: str) -> str:
     """How many pairs there are, and what may be concluded from them."""
     pairs, found = plural(condition["pairs"], "pair"), condition["verdict"]
     if condition["standing"] == INTERIM:
@@ -77,12 +84,13 @@ def _finding(condition: Mapping[str, Any], measure: Measure) -> str:
     open_yet, alike = remaining(condition, measure), condition.get("equivalence_p_holm")
     if alike is not None and alike <= SIGNIFICANT:  # said, since the 95 % interval may reach beyond the margin
         found += f", equivalence p = {probability(alike)}"
-    return f"{pairs}: {found} ({population(measure)})" + (f"; {open_yet}" if open_yet else "")
+    return f"{pairs}: {found} ({population(measure, varied)})" + (f"; {open_yet}" if open_yet else "")
 
 
-def population(measure: Measure) -> str:
-    """Of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, not how problems do."""
-    return "other seeds, these problems" if measure.is_held_out else "other seeds"
+def population(measure: Measure, varied: str = "all") -> str:
+    """Of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, in what `[campaign] vary`
+    lets them, and not how problems do."""
+    return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
 def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:

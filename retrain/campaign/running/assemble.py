@@ -270,20 +270,19 @@ def _build_run(
     recorder = _recorder(shared, spec, grader, environments["train"])
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
     config, model, data, (own, detector) = spec.config, shared.model, shared.data, modes
-    stream = (config.campaign.seed, config.training.seed)
     run = Run(
         spec=spec,
         config=config,
         directory=recorder.directory,
         base_id=model.identity,
         policy=model.policy(spec, recorder.directory),
-        algorithm=algorithm_of(config, own, detector, model.tokenizer, stream),
+        algorithm=algorithm_of(config, own, detector, model.tokenizer, config.stream("sampling")),
         objective=objective_of(config, own.loss),
         environments=environments,
         renderer=_renderer(model, config),
         limits=Limits.of(config, model.context),
         recorder=recorder,
-        cursor=DataCursor(data.train, stream, config.data.shuffle),
+        cursor=DataCursor(data.train, config.stream("data"), config.data.shuffle),
         watch=model.watch(config) if model.watch is not None else None,
         any_base=begin.any_base,
     )
@@ -312,7 +311,7 @@ def _build_run(
         config,
         run_id=run.run_id,
         condition=spec.label,
-        seeds={"campaign": stream[0], "run": stream[1]},
+        seeds={"campaign": config.campaign.seed, "run": config.training.seed},
         ranges=dict(recorder.context.ranges),
         **({"initial_adapter": fresh} if fresh and not config.resume.from_ else {}),
         **begin.facts,

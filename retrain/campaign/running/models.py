@@ -65,8 +65,7 @@ def local_model(
     that hold the same base."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
-        stream = (spec.config.campaign.seed, spec.config.training.seed)
-        return LocalPolicy(base, lanes, spec.config, stream, workers, plan)
+        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan)
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
