@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 from retrain.config.modes import Need
 from retrain.config.schedule import part_evaluations, whole_evaluations
 from retrain.files import read_json
-from retrain.gpus import usable_gpu
+from retrain.gpus import KNOWN_GPUS, Peaks, peaks_of, usable_gpu
 from retrain.models import find_file
 from retrain.models.sizes import (
+    LEAST_ROWS,
     LOGITS_COPIES,
     adapter_bytes,
     cpu_token_budget,
     critic_bytes,
     decoding_copies,
+    gpu_token_budget,
     kept_bytes,
     update_copy,
 )
@@ -36,20 +38,33 @@ PROMPT_TOKENS = {"arithmetic": 12}
 OTHER_PROMPT_TOKENS = 128
 """Assumed where the length is not known: it needs the tokenizer and the data."""
 
-GPU_MICRO_BATCH_TOKENS = 4096
-"""Assumed for ``micro_batch_tokens = "auto"``, which on a GPU follows from its memory."""
+ASSUMED_MICRO_BATCH_TOKENS = 4096
+"""Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""
 
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 """Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
 
-COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
-"""Shares of the peak that eager torch code reaches."""
 
-LAYER_SECONDS = {"cpu": 3e-4, "gpu": 3e-4}
-"""Fixed cost of one layer's forward pass for one decoded token: launching its operations."""
+@dataclass(frozen=True)
+class Reached:
+    """What of a device's peaks is reached: shares of its products and of its bandwidth, and the fixed ``layer_seconds``
+    of one layer's forward pass for one decoded token, which go into launching its operations."""
 
-GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
-"""bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
+    compute: float
+    bandwidth: float
+    layer_seconds: float
+
+    @property
+    def words(self) -> str:
+        """In words, without the fixed costs."""
+        return f"{self.compute:.0%} of peak compute and {self.bandwidth:.0%} of peak bandwidth are reached"
+
+
+LIKELY = Reached(0.35, 0.5, 3e-4)
+"""Of eager torch code."""
+BEST, WORST = Reached(0.5, 0.8, 3e-5), Reached(0.15, 0.25, 6e-4)
+"""Between these it should lie on a GPU: decode steps replayed as CUDA graphs and products of good shapes, and launching
+that waits for a slow processor with products of bad ones. Nothing of this was measured."""
 
 TRAINING_OPERATIONS, FORWARD_OPERATIONS = 4, 2
 """Per active parameter and token: a forward pass, and a backward pass to the inputs alone, because the base is frozen;
@@ -122,7 +137,6 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     kept = f"adapter, gradient, two Adam moments and {published} in fp32"
     if config.algorithm.critic:
         kept += ", and so the critic, which is not published"
-    reached = f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached"
     on_cpu = []
     if memory is not None and memory.head_copy:
         on_cpu.append("weights are copied for decoding, as with a torch that has oneDNN")
@@ -131,7 +145,7 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     elsewhere = []
     if config.inference.served:
         elsewhere.append("servers, which are not asked, sample as fast as this device would, in memory of their own")
-    return (every, operations, reached, kept, *on_cpu, *elsewhere)
+    return (every, operations, LIKELY.words, kept, *on_cpu, *elsewhere)
 
 
 @dataclass(frozen=True)
@@ -245,8 +259,8 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Device:
-    """Where the campaign would run and how fast that is at best. ``memory`` (bytes) is that of a CPU's machine, which
-    decides what is copied; for a GPU it is not asked."""
+    """Where the campaign would run and how fast that is at best. ``memory`` in bytes is a GPU's own (0: not known), or
+    that of a CPU's machine, which decides what is copied."""
 
     kind: str
     name: str
@@ -331,12 +345,16 @@ def architecture_of(model: str, revision: str | None = None) -> Architecture | N
     return Architecture(layers, hidden, 151_936, heads, 8, 128, intermediate, tied, head_norms=True)
 
 
+UNKNOWN_GPU = Peaks(0, 150, 900)
+"""Assumed of a GPU that is not in the table."""
+
+
 def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float = 0) -> Device:
     """The device that ``[backend] devices`` would use here; peaks given in ``[backpressure]`` win over the table."""
     gpu = "" if devices == "cpu" else usable_gpu()
     if gpu:
-        tflops, gigabytes = next((peaks for part, peaks in GPU_PEAKS.items() if part in gpu), (150, 900))
-        kind, name, flops, bandwidth, memory = "gpu", gpu, tflops * 1e12, gigabytes * 1e9, 0
+        peaks = peaks_of(gpu) or UNKNOWN_GPU
+        kind, name, flops, bandwidth, memory = "gpu", gpu, peaks.tflops * 1e12, peaks.gb_s * 1e9, 0
     else:
         import psutil
 
@@ -347,8 +365,8 @@ def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float
 
 def reference_gpu() -> Device:
     """An H100, to say what a file would take there when this machine has no GPU."""
-    tflops, gigabytes = GPU_PEAKS["H100"]
-    return Device("gpu", "one H100", tflops * 1e12, gigabytes * 1e9)
+    peaks = KNOWN_GPUS["H100"][0]
+    return Device("gpu", "one H100", peaks.tflops * 1e12, peaks.gb_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -402,9 +420,9 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
 
 
 def estimate_run(
-    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None
+    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Estimate:
-    """Costs of one resolved run configuration."""
+    """Costs of one resolved run configuration, which steps together with others: there are so many ``lanes``."""
     work = work_of(config, prompt_tokens)
     width, weights = _width(config, device), architecture.parameters()
     rank, targets = config.model.lora_rank, config.lora.target_modules
@@ -412,7 +430,14 @@ def estimate_run(
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
-    budget = cpu_token_budget(width * weights) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
+    stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
+    if device.kind == "cpu":
+        budget = cpu_token_budget(width * weights)
+    elif device.memory:
+        room = max(0, device.memory - weights * width - lanes * stays)
+        budget = gpu_token_budget(room, architecture.kept_bytes(width))
+    else:
+        budget = ASSUMED_MICRO_BATCH_TOKENS
     micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
@@ -423,7 +448,7 @@ def estimate_run(
         block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
     memory = Memory(
         base=weights * width,
-        adapter=adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic),
+        adapter=stays,
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
         sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),
@@ -440,31 +465,92 @@ def estimate_run(
     )
 
 
+@dataclass(frozen=True)
+class CohortTime:
+    """Seconds of runs that step together: sampling and training of all steps, and evaluating, of which ``at_start`` is
+    the untrained model's, asked once for all of a process's cohorts."""
+
+    steps: int
+    sampling: float
+    training: float
+    evaluating: float
+    at_start: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all that they do."""
+        return self.sampling + self.training + self.evaluating + self.at_start
+
+    @property
+    def step(self) -> float:
+        """Of one step, without evaluations."""
+        return (self.sampling + self.training) / self.steps
+
+
 def cohort_seconds(
     configs: Sequence[Config], architecture: Architecture, device: Device, prompt_tokens: int | None = None
 ) -> float:
-    """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
-    update after the other. They are taken to have equally many steps."""
-    width, runs = _width(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
-    longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
+    """Seconds of runs that step together, where all of their sequences decode at once."""
+    return cohort_time(configs, architecture, device, prompt_tokens).seconds
+
+
+def cohort_time(
+    configs: Sequence[Config],
+    architecture: Architecture,
+    device: Device,
+    prompt_tokens: int | None = None,
+    rows: int = 0,
+    reached: Reached = LIKELY,
+) -> CohortTime:
+    """Time of runs that step together: one decode batch for all of them, which reads the weights once, and one update
+    after the other. They are taken to have equally many steps. ``rows`` sequences decode at once (0: all)."""
+    runs = [work_of(config, prompt_tokens) for config in configs]
+    flops, steps = device.flops * reached.compute, max(run.steps for run in runs)
 
     def decode(sequences: int) -> float:
-        reading = architecture.parameters() * width + sequences * widest / 2 * architecture.cache_bytes(width)
-        computing = 2 * architecture.active_parameters * sequences
-        token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
-        return longest * (token + architecture.layers * LAYER_SECONDS[device.kind])
+        return decode_seconds(configs, architecture, device, sequences, prompt_tokens, rows, reached)
 
-    seconds = max(run.steps for run in runs) * decode(sum(run.rows for run in runs))
-    for config, run in zip(configs, runs, strict=True):
-        operations = all_training_operations(config) * architecture.active_parameters * run.rows * run.length
-        seconds += operations / (device.flops * COMPUTE_SHARE)
-    evaluated = [run for run in runs if run.evaluated]
-    if evaluated:
-        seconds += evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
+    training = sum(
+        all_training_operations(config) * architecture.active_parameters * run.rows * run.length / flops
+        for config, run in zip(configs, runs, strict=True)
+    )
+    evaluating = at_start = 0.0
+    if evaluated := [run for run in runs if run.evaluated]:
+        evaluating = evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
         if evaluated[0].parts:
-            seconds += evaluated[0].parts * decode(sum(run.part for run in evaluated))
-        seconds += evaluated[0].at_start * decode(evaluated[0].evaluated)  # of the base, once for all
-    return seconds
+            evaluating += evaluated[0].parts * decode(sum(run.part for run in evaluated))
+        at_start = evaluated[0].at_start * decode(evaluated[0].evaluated)
+    return CohortTime(steps, steps * decode(sum(run.rows for run in runs)), training, evaluating, at_start)
+
+
+def decode_seconds(
+    configs: Sequence[Config],
+    architecture: Architecture,
+    device: Device,
+    sequences: int,
+    prompt_tokens: int | None = None,
+    rows: int = 0,
+    reached: Reached = LIKELY,
+) -> float:
+    """Seconds of sampling so many ``sequences`` of these runs, at most ``rows`` at once (0: all), in batches of equal
+    size. A token of all of them takes what reading the weights and keys and values does, or what multiplying does where
+    that is more, and the fixed cost of every layer."""
+    width, runs = _width(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
+    longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
+    batches = -(-sequences // rows) if rows else 1
+    together = sequences / batches
+    reading = architecture.parameters() * width + together * widest / 2 * architecture.cache_bytes(width)
+    computing = 2 * architecture.active_parameters * together
+    token = max(reading / (device.bandwidth * reached.bandwidth), computing / (device.flops * reached.compute))
+    return batches * longest * (token + architecture.layers * reached.layer_seconds)
+
+
+def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
+    """Tokens of a run whose keys and values have to fit beside its cohort, where sequences have ``prompt_tokens`` and
+    as many more as may be sampled."""
+    training = config.training
+    sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
+    return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
 
 
 def _width(config: Config, device: Device) -> int:
