@@ -27,7 +27,9 @@ from retrain.gpus import nvidia_gpus
 from retrain.wording import listed, plural
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
+    from retrain.campaign.planning.architecture import Architecture
+    from retrain.campaign.planning.costs import Estimate, Memory
+    from retrain.campaign.planning.devices import Device
     from retrain.campaign.planning.plan import Plan, RunSpec
     from retrain.config import Config
 
@@ -217,10 +219,12 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
     where they were measured."""
     from retrain.campaign.planning import costs
+    from retrain.campaign.planning.architecture import architecture_of
+    from retrain.campaign.planning.devices import find_device, reference_gpu
 
     config, training = specs[0].config, specs[0].config.training
     peaks = config.backpressure
-    device = costs.find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
+    device = find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
     device = replace(device, memory=device.memory // workers_on(device, config))  # of the CPU's machine
     works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
     print(
@@ -231,7 +235,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     tokens = sum(work.completions * work.tokens for work in works)
     print(f"altogether    at most {count(tokens)} sampled training tokens")
     print_squeeze_plan(config)
-    architecture = costs.architecture_of(config.model.model, config.model.revision)
+    architecture = architecture_of(config.model.model, config.model.revision)
     if architecture is None:
         print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
         return
@@ -246,7 +250,7 @@ def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
     total = sum(each.seconds for each in estimates)
     print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
     if device.kind == "cpu" and config.backend.device != "cpu" and total > DAY:
-        there = costs.reference_gpu()
+        there = reference_gpu()
         alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
         print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
     assumed = {
