@@ -21,7 +21,7 @@ from retrain.campaign.planning.costs import (
 )
 from retrain.campaign.planning.devices import Device, find_device, reference_gpu
 from retrain.cli import app
-from retrain.commands.look import run_memory_words
+from retrain.commands.costs import run_memory_words
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
 from retrain.models import find_file

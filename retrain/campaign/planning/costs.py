@@ -251,7 +251,7 @@ def estimate_run(
 ) -> Estimate:
     """Costs of one resolved run configuration, which steps together with others: there are so many ``lanes``."""
     work = work_of(config, prompt_tokens)
-    width, weights = _width(config, device), architecture.parameters()
+    width, weights = number_bytes(config, device), architecture.parameters()
     rank, targets = config.model.lora_rank, config.lora.target_modules
     adapter = architecture.adapter_parameters(rank, targets)
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
@@ -362,7 +362,7 @@ def decode_seconds(
     """Seconds of sampling so many ``sequences`` of these runs, at most ``rows`` at once (0: all), in batches of equal
     size. A token of all of them takes what reading the weights and keys and values does, or what multiplying does where
     that is more, and the fixed cost of every layer."""
-    width, runs = _width(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
+    width, runs = number_bytes(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
     longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
     batches = -(-sequences // rows) if rows else 1
     together = sequences / batches
@@ -370,6 +370,16 @@ def decode_seconds(
     computing = 2 * architecture.active_parameters * together
     token = max(reading / (device.bandwidth * reached.bandwidth), computing / (device.flops * reached.compute))
     return batches * longest * (token + architecture.layers * reached.layer_seconds)
+
+
+def verified_ranks(config: Config) -> int:
+    """At how many ranks at most an adapter's held-out accuracy is measured after its run: the recommended one, and
+    those of the table."""
+    squeeze, held_out = config.squeeze, config.decisive
+    if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
+        return 0
+    tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
+    return 1 + (tabulated if squeeze.verify == "all" else 0)
 
 
 def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
@@ -380,7 +390,7 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
     return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
 
 
-def _width(config: Config, device: Device) -> int:
+def number_bytes(config: Config, device: Device) -> int:
     """Bytes of one number of the base."""
     automatic = 4 if device.kind == "cpu" else 2
     return {"float64": 8, "float32": 4, "bfloat16": 2}.get(config.inference.dtype, automatic)
