@@ -211,7 +211,7 @@ class _Costs:
         """That of runs that step together."""
         key = (_labels(group), reached)
         if key not in self._times:
-            rows, configs = self.memory(group).rows, [spec.config for spec in group]
+            rows, configs = self._rows(group)[0], [spec.config for spec in group]
             self._times[key] = cohort_time(configs, self.architecture, self.device, self.prompt_tokens, rows, reached)
         return self._times[key]
 
@@ -220,7 +220,7 @@ class _Costs:
         held_out, ranks = spec.config.decisive, verified_ranks(spec.config)
         if held_out is None or not ranks:
             return 0.0
-        answers, rows = held_out.problems * held_out.samples, self.memory([spec]).rows
+        answers, (rows, _) = held_out.problems * held_out.samples, self._rows([spec])
         return ranks * decode_seconds(
             [spec.config], self.architecture, self.device, answers, self.prompt_tokens, rows, reached
         )
@@ -234,16 +234,10 @@ class _Costs:
 
     def memory(self, group: Sequence[RunSpec]) -> DeviceMemory:
         """What a cohort of these runs takes."""
-        architecture, config = self.architecture, group[0].config
         own = [self._estimate(spec, len(group)) for spec in group]
-        together = shared_memory(own)
-        works = [work_of(spec.config, self.prompt_tokens) for spec in group]
-        cache = architecture.cache_bytes(number_bytes(config, self.device))
-        length, logits = max(work.length for work in works), LOGITS_COPIES * 4 * architecture.vocab
-        row = decode_row_bytes(length, GPU_COLUMNS, architecture.layers, cache, logits)
-        room = max(0, self.device.memory - together.base - together.adapter)
-        holds = max(1, min(GPU_MOST_ROWS, int(GPU_SAMPLING_SHARE * room) // row))
-        rows = 0 if config.inference.served else min(holds, sum(work.rows for work in works))
+        together, works = shared_memory(own), [work_of(spec.config, self.prompt_tokens) for spec in group]
+        holds, row = self._rows(group)
+        rows = min(holds, sum(work.rows for work in works))
         return DeviceMemory(
             total=self.device.memory,
             base=together.base,
@@ -256,6 +250,17 @@ class _Costs:
             decoding=rows * row,
             fitting=self.fitting(list(islice(cycle(group), MOST_LANES))),
         )
+
+    def _rows(self, group: Sequence[RunSpec]) -> tuple[int, int]:
+        """How many sequences of a cohort's longest decode at once, 0 where servers do that, and what one takes."""
+        architecture, config = self.architecture, group[0].config
+        cache = architecture.cache_bytes(number_bytes(config, self.device))
+        length = max(work_of(spec.config, self.prompt_tokens).length for spec in group)
+        row = decode_row_bytes(length, GPU_COLUMNS, architecture.layers, cache, LOGITS_COPIES * 4 * architecture.vocab)
+        together = shared_memory([self._estimate(spec) for spec in group])
+        room = max(0, self.device.memory - together.base - together.adapter)
+        holds = max(1, min(GPU_MOST_ROWS, int(GPU_SAMPLING_SHARE * room) // row))
+        return 0 if config.inference.served else holds, row
 
     def reason(self, group: Sequence[RunSpec]) -> str:
         """Why not all of these runs fit."""
