@@ -1,4 +1,4 @@
-"""What ``retrain explain --devices`` says of GPUs that are not here: parsing, memory, cohorts, order and time, by hand."""
+"""What ``retrain explain --devices`` says of GPUs that are not here: memory, cohorts, order and time, by hand."""
 
 from __future__ import annotations
 
@@ -217,7 +217,8 @@ def test_memory_by_hand():
 def test_sequences_that_do_not_decode_at_once_do_so_in_batches():
     eight = architecture_of("Qwen/Qwen3-8B")
     assert eight is not None
-    text = '[model]\nmodel = "Qwen/Qwen3-8B"\n[training]\nmax_steps = 1\nbatch_size = 64\ngroup_size = 16\nmax_tokens = 2036\n'
+    text = '[model]\nmodel = "Qwen/Qwen3-8B"\n[training]\nmax_steps = 1\n'
+    text += "batch_size = 64\ngroup_size = 16\nmax_tokens = 2036\n"
     specs = plan(parse_dict(tomllib.loads(text)))
     found = forecast(specs, eight, parse_fleet("H100"))
     batches = math.ceil(1024 / found.memory.rows)
@@ -351,7 +352,7 @@ def test_lines_for_people():
     )
     assert "careful" not in dict(alone)
     on_cpu = planned(more='[backend]\ndevices = "cpu"\n')
-    assert "backend.devices=auto" in dict(forecast_lines(on_cpu, found, fleet(4), True))["careful"]
+    assert "backend.devices=auto" in dict(forecast_lines(on_cpu, one, fleet(4), True))["careful"]
     shared = planned('seeds = [1, 2]\nexecutor = "processes"\ngpus_per_cohort = 0.5')
     words = dict(forecast_lines(shared, forecast(shared, TOY, fleet(1)), fleet(1), False))
     assert "a worker has 1/2 of a device, 37.3 GiB" in words["memory"]
