@@ -467,6 +467,11 @@ def percent(values: Sequence[float]) -> str:
     return f"{100 * mean(values):.1f}" + (f" ({low} to {high})" if low != high else "")
 
 
+def share(found: Sequence[Outcome], key: str) -> str:
+    """The mean share that went into this, in percent."""
+    return f"{round(100 * mean(one.shares[key] for one in found), 2) + 0.0:.2f}"
+
+
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """As Markdown."""
     print("| " + " | ".join(headings) + " |\n|" + "---|" * len(headings))
@@ -574,7 +579,7 @@ def print_goodput(gpus: Sequence[int], repeats: int, seed: int, plots: Path | No
                 f"{n:,}",
                 f"{mean(one.seconds for one in found[n][4]) / HOUR:.1f}",
                 f"{mean(one.deaths for one in found[n][4]):.1f}",
-                *(f"{100 * mean(one.shares[key] for one in found[n][4]):.2f}" for key in SPENT),
+                *(share(found[n][4], key) for key in SPENT),
             ]
             for n in gpus
         ],
@@ -585,7 +590,7 @@ def print_goodput(gpus: Sequence[int], repeats: int, seed: int, plots: Path | No
             Series(f"{each} for each GPU", kind, [100 * mean(one.goodput for one in found[n][each]) for n in gpus])
             for each, kind in kinds
         ]
-        write_plot(plots / "scale-goodput.svg", "Goodput by cohorts for each GPU", "GPUs", "%", gpus, series)
+        write_plot(plots / "scale-goodput.svg", "Goodput by cohorts for each GPU", "GPUs", "%", gpus, series, (60, 100))
 
 
 def print_failures(gpus: int, repeats: int, seed: int) -> None:
@@ -597,7 +602,7 @@ def print_failures(gpus: int, repeats: int, seed: int) -> None:
         found = several(repeats, seed, lambda s, w=world: simulate(groups, gpus, w, seconds, s))
         died, lost = mean(one.deaths for one in found), mean(one.given_up for one in found)
         row = [f"{hours:,.0f}", percent([one.goodput for one in found]), f"{died:,.1f}", f"{lost:,.1f}"]
-        rows.append([*row, *(f"{100 * mean(one.shares[key] for one in found):.2f}" for key in SPENT[3:])])
+        rows.append([*row, *(share(found, key) for key in SPENT[3:])])
     print(f"{gpus} GPUs, 4 cohorts for each, by hours between failures of one GPU\n")
     print_table(["hours", "goodput, %", "jobs that died", "runs given up", *SPENT[3:]], rows)
 
@@ -618,7 +623,7 @@ def print_saves(repeats: int, seed: int, plots: Path | None) -> None:
             Series("simulated", "measured", [100 * mean(row[1]) for row in rows]),
         ]
         title = "Goodput of a GPU that fails every 50 hours"
-        write_plot(plots / "scale-saves.svg", title, "steps between saves", "%", SAVE_SWEEP, series)
+        write_plot(plots / "scale-saves.svg", title, "steps between saves", "%", SAVE_SWEEP, series, (80, 100))
 
 
 def print_looks(repeats: int, seed: int) -> None:

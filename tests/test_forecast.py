@@ -321,11 +321,17 @@ def test_the_analysis_takes_the_worker_that_the_first_cohort_leaves():
 
 def test_a_rule_can_stop_only_what_has_not_begun():
     looks = 'seeds = [1, 2, 3, 4, 5, 6, 7, 8]\nsequential = "obrien_fleming"\nrace = true\ntest = "normal"'
+    specs = planned(looks)
     for devices, begun in ((1, 5), (2, 10), (8, 40)):
-        look = forecast(planned(looks), TOY, fleet(devices)).first_look
+        look = forecast(specs, TOY, fleet(devices)).first_look
         assert look is not None
         assert look.begun == begun
         assert look.seconds == pytest.approx(seconds_of(5))
+    first = [dict(forecast_lines(specs, forecast(specs, TOY, fleet(n)), fleet(n), False))["waits"] for n in (2, 8)]
+    assert first[0] == "6 cohorts for a free worker, in the order of the plan"
+    assert first[1].endswith(": all 40 runs have begun by then")
+    lines = [text for _, text in forecast_lines(specs, forecast(specs, TOY, fleet(2)), fleet(2), False)]
+    assert any(text.endswith(": 10 of 40 runs have begun by then, the others may never") for text in lines)
     spread = forecast(planned(looks), TOY, fleet(16)).first_look
     assert spread is not None
     assert (spread.begun, spread.seconds) == (40, pytest.approx(seconds_of(3)))
@@ -351,6 +357,11 @@ def test_lines_for_people():
         "3 of 4 devices never have anything to do, because one process trains on one device" in dict(alone)["cohorts"]
     )
     assert "careful" not in dict(alone)
+    few = planned('seeds = [1, 2, 3, 4]\nexecutor = "processes"\nworkers = 2')
+    words = dict(forecast_lines(few, forecast(few, TOY, fleet(3)), fleet(3), False))
+    assert "1 of 3 devices never have anything to do, because there are not more workers" in words["cohorts"]
+    spare = dict(forecast_lines(few, forecast(planned(), TOY, fleet(64)), fleet(64), False))
+    assert "24 of 64 devices never have anything to do, because there are not more cohorts" in spare["cohorts"]
     on_cpu = planned(more='[backend]\ndevices = "cpu"\n')
     assert "backend.devices=auto" in dict(forecast_lines(on_cpu, one, fleet(4), True))["careful"]
     shared = planned('seeds = [1, 2]\nexecutor = "processes"\ngpus_per_cohort = 0.5')

@@ -120,9 +120,9 @@ def memory_words(found: Forecast, sharing: int) -> str:
     from retrain.campaign.running.forecast import MOST_LANES
 
     memory = found.memory
-    part = f"a worker has 1/{sharing} of a device, {size(memory.total)}" if sharing > 1 and found.workers > 1 else (
-        f"each device has {size(memory.total)}"
-    )  # fmt: skip
+    part = f"each device has {size(memory.total)}"
+    if sharing > 1 and found.workers > 1:
+        part = f"a worker has 1/{sharing} of a device, {size(memory.total)}"
     again = f", the weights in bfloat16 for updates {size(memory.copy)}" if memory.copy else ""
     words = (
         f"{part}: model {size(memory.base)}{again}, adapters and optimizers of {plural(memory.lanes, 'run')}"
@@ -143,7 +143,9 @@ def cohort_words(found: Forecast, single: bool) -> str:
     cut = " and ".join(f"{many} of {plural(runs, 'run')}" for runs, many in sizes.items())
     words = f"{cut}, for {plural(found.workers, 'worker')}: {plural(found.rounds, 'round')}"
     if found.unused:
-        why = "one process trains on one device" if single else "there are not more cohorts"
+        why = "there are not more cohorts"
+        if len(found.cohorts) >= found.workers:
+            why = "one process trains on one device" if single else "there are not more workers"
         words += f"; {found.unused:,} of {plural(found.devices, 'device')} never have anything to do, because {why}"
     return words
 
@@ -162,14 +164,12 @@ def wait_lines(specs: Sequence[RunSpec], found: Forecast) -> list[str]:
         lines.append(f"{plural(waiting, 'cohort')} for a free worker, in the order of the plan")
     if found.first_look is not None:
         look = found.first_look
-        rest = found.runs - look.begun
-        saves = f"{plural(rest, 'run')} could still be saved" if rest else "no run could be saved that has not begun"
-        lines.append(
-            f"the first look for whole seeds, after about {_seconds(look.seconds)}: by then {look.begun:,} of "
-            f"{plural(found.runs, 'run')} have begun, {saves}"
-        )
+        begun = f"{look.begun:,} of {plural(found.runs, 'run')} have begun by then, the others may never"
+        if look.begun == found.runs:
+            begun = f"all {plural(found.runs, 'run')} have begun by then"
+        lines.append(f"the first look for whole seeds, after about {_seconds(look.seconds)}: {begun}")
     if found.squeezes:
-        begin, end = found.squeezes[-1]
+        begin, end = min(begin for begin, _ in found.squeezes), max(end for _, end in found.squeezes)
         what = "the squeeze analysis" if len(found.squeezes) == 1 else f"the {len(found.squeezes)} squeeze analyses"
         whose = "its run" if len(found.squeezes) == 1 else "their runs"
         last = (
