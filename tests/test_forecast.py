@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
-from dataclasses import replace
+from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
+from snippets import FENCE, ROOT
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
@@ -20,7 +23,7 @@ from retrain.campaign.running.protocol import CohortJob, JobEnded
 from retrain.campaign.running.virtual import VirtualExecutor
 from retrain.cli import app
 from retrain.commands.forecast import forecast_lines, idle_words, range_words
-from retrain.config import parse_dict
+from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 from retrain.gpus import KNOWN_GPUS, peaks_of
 
@@ -430,6 +433,26 @@ def test_json_belongs_to_devices_and_needs_the_model_s_sizes(file):
     result = CliRunner().invoke(app, unknown)
     assert result.exit_code == 0
     assert "retrain try FILE, which fetches the model" in result.stdout
+
+
+def test_the_page_says_what_is_said(monkeypatch):
+    """The block of docs/scale.md below its command, and its table of GPUs."""
+    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("retrain explain"))
+    block = next(match[2] for match in FENCE.finditer(page) if match[1] == "text explained")
+    monkeypatch.chdir(ROOT)
+    _, _, file, *words = command.split()
+    sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    gpus, executor = words[words.index("--devices") + 1], words[words.index("--executor") + 1]
+    specs, where = plan(load(Path(file), [*sets, f"campaign.executor={executor}"])), parse_fleet(gpus)
+    architecture = architecture_of("Qwen/Qwen3-8B")
+    assert architecture is not None
+    lines = forecast_lines(specs, forecast(specs, architecture, where), where, False)
+    assert block.splitlines() == [f"{name:<14}{text}" for name, text in lines]
+    rows = re.findall(r"^\| ([A-Z0-9]+)(?:-(\d+)G)? \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    told = [(name, *(float(each.replace(",", "")) for each in figures)) for name, _, *figures in rows]
+    assert told == [(name, *astuple(peaks)) for name, known in KNOWN_GPUS.items() for peaks in known]
+    assert all(parse_fleet(name + (f"-{memory}G" if memory else "")) for name, memory, *_ in rows)
 
 
 # -- the clock --------------------------------------------------------------------------------------------------------
