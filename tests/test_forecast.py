@@ -176,6 +176,17 @@ def test_workers_are_those_that_would_train():
     assert forecast(alone, TOY, fleet(64)).unused == 63
 
 
+def test_servers_decode_elsewhere():
+    served = forecast(planned("seeds = [1, 2]", more='[inference]\nengine = "vllm"\nurl = "http://a"\n'), TOY, fleet(2))
+    assert (served.workers, served.cohorts, served.unused) == (1, [5, 5], 1)
+    assert (served.memory.rows, served.memory.decoding) == (0, 0)
+    here = forecast(planned("seeds = [1, 2]"), TOY, fleet(2, memory=0.005)).memory
+    there = forecast(
+        planned("seeds = [1, 2]", more='[inference]\nengine = "vllm"\nurl = "http://a"\n'), TOY, fleet(2, memory=0.005)
+    ).memory
+    assert here.fitting < there.fitting  # no caches beside the lanes
+
+
 def test_workers_that_share_a_device_have_a_part_of_it_each():
     shared = forecast(
         planned('seeds = [1, 2, 3, 4]\nexecutor = "processes"\ngpus_per_cohort = 0.5'), TOY, fleet(2, gb_s=0.05)
