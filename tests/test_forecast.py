@@ -26,6 +26,7 @@ from retrain.commands.forecast import forecast_lines, idle_words, range_words
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 from retrain.gpus import KNOWN_GPUS, peaks_of
+from retrain.models.sizes import fitting_lanes
 
 # -- which devices ----------------------------------------------------------------------------------------------------
 
@@ -302,6 +303,15 @@ def test_the_rule_is_that_of_training(tmp_path, monkeypatch):
         assert (min(5, found.memory.fitting), bool(found.refusal)) == (allowed, allowed < 5)
         seen.add(allowed)
     assert seen == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("usable", "cache", "lanes"),
+    [(100, 5, 3), (90, 5, 3), (89, 5, 2), (69, 5, 0), (100, 30, 2), (130, 30, 3), (89, 30, 1)],
+)
+def test_lanes_fit_beside_their_caches_or_one_update(usable, cache, lanes):
+    """A copy of 10, an update of 50, lanes of 10: 20, 30 and 40 stay, beside the caches or 50."""
+    assert fitting_lanes(usable, 10, 50, [(10, cache)] * 3) == lanes
 
 
 def test_as_many_lanes_as_one_likes_are_not_counted():
