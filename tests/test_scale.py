@@ -83,8 +83,8 @@ def test_slow_gpus_and_steps_cost_nothing_in_the_mean_but_make_the_others_wait()
     assert 0.05 < found.shares["idle"] < 0.25
     more = simulate(cut_for(64 * 8, 64), 64, uneven, a_second_per_run)
     assert more.shares["idle"] < found.shares["idle"]
-    steps = simulate(cut_for(64, 1), 1, replace(CALM, step_spread=0.1), a_second_per_run)
-    assert steps.seconds == pytest.approx(64_000, rel=0.005)
+    steps = simulate(cut_for(64, 1), 1, replace(CALM, step_spread=0.5), a_second_per_run)
+    assert steps.seconds == pytest.approx(64_000, rel=0.02)  # of 12,800 steps
     assert steps.seconds != pytest.approx(64_000, rel=1e-6)
 
 
@@ -221,9 +221,10 @@ def test_a_job_that_is_asked_to_stop_ends_after_its_step_saved():
     first, second, third = (gpus.submit(job(name)) for name in "abc")
     gpus.now = 55.0
     first.stop()
-    first.stop()
     second.stop()
     third.stop()
+    gpus.now = 61.0
+    first.stop()  # asked again while it saves
     events = gpus.events()
     assert next(events) == JobEnded("2", "stopped")  # had not begun
     assert gpus.now == 55.0
