@@ -165,6 +165,8 @@ def test_the_seed_decides():
     groups = cut_for(16, 8)
     first, again, other = (simulate(groups, 8, ROUGH, ten_seconds, seed) for seed in (1, 1, 2))
     assert first == again != other
+    uneven = replace(CALM, step_spread=0.1)
+    assert simulate(groups, 8, uneven, ten_seconds, 1) != simulate(groups, 8, uneven, ten_seconds, 2)
 
 
 def test_a_node_takes_all_of_its_gpus():
@@ -261,18 +263,18 @@ def test_looks_save_more_on_fewer_gpus():
 def test_a_condition_that_has_left_is_not_trained():
     """What each seed trains after a look is what is still in the comparison."""
     specs = made_campaign(20, "obrien_fleming")
-    looks = SimulatedLooks(specs, RULE, 3.0, 0)
-    unwanted, trained = set[str](), []
+    looks = SimulatedLooks(specs, RULE, 1.5, 1)
+    unwanted, ended, trained = set[str](), set[str](), []
     for seed in range(1, 21):
         runs = [spec.run_id for spec in specs if spec.seed == seed and spec.run_id not in unwanted]
         trained.append(len(runs))
-        unwanted = looks.look({spec.run_id for spec in specs if spec.seed <= seed})
-        if not runs:
-            break
+        ended.update(runs)
+        unwanted = looks.look(ended)
     assert trained[0] == trained[1] == 5
     assert trained == sorted(trained, reverse=True)
+    assert 2 in trained  # the baseline and the one that differs
     assert trained[-1] == 0
-    assert looked(1, 3.0)[0].begun == sum(trained)
+    assert looked(1, 1.5, 1)[0].begun == sum(trained)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
