@@ -185,6 +185,10 @@ def test_a_job_that_dies_too_often_is_given_up():
     assert (found.given_up, found.deaths) == (10, 6)
     assert found.goodput == 0
     assert found.shares["redone"] > 0
+    some = simulate(cut_for(2, 2), 2, replace(world, save_every=2), ten_seconds)
+    assert some.given_up == 10
+    assert some.goodput == 0  # what they had saved is nobody's use
+    assert some.shares["unneeded"] > 0
 
 
 def test_what_a_dead_job_had_saved_is_kept():
