@@ -28,24 +28,32 @@ class Series:
 
 
 def write_plot(
-    path: Path, title: str, x_label: str, y_label: str, x: Sequence[float], series: Sequence[Series]
+    path: Path,
+    title: str,
+    x_label: str,
+    y_label: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    limits: tuple[float, float] | None = None,
 ) -> None:
-    """x is on a logarithmic axis to base 2, y on a linear one that starts at 0."""
-    top = _nice(1.08 * max(max(s.y) for s in series))
+    """x is on a logarithmic axis to base 2, y on a linear one between ``limits``, without them from 0."""
+    low, top = limits or (0.0, _nice(1.08 * max(max(s.y) for s in series)))
     first, last = math.log2(min(x)), math.log2(max(x))
 
     def place(a: float, b: float) -> tuple[float, float]:
         across = (math.log2(a) - first) / max(1e-9, last - first)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - b / top * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - (b - low) / (top - low) * (
+            HEIGHT - TOP - BOTTOM
+        )
 
     parts = [f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>']
     for i in range(5):
-        value = top * i / 4
+        value = low + (top - low) * i / 4
         _, y = place(x[0], value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for value in x:
-        at, _ = place(value, 0)
+        at, _ = place(value, low)
         parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
     for s in series:
         points = [place(a, b) for a, b in zip(x, s.y, strict=True)]

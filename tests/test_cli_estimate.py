@@ -8,23 +8,20 @@ import pytest
 from toymodels import TINY_RUN, qwen3_directory, train_quietly
 from typer.testing import CliRunner
 
+from retrain.campaign.planning.architecture import Architecture, architecture_of
 from retrain.campaign.planning.costs import (
     PROCESS_BYTES,
-    Architecture,
-    Device,
     all_training_operations,
-    architecture_of,
     assumptions,
     estimate_run,
-    find_device,
-    reference_gpu,
     scorings,
     shared_memory,
     training_operations,
     work_of,
 )
+from retrain.campaign.planning.devices import Device, find_device, reference_gpu
 from retrain.cli import app
-from retrain.commands.look import run_memory_words
+from retrain.commands.costs import run_memory_words
 from retrain.commands.output import count, duration, size
 from retrain.config import parse_dict
 from retrain.models import find_file

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrain.campaign.planning.costs import architecture_of, assumptions, estimate_run, find_device
+from retrain.campaign.planning.architecture import architecture_of
+from retrain.campaign.planning.costs import assumptions, estimate_run
+from retrain.campaign.planning.devices import find_device
 from retrain.commands.formulas import (
     DIVISORS,
     WHITENED,

@@ -11,8 +11,10 @@ from lane_cases import trained as moved
 from toycampaign import campaign
 from toymodels import toy_base
 
+from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.cohorts import smaller_cohorts
-from retrain.campaign.planning.costs import architecture_of, cohort_seconds, find_device
+from retrain.campaign.planning.costs import cohort_seconds
+from retrain.campaign.planning.devices import find_device
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running import fitting
 from retrain.campaign.running.controller import launch

@@ -22,7 +22,9 @@ from toycampaign import campaign
 from toymodels import qwen3_directory, toy_base
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from retrain.campaign.planning.costs import Memory, architecture_of, estimate_run, reference_gpu
+from retrain.campaign.planning.architecture import architecture_of
+from retrain.campaign.planning.costs import Memory, estimate_run
+from retrain.campaign.planning.devices import reference_gpu
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.engines import slots

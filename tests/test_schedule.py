@@ -16,8 +16,10 @@ from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, read_run
+from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.planning.costs import architecture_of, cohort_seconds, find_device, work_of
+from retrain.campaign.planning.costs import cohort_seconds, work_of
+from retrain.campaign.planning.devices import find_device
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict

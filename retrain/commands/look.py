@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,20 +13,24 @@ from retrain.commands.arguments import (
     AsJson,
     ConfigFile,
     Detect,
+    Devices,
+    ExecutorName,
     Out,
     Pilot,
     RunDirectory,
     Sets,
+    WorkerCount,
+    executor_sets,
     read,
     require_directory,
 )
-from retrain.commands.output import count, duration, note, print_comparison, print_table, size, visible
+from retrain.commands.output import note, print_comparison, print_table, visible
+from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.gpus import nvidia_gpus
 from retrain.wording import listed, plural
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.costs import Architecture, Device, Estimate, Memory
+    from retrain.campaign.planning.devices import Fleet
     from retrain.campaign.planning.plan import Plan, RunSpec
     from retrain.config import Config
 
@@ -92,15 +95,45 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
         note(f"probe: {text}")
 
 
-def explain(file: ConfigFile, sets: Sets = None, out: Out = None, pilot: Pilot = None, detect: Detect = None) -> None:
+def explain(
+    file: ConfigFile,
+    sets: Sets = None,
+    out: Out = None,
+    pilot: Pilot = None,
+    detect: Detect = None,
+    devices: Devices = None,
+    executor: ExecutorName = None,
+    workers: WorkerCount = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --devices: print what it takes there as JSON.")] = False,
+) -> None:
     """Show what a file would train, what can be detected, what it costs and what it writes; nothing is started."""
+    from retrain.campaign.planning.devices import parse_fleet
     from retrain.campaign.planning.plan import Plan
 
-    print_explanation(Plan.of(read(file, sets), out), pilot, detect)
+    fleet = parse_fleet(devices) if devices is not None else None
+    if as_json and fleet is None:
+        raise UsageError(
+            f"--json prints what a file takes on other devices: type retrain explain {file} --devices H100 --json"
+        )
+    plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers, None)]), out)
+    if as_json and fleet is not None:
+        from retrain.commands.forecast import forecast_json
+
+        print(dumps({"file": str(file), **forecast_json(plan, fleet, executor == "inprocess")}, indent=2))
+    else:
+        print_explanation(plan, pilot, detect, fleet, executor == "inprocess")
 
 
-def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print conditions × seeds, what can be detected, costs and files of a file's plan."""
+def print_explanation(
+    plan: Plan,
+    pilot: Path | None = None,
+    detect: float | None = None,
+    fleet: Fleet | None = None,
+    one_process: bool = False,
+) -> None:
+    """Print conditions × seeds, what can be detected, costs and files of a file's plan: here, or on a ``fleet``, which
+    ``one_process`` uses one device of."""
+    from retrain.commands.costs import print_costs, print_forecast, print_work
     from retrain.commands.formulas import credit_formula, critic_words, environment_words, loss_words, reward_words
 
     loaded, specs = plan.source, plan.specs
@@ -122,7 +155,11 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
     print_probed(loaded.path, specs)
-    print_costs(specs, prompt_tokens)
+    print_work(specs, prompt_tokens)
+    if fleet is None:
+        print_costs(specs, prompt_tokens)
+    else:
+        print_forecast(specs, fleet, prompt_tokens, one_process)
     print_files(plan)
 
 
@@ -211,182 +248,6 @@ def print_probed(file: Path, specs: list[RunSpec]) -> None:
     )
     for i, line in enumerate(probe_lines(file, specs) or [words]):
         print(f"{'' if i else 'probe':<14}{visible(line)}")
-
-
-def print_costs(specs: list[RunSpec], prompt_tokens: int | None) -> None:
-    """Print tokens, memory and time with the assumptions behind them; ``prompt_tokens`` are those of a usual prompt,
-    where they were measured."""
-    from retrain.campaign.planning import costs
-
-    config, training = specs[0].config, specs[0].config.training
-    peaks = config.backpressure
-    device = costs.find_device(config.backend.device, peaks.peak_gflops or 0, peaks.peak_bw_gb_s or 0)
-    device = replace(device, memory=device.memory // workers_on(device, config))  # of the CPU's machine
-    works = [costs.work_of(spec.config, prompt_tokens) for spec in specs]
-    print(
-        f"each run      {training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
-        f" = {works[0].completions:,} completions, at most {count(works[0].completions * works[0].tokens)} tokens;"
-        f" {works[0].evaluation_completions:,} completions for held-out evaluation"
-    )
-    tokens = sum(work.completions * work.tokens for work in works)
-    print(f"altogether    at most {count(tokens)} sampled training tokens")
-    print_squeeze_plan(config)
-    architecture = costs.architecture_of(config.model.model, config.model.revision)
-    if architecture is None:
-        print(f"model         {config.model.model}: its config.json is not on this machine: no memory or time estimate")
-        return
-    estimates = [costs.estimate_run(spec.config, architecture, device, prompt_tokens) for spec in specs]
-    kinds = kinds_of(specs)
-    print_by_kind("model", {i: model_words(specs[i].config, architecture, estimates[i]) for i in kinds}, kinds)
-    print_by_kind("memory", {i: run_memory_words(estimates[i]) for i in kinds}, kinds)
-    if len(specs) > 1:
-        print_lanes(
-            planned_cohorts(specs, device), {spec.run_id: one for spec, one in zip(specs, estimates, strict=True)}
-        )
-    total = sum(each.seconds for each in estimates)
-    print(f"time          {time_words(specs, total, architecture, device, prompt_tokens)}")
-    if device.kind == "cpu" and config.backend.device != "cpu" and total > DAY:
-        there = costs.reference_gpu()
-        alone = sum(costs.estimate_run(spec.config, architecture, there, prompt_tokens).seconds for spec in specs)
-        print(f"              {time_words(specs, alone, architecture, there, prompt_tokens)}")
-    assumed = {
-        i: "; ".join([f"prompts of {works[i].prompt} tokens", *costs.assumptions(specs[i].config, estimates[i].memory)])
-        for i in kinds
-    }
-    print_by_kind("assuming", assumed, kinds)
-
-
-def kinds_of(specs: list[RunSpec]) -> dict[int, list[str]]:
-    """The first run of every kind, by its place, with the labels of those that it stands for. Kinds differ in their
-    critics and in what an update computes; what else differs between conditions is told of the first one alone."""
-    from retrain.campaign.planning.costs import assumptions
-
-    places: dict[tuple[object, ...], int] = {}
-    kinds: dict[int, list[str]] = {}
-    for i, spec in enumerate(specs):
-        critic_rank = spec.config.lane_ranks - spec.config.model.lora_rank
-        labels = kinds.setdefault(places.setdefault((critic_rank, assumptions(spec.config)), i), [])
-        if spec.label not in labels:
-            labels.append(spec.label)
-    return kinds
-
-
-def print_by_kind(name: str, texts: dict[int, str], kinds: dict[int, list[str]]) -> None:
-    """Print each of these texts once, with the labels of the kinds of runs that it holds for where there are others."""
-    for text in dict.fromkeys(texts.values()):
-        having = [i for i in kinds if texts[i] == text]
-        labels = ", ".join(label for i in having for label in kinds[i])
-        print(f"{name:<14}{text}" + ("" if len(having) == len(kinds) else f"  ({labels})"))
-
-
-def model_words(config: Config, architecture: Architecture, one: Estimate) -> str:
-    """The model, and how much of it and beside it is trained."""
-    trained = f"{count(one.adapter_parameters)} trained in the adapter (rank {config.model.lora_rank})"
-    if one.critic_parameters:
-        trained += f", {count(one.critic_parameters)} in the critic"
-    return f"{config.model.model}: {count(architecture.parameters())} parameters, frozen; {trained}"
-
-
-def run_memory_words(one: Estimate) -> str:
-    """What one run takes, and of what that is made up."""
-    memory = one.memory
-    process = f"Python and torch {size(memory.process)}, " if memory.process else ""
-    adapter = "adapter, critic and optimizers" if one.critic_parameters else "adapter and optimizer"
-    head = f", a copy of the output layer {size(memory.head_copy)}" if memory.head_copy else ""
-    if memory.update_copy:
-        head += f", the weights in bfloat16 for updates {size(memory.update_copy)}"
-    blocks = f", with {size(memory.block_copy)} of weights copied for it" if memory.block_copy else ""
-    staying = f"{process}model {size(memory.base)}, {adapter} {size(memory.adapter)}{head}"
-    training = f"{size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens at a time"
-    if not memory.sampling:  # servers have memory of their own
-        return f"{memory_words(memory)} for one run: {staying}, and {training}"
-    return (
-        f"{memory_words(memory)} for one run: {staying}, and by turns {training} and"
-        f" {size(memory.sampling)} to decode all its sequences at once (fewer decode together when memory is short)"
-        f"{blocks}"
-    )
-
-
-def print_squeeze_plan(config: Config) -> None:
-    """Print what is done about the rank after the first run, or that of each condition, and how many answers that
-    takes."""
-    squeeze, held_out = config.squeeze, config.decisive
-    if not squeeze.enabled:
-        return
-    each = squeeze.runs == "one per condition" and config.is_campaign
-    adapters = len(config.campaign.conditions) if each else 1
-    after = "after the first run of each condition" if each else "after the first run"
-    words = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
-    if squeeze.verify != "off" and held_out is not None and held_out.problems >= 2:
-        tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
-        evaluated = 1 + (tabulated if squeeze.verify == "all" else 0)  # the recommended rank, and those of the table
-        answers = adapters * evaluated * held_out.problems * held_out.samples
-        words += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
-    print(f"squeeze       {words}")
-
-
-DAY = 86_400.0
-
-
-def planned_cohorts(specs: list[RunSpec], device: Device) -> list[list[RunSpec]]:
-    """Which runs will step together on this device, if memory allows."""
-    from retrain.campaign.planning.cohorts import cut
-
-    return cut(specs, device.kind == "gpu", workers_on(device, specs[0].config))
-
-
-def workers_on(device: Device, config: Config) -> int:
-    """How many workers would train on such devices here."""
-    asked = config.campaign.workers
-    if config.campaign.executor == "inprocess":
-        return 1
-    if asked != "auto":
-        return asked
-    return config.campaign.workers_per_gpu * gpus_on(config) if device.kind == "gpu" else 1
-
-
-def gpus_on(config: Config) -> int:
-    """How many GPUs workers would train on."""
-    return len(config.backend.named_gpus) or max(1, len(nvidia_gpus()))
-
-
-def print_lanes(groups: list[list[RunSpec]], estimates: dict[str, Estimate]) -> None:
-    """Print how many runs share the base at a time, and what memory the cohort that takes most needs; ``estimates`` by
-    the names of the runs."""
-    from retrain.campaign.planning.costs import shared_memory
-
-    sizes = [len(group) for group in groups]
-    together = f"{max(sizes)} at a time" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-    taken = [shared_memory([estimates[spec.run_id].memory for spec in group]) for group in groups]
-    most, runs = max(zip(taken, sizes, strict=True), key=lambda each: each[0].peak())
-    print(
-        f"lanes         {plural(len(groups), 'cohort')} of runs that step together over one base: {together};"
-        f" {memory_words(most)} for {runs} of them"
-    )
-
-
-def memory_words(memory: Memory) -> str:
-    """What is needed at least, and taken at most where that is more."""
-    least, most = memory.least(), memory.peak()
-    return f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
-
-
-def time_words(
-    specs: list[RunSpec], alone: float, architecture: Architecture, device: Device, prompt_tokens: int | None
-) -> str:
-    """Time for all runs in their cohorts, and what they would take one after the other (``alone`` seconds)."""
-    from retrain.campaign.planning.costs import cohort_seconds
-
-    groups = planned_cohorts(specs, device)
-    config = specs[0].config  # workers on a CPU share it, and so do several on one GPU
-    gpus = min(gpus_on(config), workers_on(device, config)) if device.kind == "gpu" else 1
-    busy = [0.0] * gpus
-    for group in groups:  # each to the one that is free first
-        first = busy.index(min(busy))
-        busy[first] += cohort_seconds([spec.config for spec in group], architecture, device, prompt_tokens)
-    total = max(busy)
-    each = f" ({duration(alone)} one after the other)" if max(map(len, groups)) > 1 else ""
-    return f"about {duration(total)} on {f'{gpus} × ' if gpus > 1 else ''}{device.name}{each}"
 
 
 def print_files(plan: Plan) -> None:

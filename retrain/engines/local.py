@@ -22,7 +22,7 @@ from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.engines.step import Block
 from retrain.errors import ModelError, RunFailed
-from retrain.models.sizes import LOGITS_COPIES
+from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
@@ -34,7 +34,7 @@ from retrain.policy.protocol import PolicySnapshot
 from retrain.policy.threads import Workers
 from retrain.types import Action
 
-MOST_ROWS = {"cpu": 1024, "cuda": 4096}
+MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
 KEPT_SHARE = 0.25
 """Of the memory for decoding, for sequences that go on in a later call."""
@@ -280,12 +280,10 @@ class LocalEngine:
         """Rows of ``length`` tokens whose cache and logits ``decode_bytes`` hold, beside sequences that go on."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = COLUMNS.get(kind, COLUMNS["cuda"])
-        cache = -(-length // columns) * columns * cache_bytes(self.base)
         # Where truncated, what is left of the mass, twice.
         logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
-        # Resizing the batch copies one layer's keys or values at a time.
         room = self.decode_bytes - going_on * self.kept.limit
-        fitting = room // (cache + cache // (2 * layers) + logits)
+        fitting = room // decode_row_bytes(length, columns, layers, cache_bytes(self.base), logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 

@@ -22,6 +22,7 @@ from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Block, Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
+from retrain.models.sizes import GPU_COLUMNS
 from retrain.policy.base import BaseModel
 from retrain.types import Action
 
@@ -29,7 +30,7 @@ REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
 CHECK = {"cpu": 1, "cuda": 8}
 """Calls of the step between looks at the device's answer, each of which waits for it."""
-COLUMNS = {"cpu": 1, "cuda": 128}
+COLUMNS = {"cpu": 1, "cuda": GPU_COLUMNS}
 """What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
 PREFILL_BYTES = 1 << 29
 """Activations of the prompts that are prefilled at once, beside the cache. A matrix product of fewer tokens than this

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
@@ -11,6 +13,43 @@ TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
 engine."""
 LOGITS_COPIES = 5
 """What a sampled token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
+
+USABLE_SHARE = 0.85
+"""Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
+LEAST_ROWS = 8
+"""Sequences of a lane whose cache has to fit: with fewer at once, decoding would be bound by reading the weights."""
+GPU_SAMPLING_SHARE, GPU_TRAINING_SHARE = 0.8, 0.4
+"""Of a GPU's memory beside base and lanes: for keys, values and logits of a decode batch (the rest is for the states of
+a prefill and for what allocators lose between blocks); for what a micro-batch keeps for its backward pass."""
+GPU_MICRO_BATCH_TOKENS = (512, 32768)
+"""Least and most tokens of a micro-batch on a GPU: with more its units are as busy as they can be."""
+GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
+"""Most rows of a GPU's decode batch, beyond which decoding is compute-bound; and the tokens by which its cache is
+sized."""
+
+
+def gpu_token_budget(room: int, kept: int) -> int:
+    """Tokens of a micro-batch on a GPU with ``room`` bytes beside base and lanes, of which a token keeps ``kept``."""
+    least, most = GPU_MICRO_BATCH_TOKENS
+    return min(most, max(least, int(GPU_TRAINING_SHARE * room) // kept))
+
+
+def decode_row_bytes(length: int, columns: int, layers: int, cache: int, logits: int) -> int:
+    """Bytes of a row of ``length`` tokens in a decode batch: of each token ``cache``, for a multiple of ``columns``,
+    and one of the ``layers`` once more, because a batch that is resized copies layer by layer; and of its logits."""
+    held = -(-length // columns) * columns * cache
+    return held + held // (2 * layers) + logits
+
+
+def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
+    """How many of these lanes fit into ``usable`` bytes together, in their order. Each has what stays (adapter, critic,
+    optimizers) and its least caches; there is a ``copy`` of the weights for all of them, and beside what stays there
+    are by turns the caches and one ``update``."""
+    own, caches, fitting = copy, 0, 0
+    for staying, cache in lanes:
+        own, caches = own + staying, caches + cache
+        fitting += own + max(caches, update) <= usable
+    return fitting
 
 
 def cpu_token_budget(weight_bytes: int) -> int:

@@ -16,16 +16,12 @@ from retrain.models import sizes
 from retrain.policy.base import BaseModel
 from retrain.policy.device import total_memory
 
-SAMPLING_SHARE = {"cpu": 0.25, "cuda": 0.8}
+SAMPLING_SHARE = {"cpu": 0.25, "cuda": sizes.GPU_SAMPLING_SHARE}
 """Of the memory beside base and lanes, for the keys, values and logits of a decode batch. The rest is for the states of
 a prefill, for what allocators lose between blocks, and on a CPU for other programs."""
-TRAINING_SHARE = 0.4
-"""Of the memory beside base and lanes on a GPU, for what a micro-batch keeps for its backward pass."""
 LARGEST_SHARE = 0.95
 """Sizes that were planned on a larger device are kept on a smaller one up to this share of its memory beside base and
 lanes."""
-MICRO_BATCH_TOKENS = (512, 32768)
-"""Least and most tokens of a micro-batch on a GPU: with more its units are as busy as they can be."""
 
 
 def available_memory(device: torch.device | None = None) -> int:
@@ -93,8 +89,7 @@ class MemoryPlan:
         if kind == "cpu":
             tokens = sizes.cpu_token_budget(base.weight_bytes)
         else:
-            least, most = MICRO_BATCH_TOKENS
-            tokens = min(most, max(least, int(TRAINING_SHARE * room) // kept))
+            tokens = sizes.gpu_token_budget(room, kept)
         return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, kept)
 
     def kept_decode_bytes(self, before: int) -> int:

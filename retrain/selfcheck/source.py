@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from retrain.campaign.planning.costs import Architecture, architecture_of
+from retrain.campaign.planning.architecture import Architecture, architecture_of
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict

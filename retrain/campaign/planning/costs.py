@@ -6,26 +6,24 @@ to attention biases. Units: bytes, seconds, floating-point operations, tokens.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from retrain.campaign.planning.architecture import Architecture
+from retrain.campaign.planning.devices import Device
 from retrain.config.modes import Need
 from retrain.config.schedule import part_evaluations, whole_evaluations
-from retrain.files import read_json
-from retrain.gpus import usable_gpu
-from retrain.models import find_file
 from retrain.models.sizes import (
+    LEAST_ROWS,
     LOGITS_COPIES,
     adapter_bytes,
     cpu_token_budget,
     critic_bytes,
     decoding_copies,
-    kept_bytes,
+    gpu_token_budget,
     update_copy,
 )
-from retrain.models.targets import DENSE_FAMILIES, targeted
 
 if TYPE_CHECKING:
     from retrain.config import Config
@@ -36,20 +34,33 @@ PROMPT_TOKENS = {"arithmetic": 12}
 OTHER_PROMPT_TOKENS = 128
 """Assumed where the length is not known: it needs the tokenizer and the data."""
 
-GPU_MICRO_BATCH_TOKENS = 4096
-"""Assumed for ``micro_batch_tokens = "auto"``, which on a GPU follows from its memory."""
+ASSUMED_MICRO_BATCH_TOKENS = 4096
+"""Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""
 
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 """Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
 
-COMPUTE_SHARE, BANDWIDTH_SHARE = 0.35, 0.5
-"""Shares of the peak that eager torch code reaches."""
 
-LAYER_SECONDS = {"cpu": 3e-4, "gpu": 3e-4}
-"""Fixed cost of one layer's forward pass for one decoded token: launching its operations."""
+@dataclass(frozen=True)
+class Reached:
+    """What of a device's peaks is reached: shares of its products and of its bandwidth, and the fixed ``layer_seconds``
+    of one layer's forward pass for one decoded token, which go into launching its operations."""
 
-GPU_PEAKS = {"H200": (989, 4800), "H100": (989, 3350), "A100": (312, 2039), "L40S": (362, 864), "4090": (165, 1008)}
-"""bf16 TFLOP/s and GB/s by a part of the GPU's name, from the makers' data sheets."""
+    compute: float
+    bandwidth: float
+    layer_seconds: float
+
+    @property
+    def words(self) -> str:
+        """In words, without the fixed costs."""
+        return f"{self.compute:.0%} of peak compute and {self.bandwidth:.0%} of peak bandwidth are reached"
+
+
+LIKELY = Reached(0.35, 0.5, 3e-4)
+"""Of eager torch code."""
+BEST, WORST = Reached(0.5, 0.8, 3e-5), Reached(0.15, 0.25, 6e-4)
+"""Between these it should lie on a GPU: decode steps replayed as CUDA graphs and products of good shapes, and launching
+that waits for a slow processor with products of bad ones. Nothing of this was measured."""
 
 TRAINING_OPERATIONS, FORWARD_OPERATIONS = 4, 2
 """Per active parameter and token: a forward pass, and a backward pass to the inputs alone, because the base is frozen;
@@ -122,7 +133,6 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     kept = f"adapter, gradient, two Adam moments and {published} in fp32"
     if config.algorithm.critic:
         kept += ", and so the critic, which is not published"
-    reached = f"{COMPUTE_SHARE:.0%} of peak compute and {BANDWIDTH_SHARE:.0%} of peak bandwidth are reached"
     on_cpu = []
     if memory is not None and memory.head_copy:
         on_cpu.append("weights are copied for decoding, as with a torch that has oneDNN")
@@ -131,128 +141,7 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     elsewhere = []
     if config.inference.served:
         elsewhere.append("servers, which are not asked, sample as fast as this device would, in memory of their own")
-    return (every, operations, reached, kept, *on_cpu, *elsewhere)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Sizes of a decoder-only transformer, as far as its costs depend on them."""
-
-    layers: int
-    hidden: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    tied: bool
-    mlp_matrices: int = 3
-    experts: int = 1
-    active_experts: int = 1
-    head_norms: bool = False
-    dense: bool = True
-    """Whether it decodes as plain matrix products, which on a CPU may read copies of the weights."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Architecture | None:
-        """Read a ``transformers`` config.json; None when it is no decoder whose sizes we can read."""
-        config = config.get("text_config", config)
-
-        def first(*names: str) -> Any:
-            return next((config[name] for name in names if config.get(name) is not None), None)
-
-        layers, heads = first("num_hidden_layers", "n_layer"), first("num_attention_heads", "n_head")
-        hidden, vocab = first("hidden_size", "n_embd"), first("vocab_size")
-        if not (layers and hidden and vocab and heads):
-            return None
-        experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
-        old_style = "n_embd" in config
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            vocab=vocab,
-            heads=heads,
-            kv_heads=first("num_key_value_heads") or heads,
-            head_dim=first("head_dim") or hidden // heads,
-            intermediate=(first("moe_intermediate_size") if experts > 1 else None)
-            or first("intermediate_size", "n_inner")
-            or 4 * hidden,
-            tied=bool(config.get("tie_word_embeddings", old_style)),
-            mlp_matrices=2 if old_style else 3,
-            experts=experts,
-            active_experts=first("num_experts_per_tok") or 1,
-            head_norms=str(config.get("model_type", "")).startswith("qwen3"),
-            dense=config.get("model_type") in DENSE_FAMILIES,
-        )
-
-    @property
-    def attention_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the attention's linear layers, by their usual names."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (self.hidden, queries),
-            "k_proj": (self.hidden, keys),
-            "v_proj": (self.hidden, keys),
-            "o_proj": (queries, self.hidden),
-        }
-
-    @property
-    def mlp_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of one expert's linear layers, by their usual names."""
-        up = {"gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
-        return {**up, "up_proj": (self.hidden, self.intermediate), "down_proj": (self.intermediate, self.hidden)}
-
-    def parameters(self, experts: int | None = None) -> int:
-        """Number of parameters, or of those that one token meets when ``experts`` is given."""
-        experts = self.experts if experts is None else experts
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.linear_parameters(experts) + self.layers * (router + norms) + embeddings + self.hidden
-
-    def linear_parameters(self, experts: int) -> int:
-        """Numbers in the linear layers of all blocks, with so many experts."""
-        attention = sum(a * b for a, b in self.attention_shapes.values())
-        mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
-        return self.layers * (attention + mlp)
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with; with dense models nearly all."""
-        return self.parameters(self.active_experts)
-
-    def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
-        """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
-        attention = {f"self_attn.{name}": sum(sizes) for name, sizes in self.attention_shapes.items()}
-        mlp = {f"mlp.{name}": self.experts * sum(sizes) for name, sizes in self.mlp_shapes.items()}
-        return rank * sum(
-            features
-            for layer in range(self.layers)
-            for name, features in (attention | mlp).items()
-            if targeted(f"model.layers.{layer}.{name}", target_modules)
-        )
-
-    def cache_bytes(self, bytes_per_number: int) -> int:
-        """Bytes of keys and values that one token occupies."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
-
-    def kept_bytes(self, bytes_per_number: int) -> int:
-        """Bytes that one token's forward pass keeps for its backward pass."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        wide = self.active_experts * self.intermediate
-        return self.layers * kept_bytes(self.hidden, queries, keys, wide, self.head_norms, bytes_per_number)
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where the campaign would run and how fast that is at best. ``memory`` (bytes) is that of a CPU's machine, which
-    decides what is copied; for a GPU it is not asked."""
-
-    kind: str
-    name: str
-    flops: float
-    bandwidth: float
-    memory: int = 0
+    return (every, operations, LIKELY.words, kept, *on_cpu, *elsewhere)
 
 
 @dataclass(frozen=True)
@@ -307,50 +196,6 @@ class Estimate:
     seconds: float
 
 
-QWEN3 = {
-    "0.6B": (28, 1024, 16, 3072, True),
-    "1.7B": (28, 2048, 16, 6144, True),
-    "4B": (36, 2560, 32, 9728, True),
-    "8B": (36, 4096, 32, 12288, False),
-    "14B": (40, 5120, 40, 17408, False),
-    "32B": (64, 5120, 64, 25600, False),
-}
-"""Layers, hidden, heads, intermediate, tied of the published dense models, so that the shipped GPU campaigns can be
-explained on a machine that has never met a hub."""
-
-
-def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
-    """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
-    path = find_file(model, "config.json", revision)
-    if path is not None:
-        return Architecture.from_config(read_json(path))
-    sizes = QWEN3.get(model.removeprefix("Qwen/Qwen3-").removesuffix("-Base")) if model.startswith("Qwen/") else None
-    if sizes is None:
-        return None
-    layers, hidden, heads, intermediate, tied = sizes
-    return Architecture(layers, hidden, 151_936, heads, 8, 128, intermediate, tied, head_norms=True)
-
-
-def find_device(devices: str, peak_gflops: float = 0, peak_bandwidth_gb_s: float = 0) -> Device:
-    """The device that ``[backend] devices`` would use here; peaks given in ``[backpressure]`` win over the table."""
-    gpu = "" if devices == "cpu" else usable_gpu()
-    if gpu:
-        tflops, gigabytes = next((peaks for part, peaks in GPU_PEAKS.items() if part in gpu), (150, 900))
-        kind, name, flops, bandwidth, memory = "gpu", gpu, tflops * 1e12, gigabytes * 1e9, 0
-    else:
-        import psutil
-
-        cores, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
-        kind, name, flops, bandwidth = "cpu", f"{cores} CPU cores", cores * 60e9, 20e9
-    return Device(kind, name, peak_gflops * 1e9 or flops, peak_bandwidth_gb_s * 1e9 or bandwidth, memory)
-
-
-def reference_gpu() -> Device:
-    """An H100, to say what a file would take there when this machine has no GPU."""
-    tflops, gigabytes = GPU_PEAKS["H100"]
-    return Device("gpu", "one H100", tflops * 1e12, gigabytes * 1e9)
-
-
 @dataclass(frozen=True)
 class Work:
     """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
@@ -402,17 +247,24 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
 
 
 def estimate_run(
-    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None
+    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Estimate:
-    """Costs of one resolved run configuration."""
+    """Costs of one resolved run configuration, which steps together with others: there are so many ``lanes``."""
     work = work_of(config, prompt_tokens)
-    width, weights = _width(config, device), architecture.parameters()
+    width, weights = number_bytes(config, device), architecture.parameters()
     rank, targets = config.model.lora_rank, config.lora.target_modules
     adapter = architecture.adapter_parameters(rank, targets)
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
-    budget = cpu_token_budget(width * weights) if device.kind == "cpu" else GPU_MICRO_BATCH_TOKENS
+    stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
+    if device.kind == "cpu":
+        budget = cpu_token_budget(width * weights)
+    elif device.memory:
+        room = max(0, device.memory - weights * width - lanes * stays)
+        budget = gpu_token_budget(room, architecture.kept_bytes(width))
+    else:
+        budget = ASSUMED_MICRO_BATCH_TOKENS
     micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
@@ -423,7 +275,7 @@ def estimate_run(
         block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
     memory = Memory(
         base=weights * width,
-        adapter=adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic),
+        adapter=stays,
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
         sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),
@@ -440,34 +292,105 @@ def estimate_run(
     )
 
 
+@dataclass(frozen=True)
+class CohortTime:
+    """Seconds of runs that step together: sampling and training of all steps, and evaluating, of which ``at_start`` is
+    the untrained model's, asked once for all of a process's cohorts."""
+
+    steps: int
+    sampling: float
+    training: float
+    evaluating: float
+    at_start: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all that they do."""
+        return self.sampling + self.training + self.evaluating + self.at_start
+
+    @property
+    def step(self) -> float:
+        """Of one step, without evaluations."""
+        return (self.sampling + self.training) / self.steps
+
+
 def cohort_seconds(
     configs: Sequence[Config], architecture: Architecture, device: Device, prompt_tokens: int | None = None
 ) -> float:
-    """Seconds of runs that step together: one decode batch for all of them, which reads the weights once, and one
-    update after the other. They are taken to have equally many steps."""
-    width, runs = _width(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
-    longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
+    """Seconds of runs that step together, where all of their sequences decode at once."""
+    return cohort_time(configs, architecture, device, prompt_tokens).seconds
+
+
+def cohort_time(
+    configs: Sequence[Config],
+    architecture: Architecture,
+    device: Device,
+    prompt_tokens: int | None = None,
+    rows: int = 0,
+    reached: Reached = LIKELY,
+) -> CohortTime:
+    """Time of runs that step together: one decode batch for all of them, which reads the weights once, and one update
+    after the other. They are taken to have equally many steps. ``rows`` sequences decode at once (0: all)."""
+    runs = [work_of(config, prompt_tokens) for config in configs]
+    flops, steps = device.flops * reached.compute, max(run.steps for run in runs)
 
     def decode(sequences: int) -> float:
-        reading = architecture.parameters() * width + sequences * widest / 2 * architecture.cache_bytes(width)
-        computing = 2 * architecture.active_parameters * sequences
-        token = max(reading / (device.bandwidth * BANDWIDTH_SHARE), computing / (device.flops * COMPUTE_SHARE))
-        return longest * (token + architecture.layers * LAYER_SECONDS[device.kind])
+        return decode_seconds(configs, architecture, device, sequences, prompt_tokens, rows, reached)
 
-    seconds = max(run.steps for run in runs) * decode(sum(run.rows for run in runs))
-    for config, run in zip(configs, runs, strict=True):
-        operations = all_training_operations(config) * architecture.active_parameters * run.rows * run.length
-        seconds += operations / (device.flops * COMPUTE_SHARE)
-    evaluated = [run for run in runs if run.evaluated]
-    if evaluated:
-        seconds += evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
+    training = sum(
+        all_training_operations(config) * architecture.active_parameters * run.rows * run.length / flops
+        for config, run in zip(configs, runs, strict=True)
+    )
+    evaluating = at_start = 0.0
+    if evaluated := [run for run in runs if run.evaluated]:
+        evaluating = evaluated[0].evaluations * decode(sum(run.evaluated for run in evaluated))
         if evaluated[0].parts:
-            seconds += evaluated[0].parts * decode(sum(run.part for run in evaluated))
-        seconds += evaluated[0].at_start * decode(evaluated[0].evaluated)  # of the base, once for all
-    return seconds
+            evaluating += evaluated[0].parts * decode(sum(run.part for run in evaluated))
+        at_start = evaluated[0].at_start * decode(evaluated[0].evaluated)
+    return CohortTime(steps, steps * decode(sum(run.rows for run in runs)), training, evaluating, at_start)
 
 
-def _width(config: Config, device: Device) -> int:
+def decode_seconds(
+    configs: Sequence[Config],
+    architecture: Architecture,
+    device: Device,
+    sequences: int,
+    prompt_tokens: int | None = None,
+    rows: int = 0,
+    reached: Reached = LIKELY,
+) -> float:
+    """Seconds of sampling so many ``sequences`` of these runs, at most ``rows`` at once (0: all), in batches of equal
+    size. A token of all of them takes what reading the weights and keys and values does, or what multiplying does where
+    that is more, and the fixed cost of every layer."""
+    width, runs = number_bytes(configs[0], device), [work_of(config, prompt_tokens) for config in configs]
+    longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
+    batches = -(-sequences // rows) if rows else 1
+    together = sequences / batches
+    reading = architecture.parameters() * width + together * widest / 2 * architecture.cache_bytes(width)
+    computing = 2 * architecture.active_parameters * together
+    token = max(reading / (device.bandwidth * reached.bandwidth), computing / (device.flops * reached.compute))
+    return batches * longest * (token + architecture.layers * reached.layer_seconds)
+
+
+def verified_ranks(config: Config) -> int:
+    """At how many ranks at most an adapter's held-out accuracy is measured after its run: the recommended one, and
+    those of the table."""
+    squeeze, held_out = config.squeeze, config.decisive
+    if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
+        return 0
+    tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
+    return 1 + (tabulated if squeeze.verify == "all" else 0)
+
+
+def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
+    """Tokens of a run whose keys and values have to fit beside its cohort, where sequences have ``prompt_tokens`` and
+    as many more as may be sampled."""
+    training = config.training
+    sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
+    return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
+
+
+def number_bytes(config: Config, device: Device) -> int:
     """Bytes of one number of the base."""
     automatic = 4 if device.kind == "cpu" else 2
     return {"float64": 8, "float32": 4, "bfloat16": 2}.get(config.inference.dtype, automatic)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.asked import data_of
-from retrain.campaign.planning.costs import architecture_of
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, Loaded

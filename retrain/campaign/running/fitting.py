@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from retrain.campaign.planning.costs import least_cached_tokens
 from retrain.campaign.planning.plan import RunSpec
-from retrain.models.sizes import adapter_bytes, critic_bytes, update_copy
+from retrain.models.sizes import USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
 from retrain.policy.rounded import copied_bytes
-
-USABLE_SHARE = 0.85
-"""Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
-LEAST_ROWS = 8
-"""Sequences of a lane whose cache has to fit: with fewer at once, decoding would be bound by reading the weights."""
 
 
 class DoesNotFit(Exception):
@@ -46,21 +42,16 @@ def check_memory(
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
     usable = int(USABLE_SHARE * available_memory(base.device))
-    fitting = caches = 0
     weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
     copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
-    own = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
-    for spec in specs:
-        training = spec.config.training
-        rows = min(LEAST_ROWS, training.batch_size * training.group_size)
-        sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in spec.config.held_out)])
-        own += lane_bytes(base, lanes, [spec])
-        caches += decodes * rows * (prompt_tokens + sampled) * cache_bytes(base)
-        fitting += own + max(caches, update) <= usable
+    copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
+    own = [lane_bytes(base, lanes, [spec]) for spec in specs]
+    caches = [decodes * least_cached_tokens(spec.config, prompt_tokens) * cache_bytes(base) for spec in specs]
+    fitting = fitting_lanes(usable, copy, update, zip(own, caches, strict=True))
     if fitting < len(specs):
         gib = 2**30
         raise DoesNotFit(
             fitting,
-            f"{len(specs)} runs need {(own + max(caches, update)) / gib:.1f} GiB beside {base.name}, "
+            f"{len(specs)} runs need {(copy + sum(own) + max(sum(caches), update)) / gib:.1f} GiB beside {base.name}, "
             f"{usable / gib:.1f} GiB are usable: {fitting} fit",
         )
