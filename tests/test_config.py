@@ -443,6 +443,11 @@ SINGLE = [
         '[planning]\ndetector = "semantic"\n[logging]\nstrategic_grams = ["let me"]',
         'has no effect with detector = "semantic"',
     ),
+    (
+        '[planning]\ngrams = "g.toml"\n[logging]\nstrategic_grams = ["let me"]',
+        "planning.grams  names phrases, and so does strategic_grams in [logging]: keep one of the two",
+    ),
+    ('[planning]\ndetector = "semantic"\ngrams = "g.toml"', 'planning.grams  has no effect with detector = "semantic"'),
     ('[planning]\ndetector = "semantic"\nplanning_anchors = "Wait, no."', "but must be a list of strings"),
     ('[data]\nsource = "gsm8"', 'source = "gsm8k"'),
     ('[data]\nsource = "hendrycks_math"', 'source = "math"'),

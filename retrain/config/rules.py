@@ -46,6 +46,13 @@ def environment_rules(config: Config) -> Iterator[Finding]:
             yield Finding(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
 
 
+def planning_rules(config: Config) -> Iterator[Finding]:
+    """Planning phrases come from one place."""
+    if config.planning.grams is not None and config.logging.strategic_grams is not None:
+        keys = ("planning.grams", "logging.strategic_grams")
+        yield Finding(keys, "names phrases, and so does strategic_grams in [logging]", "keep one of the two")
+
+
 def overlong_rules(config: Config) -> Iterator[Finding]:
     """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
     soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
@@ -482,6 +489,7 @@ RULES = (
     environment_rules,
     model_rules,
     executor_rules,
+    planning_rules,
     overlong_rules,
     slurm_rules,
     off_policy_rules,
