@@ -212,6 +212,23 @@ def group_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+def dynamic_rules(config: Config) -> Iterator[Finding]:
+    """Prompts are drawn again for the sake of groups whose answers are compared with each other, whole."""
+    training, algorithm = config.training, config.algorithm
+    if not training.dynamic_sampling:
+        return
+    if training.group_size == 1:
+        keys = ("training.dynamic_sampling", "training.group_size")
+        yield Finding(keys, "has only groups of one answer to choose from, which are all alike", "group_size = 8")
+    if algorithm.critic:
+        keys = ("training.dynamic_sampling", "algorithm.advantage_mode")
+        yield Finding(keys, "drops groups from which a critic learns as from all others", "remove the line")
+    if algorithm.turn_credit != "episode":
+        keys = ("training.dynamic_sampling", "algorithm.turn_credit")
+        what = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
+        yield Finding(keys, what, 'turn_credit = "episode"')
+
+
 def update_rules(config: Config) -> Iterator[Finding]:
     """How often a batch is trained on is up to a backend of the user's own."""
     backend = config.backend.backend
@@ -496,6 +513,7 @@ RULES = (
     server_rules,
     anneal_rules,
     group_rules,
+    dynamic_rules,
     update_rules,
     critic_rules,
     schedule_rules,
