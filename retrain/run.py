@@ -44,6 +44,7 @@ from retrain.record.recorder import RunRecorder
 from retrain.rewards.overlong import punish_overlong
 from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest
+from retrain.rollouts.dynamic import Chosen, DynamicSampling, Further
 from retrain.rollouts.versions import RecentWeights, Weights
 from retrain.types import TOO_OLD, Group, Problem, StepRecord
 from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
@@ -135,6 +136,10 @@ class Run:
     """What the checkpoint knows of what all runs of the cohort share: its back-pressure controller and its engine."""
     recent: RecentWeights = field(init=False)
     """The weights that rollouts of this and later steps are drawn by."""
+    dynamic: DynamicSampling | None = field(init=False)
+    """What draws further prompts, where that is asked for."""
+    chosen: Chosen | None = None
+    """What it made of the present step's."""
     published: set[PolicyRef] = field(default_factory=set)
     """What of them an engine has."""
     requested: int = 0
@@ -146,7 +151,11 @@ class Run:
     """Grading errors that this process has written to the run's log."""
 
     def __post_init__(self) -> None:
-        self.recent = RecentWeights(self.config.training.max_off_policy_steps, self.config.inference.served)
+        training, cursor = self.config.training, self.cursor
+        self.recent = RecentWeights(training.max_off_policy_steps, self.config.inference.served)
+        upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
+        sizes = training.batch_size, training.dynamic_sampling
+        self.dynamic = DynamicSampling(*sizes, upcoming, len(cursor.problems)) if sizes[1] else None
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -258,9 +267,17 @@ class Run:
             for i, problem in enumerate(self.cursor.ahead((step - self.step) * size, size))
         ]
 
-    def take(self, groups: Sequence[Group]) -> None:
-        """These are the rollouts of the step: moves the data cursor, and tells which groups are too old to train."""
+    @property
+    def further(self) -> Further | None:
+        """What to sample for a step besides, once its requests are; None for nothing."""
+        return self.dynamic and self.dynamic.further
+
+    def take(self, groups: Sequence[Group]) -> list[Group]:
+        """These were sampled for the step: moves the data cursor, tells which groups are too old to train, and returns
+        those of the batch."""
         self.cursor.position += self.config.training.batch_size
+        self.chosen = self.dynamic and self.dynamic.choose(groups)
+        groups = self.chosen.groups if self.chosen else list(groups)
         for group in groups:
             for rollout in group.rollouts:
                 versions = [turn.action.policy_version for turn in rollout.turns]
@@ -269,6 +286,7 @@ class Run:
                 group.discarded = TOO_OLD
         if soft := self.config.reward.overlong_tokens:
             punish_overlong(groups, self.config.training.max_tokens, soft)
+        return groups
 
     def lr(self, update: int = 0) -> float:
         """Learning rate of this update of the next step; the schedule counts updates."""
@@ -408,10 +426,12 @@ class Run:
                 "batch_size": config.training.batch_size,
                 "group_size": config.training.group_size,
                 "epoch": self.cursor.position / max(1, len(self.cursor.problems)),
+                **(self.chosen.numbers if self.chosen else {}),
             },
             spans=self.spans,
             step_start=self.last_end or now,
             step_end=now,
+            dropped=self.chosen.dropped if self.chosen else [],
         )
         self.spans, self.last_end = [], now
         return self.recorder.record_step(record)

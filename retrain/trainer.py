@@ -115,7 +115,9 @@ class Cohort:
     def _sample(self, runs: Sequence[Run]) -> tuple[dict[Run, list[Group]], Taken[Run]]:
         """Graded groups of every run, and how they were come by; a run whose prompts or graders fail leaves."""
         for run in runs:
-            self.guarded(run, lambda run=run: self.queue.offer(run, run.rollout_requests(self.queue.ahead)))
+            self.guarded(
+                run, lambda run=run: self.queue.offer(run, run.rollout_requests(self.queue.ahead), run.further)
+            )
         taken = self.queue.take({run: run.step for run in runs if run.error is None})
         graded = {}
         for run, own in taken.groups.items():
@@ -123,8 +125,7 @@ class Cohort:
                 run.note_span(*span)
             if error := next((group for group in own if isinstance(group, Exception)), None):
                 self.fail(run, error)
-            graded[run] = [group for group in own if isinstance(group, Group)]
-            run.take(graded[run])
+            graded[run] = run.take([group for group in own if isinstance(group, Group)])
         return graded, taken
 
     def _learn(

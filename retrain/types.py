@@ -423,7 +423,8 @@ class EvalRecord:
 class StepRecord:
     """One optimizer step of one run; the recorder makes all metrics from it.
 
-    ``groups`` are all sampled groups, before any filtering. ``update`` holds the policy's numbers of this step
+    ``groups`` are all groups of the batch, before any filtering, ``dropped`` those that others were sampled in place
+    of: they count in what the run has sampled, and nowhere else. ``update`` holds the policy's numbers of this step
     under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
     ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
     """
@@ -435,3 +436,4 @@ class StepRecord:
     spans: list[tuple[str, float, float]]
     step_start: float
     step_end: float
+    dropped: Sequence[Group] = ()

@@ -252,7 +252,7 @@ def collecting(monkeypatch):
         now = time.time()
         return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
 
-    monkeypatch.setattr("retrain.rollouts.queue.collect", collect)
+    monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
     return order, gates
 
 

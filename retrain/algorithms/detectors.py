@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from retrain.algorithms.grams import grams_file, read_grams
 from retrain.config import Config
 from retrain.errors import ModelError
 from retrain.extras import missing
@@ -27,10 +28,13 @@ PACKAGED_MODELS = {
 def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
     """The detector of a run's configuration, a plug-in from ``base_dir`` or the current directory.
 
-    Raises PluginError when it cannot be loaded, MissingExtra or ModelError when sentence embeddings cannot be had.
+    Raises PluginError when it cannot be loaded, DataError for a file of grams that is none, MissingExtra or ModelError
+    when sentence embeddings cannot be had.
     """
     planning = config.planning
     if planning.detector == "regex":
+        if planning.grams is not None:
+            return RegexDetector(read_grams(grams_file(planning.grams, base_dir)))
         return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
     if planning.detector == "semantic":
         return SemanticDetector(

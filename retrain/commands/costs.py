@@ -27,7 +27,9 @@ def print_work(specs: list[RunSpec], prompt_tokens: int | None) -> None:
         f" = {works[0].completions:,} completions, at most {count(works[0].completions * works[0].tokens)} tokens;"
         f" {works[0].evaluation_completions:,} completions for held-out evaluation"
     )
-    tokens = sum(work.completions * work.tokens for work in works)
+    if again := training.dynamic_sampling:
+        print(f"{'':<14}and up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)")
+    tokens = sum(work.draws * work.completions * work.tokens for work in works)
     print(f"altogether    at most {count(tokens)} sampled training tokens")
     print_squeeze_plan(specs[0].config)
 

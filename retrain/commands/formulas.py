@@ -120,6 +120,10 @@ def loss_words(config: Config) -> str:
     if algorithm.entropy_coef > 0:
         words.append(f"minus {algorithm.entropy_coef:g} × entropy")
     parts = [", ".join(words), *([_update_words(config.training)] if several else [])]
+    if again := config.training.dynamic_sampling:
+        parts.append(
+            f"prompts whose answers all have the same reward are drawn again, {plural(again, 'round')} at most"
+        )
     if behind := config.training.max_off_policy_steps:
         parts.append(f"rollouts are drawn by the weights of {plural(behind, 'step')} before")
     return "; ".join(parts)

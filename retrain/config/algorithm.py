@@ -20,6 +20,7 @@ from retrain.config.base import (
     OptionalAboveOne,
     OptionalPositive,
     OptionalSentences,
+    OptionalText,
     Plugin,
     Positive,
     PositiveShare,
@@ -357,8 +358,11 @@ class Planning(Section):
     role: ClassVar[Role] = Role.LEARNS
 
     detector: Literal["regex", "semantic"] | Plugin = "regex"
-    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. `semantic`: sentences that are
-    nearer to examples of planning than to examples of execution. Or a `module:function` of your own."""
+    """`regex`: the phrases of `grams` or `[logging] strategic_grams`, matched in the decoded text. `semantic`:
+    sentences that are nearer to examples of planning than to examples of execution. Or a `module:function`
+    of your own."""
+    grams: Annotated[OptionalText, UsedWhen("planning.detector", ("regex",))] = None
+    """File of phrases that mark planning tokens, in place of the built-in ones: what `retrain mine` writes."""
     model: Annotated[Text, _SEMANTIC] = "all-MiniLM-L6-v2"
     """Embedding model: a directory or hub name that sentence-transformers loads."""
     threshold: Annotated[float, Field(ge=-2, le=2), _SEMANTIC] = 0.02

@@ -46,6 +46,13 @@ def environment_rules(config: Config) -> Iterator[Finding]:
             yield Finding(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
 
 
+def planning_rules(config: Config) -> Iterator[Finding]:
+    """Planning phrases come from one place."""
+    if config.planning.grams is not None and config.logging.strategic_grams is not None:
+        keys = ("planning.grams", "logging.strategic_grams")
+        yield Finding(keys, "names phrases, and so does strategic_grams in [logging]", "keep one of the two")
+
+
 def overlong_rules(config: Config) -> Iterator[Finding]:
     """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
     soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
@@ -203,6 +210,23 @@ def group_rules(config: Config) -> Iterator[Finding]:
             "group_size = 8",
             warning=True,
         )
+
+
+def dynamic_rules(config: Config) -> Iterator[Finding]:
+    """Prompts are drawn again for the sake of groups whose answers are compared with each other, whole."""
+    training, algorithm = config.training, config.algorithm
+    if not training.dynamic_sampling:
+        return
+    if training.group_size == 1:
+        keys = ("training.dynamic_sampling", "training.group_size")
+        yield Finding(keys, "has only groups of one answer to choose from, which are all alike", "group_size = 8")
+    if algorithm.critic:
+        keys = ("training.dynamic_sampling", "algorithm.advantage_mode")
+        yield Finding(keys, "drops groups from which a critic learns as from all others", "remove the line")
+    if algorithm.turn_credit != "episode":
+        keys = ("training.dynamic_sampling", "algorithm.turn_credit")
+        what = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
+        yield Finding(keys, what, 'turn_credit = "episode"')
 
 
 def update_rules(config: Config) -> Iterator[Finding]:
@@ -482,12 +506,14 @@ RULES = (
     environment_rules,
     model_rules,
     executor_rules,
+    planning_rules,
     overlong_rules,
     slurm_rules,
     off_policy_rules,
     server_rules,
     anneal_rules,
     group_rules,
+    dynamic_rules,
     update_rules,
     critic_rules,
     schedule_rules,

@@ -86,6 +86,10 @@ class Training(Section):
     target_kl: OptionalPositive = None
     """No further pass over a batch once `policy/approxkl_avg`, over the updates of a pass, exceeds this; unset or 0
     makes all of them."""
+    dynamic_sampling: Natural = 0
+    """How often, at most, a step draws further prompts in place of those whose answers all have the same reward (DAPO,
+    whose code draws 10 times altogether: 9 here). What is still missing then is filled up with such groups. 0 trains on
+    whatever was drawn first."""
     max_off_policy_steps: Natural = 0
     """How many steps rollouts may be behind the policy that trains on them: those of step t are drawn by the weights as
     they are before step max(0, t − so many). 0 trains on rollouts of the very weights that it changes. With a server

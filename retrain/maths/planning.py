@@ -41,7 +41,8 @@ STRATEGIC_GRAMS: tuple[str, ...] = (
 
 APOSTROPHES = "'\u2019\u2018\u02bc\u0060\u00b4"
 HYPHENS = "-\u2010\u2011\u2012\u2013"
-_BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"
+BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"
+"""What may stand between two words of a phrase."""
 
 
 def _phrase_pattern(phrase: str) -> re.Pattern[str]:
@@ -54,7 +55,7 @@ def _phrase_pattern(phrase: str) -> re.Pattern[str]:
     if not words:
         raise ValueError("a planning phrase is empty")
     head = re.escape(re.split(f"[{APOSTROPHES}]", words[0])[0])
-    body = _BETWEEN_WORDS.join(
+    body = BETWEEN_WORDS.join(
         f"[{APOSTROPHES}]".join(re.escape(part) for part in re.split(f"[{APOSTROPHES}]", word)) for word in words
     )
     left = rf"(?<!\w{head})" if head and words[0][0].isalnum() else ""
@@ -62,7 +63,7 @@ def _phrase_pattern(phrase: str) -> re.Pattern[str]:
     return re.compile(head + left + body[len(head) :] + right)
 
 
-def _lower(text: str) -> str:
+def lowered(text: str) -> str:
     """Lower case of the same length, so that positions keep their meaning ("İ".lower() has two characters)."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
@@ -137,7 +138,7 @@ class RegexDetector:
 
     def char_spans(self, text: str) -> list[tuple[int, int]]:
         """Half-open character ranges of the phrases in ``text``, in order, possibly overlapping."""
-        text = _lower(text)
+        text = lowered(text)
         return sorted(match.span() for pattern in self._patterns for match in pattern.finditer(text))
 
     def token_mask(self, text: str, offsets: Offsets) -> TokenMask:

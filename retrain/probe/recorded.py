@@ -159,6 +159,9 @@ def _obstacles(config: Config, recorded: Recorded) -> Iterator[str]:
             before, now = recorded.facts.get(name, {}).get(key), own[name].get(key)
             if before != now:
                 yield f"[{name}] {key} is {_said(now)} in it, {_said(before)} in the recorded rollouts"
+    before, now = recorded.facts["training"].get("dynamic_sampling", 0), config.training.dynamic_sampling
+    if before != now:
+        yield f"[training] dynamic_sampling is {_said(now)} in it, {_said(before)} in the recorded rollouts"
     algorithm = config.algorithm
     if algorithm.advantage_mode not in MODES["advantage_mode"]:
         yield f"{algorithm.advantage_mode} is given the parts and tags of every reward, which a record does not keep"

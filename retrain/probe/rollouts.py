@@ -20,7 +20,8 @@ from retrain.maths.advantages import rloo
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.policy.protocol import Denominators, TrainBatch, samples_of
-from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.rollouts.collect import Collected, RolloutRequest, collect
+from retrain.rollouts.dynamic import Wanted, collect_rounds
 from retrain.run import Run
 from retrain.types import Group, Rollout
 
@@ -35,7 +36,8 @@ Tell = Callable[[str], None]
 def sampling_key(run: Run) -> tuple[Any, ...]:
     """Runs with the same key sample, and grade, the same rollouts at the same weights."""
     training, environment = run.config.training, repr(run.config.environment)
-    return training.batch_size, training.group_size, training.sampling.requested, run.config.reward.grading, environment
+    sizes = training.batch_size, training.group_size, training.dynamic_sampling
+    return *sizes, training.sampling.requested, run.config.reward.grading, environment
 
 
 def sample_batches(engine: Engine, run: Run, batches: int, tell: Tell) -> list[list[Group]]:
@@ -45,9 +47,10 @@ def sample_batches(engine: Engine, run: Run, batches: int, tell: Tell) -> list[l
     found: list[list[Group]] = []
     for start in range(0, batches, AT_ONCE):
         steps = range(run.step + start, run.step + min(start + AT_ONCE, batches))
-        asked = [run.requests_of(step) for step in steps]
-        groups = iter(collect(engine, [request for own in asked for request in own]).graded())
-        found += [[next(groups) for _ in own] for own in asked]
+        asked = [Wanted(step, run.requests_of(step), run.further) for step in steps]
+        collect_rounds(engine, asked)
+        own = [Collected(each.groups, []).graded() for each in asked]
+        found += [run.dynamic.choose(groups).groups if run.dynamic else groups for groups in own]
         tell(f"sampled {len(found)} of {batches} batches")
     return found
 

@@ -335,6 +335,19 @@ SECTIONS: dict[str, list[Metric]] = {
             "0 equal to 1 concentrated"),
     _metric("discarded_group_length_max_median_ratio_mean", "the straggler ratio of the discarded groups"),
 ],
+"Prompts drawn again": [replace(metric, requires="dynamic") for metric in (
+    _metric("dynamic/rounds", "rounds of further prompts that the step drew", "rounds"),
+    _metric("dynamic/drawn", "groups that were sampled, those of the first round included", "groups"),
+    _metric("dynamic/unfilled", "groups of the batch whose rewards are all alike: no others were found", "groups", "0"),
+    *(_metric(f"dynamic/dropped_{reason}", f"groups that others were drawn in place of: {words}", "groups")
+      for reason, words in (("all_right", "all their answers are right"), ("all_wrong", "all are wrong"),
+                            ("alike", "all have the same reward, some are right"),
+                            ("ungraded", "none could be graded"))),
+    _metric("dynamic/dropped_tokens", "prompt and completion tokens of these groups, which `num_tokens` counts too",
+            "tokens"),
+    _metric("dynamic/correct_rate", "share of right answers in the first round; `correct_rate` is that of the batch, "
+            "which was chosen", "share", "rising"),
+)],
 "Tools": [
     _metric("tools/total_tool_calls", "tool calls in the step", "calls", requires="tools"),
     _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share",
@@ -492,6 +505,7 @@ def _markdown_row(metric: Metric) -> str:
         "critic": "with a critic",
         "rejection": "with `rejection`, `m2po` or `rejection_denominator`",
         "updates": "with several updates",
+        "dynamic": "with `dynamic_sampling`",
         "tools": "with tools",
         "episodes": "with `[environment]`",
         "evaluation": "with evaluation",

@@ -18,7 +18,7 @@ from retrain.files import jsonable
 from retrain.record.catalogue import BESIDE, METRICS, TIMED_PARTS, alias_values, row_metrics
 from retrain.record.context import RunContext
 from retrain.record.evaluation import empty_evaluation
-from retrain.record.samples import Samples, collect, group_shares, mean, mean_gini, spread, ties
+from retrain.record.samples import Samples, collect, everything, group_shares, mean, mean_gini, spread, ties
 from retrain.types import Ended, Group, StepRecord
 
 Row = dict[str, Any]
@@ -61,7 +61,8 @@ def step_row(
     Keys stand in the order of the catalogue, then further ones by name.
     """
     samples = collect(record.groups) if samples is None else samples
-    sums = (totals or Totals()).plus(samples, record.step_start)
+    sampled = everything(record, samples)
+    sums = (totals or Totals()).plus(sampled, record.step_start)
     values: Row = {
         **_general(record, context, samples, sums),
         **_OFF,
@@ -73,7 +74,7 @@ def step_row(
         **_credit(record, context),
         **_lengths(samples),
         **_discarded(record.groups, samples),
-        **_times(record, samples, "ahead" in context.features),
+        **_times(record, samples, sampled, "ahead" in context.features),
         "timing_wall_clock": record.step_end - (sums.began or record.step_start),
     }
     scalars = (bool, int, float, str, np.generic, type(None))
@@ -270,9 +271,10 @@ def _discarded(groups: list[Group], samples: Samples) -> Row:
     }
 
 
-def _times(record: StepRecord, samples: Samples, ahead: bool) -> Row:
+def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool) -> Row:
     """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step. What was
-    sampled beside other parts is none of them; with ``ahead`` the speed of both sides is told."""
+    sampled beside other parts is none of them; with ``ahead`` the speed of both sides is told. ``samples`` are those of
+    the batch, ``everyone`` all that were sampled."""
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}
     for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort"):
@@ -288,12 +290,12 @@ def _times(record: StepRecord, samples: Samples, ahead: bool) -> Row:
     row["timing_waiting_for_data"] = row["time/rollout"] + row["time/score"]
     row["timing_step_active"] = max(0.0, total - row["timing_waiting_for_data"] - row["time/cohort"])
     if total > 0:
-        tokens = float(samples.length_N.sum())
+        tokens = float(everyone.length_N.sum())
         row["perf/completion_tokens_per_s"] = tokens / total
-        row["perf/tokens_per_s"] = (tokens + float(samples.prompt_length_N.sum())) / total
-        row["perf/episodes_per_s"] = len(samples) / total
+        row["perf/tokens_per_s"] = (tokens + float(everyone.prompt_length_N.sum())) / total
+        row["perf/episodes_per_s"] = len(everyone) / total
     if ahead:
-        sampled, trained = float(samples.length_N.sum()), float((samples.length_N + samples.prompt_length_N).sum())
+        sampled, trained = float(everyone.length_N.sum()), float((samples.length_N + samples.prompt_length_N).sum())
         seconds = sum(beside) or row["time/rollout"]
         row["perf/sampler_tokens_per_s"] = sampled / seconds if seconds > 0 else None
         row["perf/trainer_tokens_per_s"] = trained / row["time/update"] if row["time/update"] > 0 else None

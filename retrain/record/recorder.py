@@ -25,7 +25,7 @@ from retrain.record.measure import Row, Totals, step_row, tags_to_show
 from retrain.record.notes import WINDOW, Note, explain
 from retrain.record.rollout_files import INDEX, index_line, remove_files, truncate_index, write_files
 from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
-from retrain.record.samples import collect
+from retrain.record.samples import collect, everything
 from retrain.record.secrets import without_keys
 from retrain.record.timeline import write_timeline
 from retrain.record.trackers import Tracker, make_trackers
@@ -119,7 +119,7 @@ class RunRecorder:
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
-        self.totals = self.totals.plus(samples, record.step_start)
+        self.totals = self.totals.plus(everything(record, samples), record.step_start)
         self._evaluations = {}
         for key in sorted(self._known_keys):
             row.setdefault(key, None)

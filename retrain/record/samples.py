@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retrain.maths.statistics import gini
-from retrain.types import Group, RewardResult
+from retrain.types import Group, RewardResult, StepRecord
 
 EQUAL_REWARDS = 1e-8
 """Rewards of a group whose standard deviation is below this count as equal (float noise)."""
@@ -88,6 +88,11 @@ def collect(groups: Sequence[Group]) -> Samples:
         tags=[tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts],
         parts=_parts(rewards),
     )
+
+
+def everything(record: StepRecord, samples: Samples) -> Samples:
+    """All completions that a step sampled: ``samples``, those of its batch, and those of groups that were dropped."""
+    return collect([*record.groups, *record.dropped]) if record.dropped else samples
 
 
 def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar
 
 from retrain.engines.protocol import Engine
 from retrain.pressure import Pressure
-from retrain.rollouts.collect import Collected, RolloutRequest, collect
+from retrain.rollouts.collect import Collected, RolloutRequest
+from retrain.rollouts.dynamic import Further, Wanted, collect_rounds
 from retrain.types import Group
 
 CLOSING_S = 5.0
@@ -41,13 +41,14 @@ class Taken(Generic[Owner]):
 
 @dataclass
 class _Offer(Generic[Owner]):
-    """One owner's requests of one step, and once it is sampled what came of them."""
+    """One owner's requests of one step, and once it is sampled what came of them, round by round."""
 
     owner: Owner
     step: int
     requests: Sequence[RolloutRequest]
+    further: Further | None = None
     groups: list[Group | Exception] | None = None
-    collected: Collected | None = None
+    collected: Sequence[Collected] = ()
 
 
 class RolloutQueue(Generic[Owner]):
@@ -65,11 +66,14 @@ class RolloutQueue(Generic[Owner]):
         self._busy: list[tuple[float, float]] = []
         self._since: float | None = None
 
-    def offer(self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]]) -> None:
-        """What an owner will take, by step."""
+    def offer(
+        self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], further: Further | None = None
+    ) -> None:
+        """What an owner will take, by step, and what it will take besides once that is sampled; ``further`` is called
+        by the thread that samples."""
         with self._changed:
             for step, own in requests.items():
-                self._offers[owner, step] = _Offer(owner, step, own)
+                self._offers[owner, step] = _Offer(owner, step, own, further)
             self._changed.notify_all()
 
     def withdraw(self, owner: Owner) -> None:
@@ -87,7 +91,7 @@ class RolloutQueue(Generic[Owner]):
         with self._changed:
             offers = [self._offers.pop((owner, step)) for owner, step in due.items()]
             depth = len({step for (_, step), offer in self._offers.items() if offer.groups is not None})
-        sampled = list({id(offer.collected): offer.collected for offer in offers if offer.collected}.values())
+        sampled = list({id(each): each for offer in offers for each in offer.collected}.values())
         spans = [span for collected in sampled for span in collected.spans]
         syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
         if self.ahead:
@@ -121,20 +125,19 @@ class RolloutQueue(Generic[Owner]):
             self._thread.join(CLOSING_S)
 
     def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
-        requests = [request for offer in offers for request in offer.requests]
+        wanted = [Wanted(offer.step, list(offer.requests), offer.further) for offer in offers]
         with self._collecting:
             self._since = time.time()
             try:
-                collected = collect(self.engine, requests, self.pressure.max_rows if self.pressure else None)
+                rounds = collect_rounds(self.engine, wanted, self.pressure.max_rows if self.pressure else None)
             finally:
                 with self._changed:
                     self._busy.append((self._since, time.time()))
                     self._since = None
         if self.pressure is not None:
-            _observe(self.pressure, collected)
-        groups = iter(collected.groups)
-        for offer in offers:
-            offer.groups, offer.collected = list(islice(groups, len(offer.requests))), collected
+            _observe(self.pressure, rounds[0])  # later rounds are too small to tell how fast decoding is
+        for offer, own in zip(offers, wanted, strict=True):
+            offer.groups, offer.collected = own.groups, rounds
 
     def _wait(self, due: Sequence[tuple[Owner, int]]) -> None:
         """Until all of these are sampled. Raises what ended the thread."""

@@ -119,6 +119,8 @@ def assumptions(config: Config, memory: Memory | None = None) -> tuple[str, ...]
     every = "every completion at full length (most end earlier), no prompt left out of the update"
     if training.target_kl is not None and training.num_iterations > 1:
         every += ", every pass made (target_kl ends them earlier)"
+    if training.dynamic_sampling:
+        every += ", no prompt drawn again (dynamic_sampling)"
     operations = f"training a token costs {training_operations(config)} operations per active parameter: "
     if scored:
         each = " each" if len(scored) > 1 else ""
@@ -200,7 +202,8 @@ class Estimate:
 class Work:
     """What one run samples and trains on. ``rows`` are the completions of a step, ``evaluated`` those of a held-out
     evaluation, of which there are ``evaluations`` after the start and, with ``at_start``, one before it; there are
-    ``parts`` more, of ``part`` completions each, for the curve alone."""
+    ``parts`` more, of ``part`` completions each, for the curve alone. ``draws``: how often as many as a step's
+    completions are sampled for it at most."""
 
     prompt: int
     tokens: int
@@ -211,6 +214,7 @@ class Work:
     at_start: bool
     part: int = 0
     parts: int = 0
+    draws: int = 1
 
     @property
     def length(self) -> int:
@@ -237,6 +241,7 @@ def work_of(config: Config, prompt_tokens: int | None = None) -> Work:
         prompt=prompt_tokens or PROMPT_TOKENS.get(config.data.source, OTHER_PROMPT_TOKENS),
         tokens=min(training.max_tokens * config.environment.turns, config.environment.max_episode_tokens or 2**62),
         rows=training.batch_size * training.group_size,
+        draws=1 + training.dynamic_sampling,
         steps=training.max_steps,
         evaluated=evaluated,
         evaluations=len(whole_evaluations(*asked)) if evaluated else 0,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from retrain.algorithms.grams import grams_file, read_grams
 from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.outputs import check_places
@@ -87,6 +88,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
         if wanted not in examined:  # one look at files for all runs that want them
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
+        yield from _grams_problems(loaded, spec.config.planning.grams, folder)
         if rewards:
             yield from _reward_problems(loaded, spec.config.reward, folder)
 
@@ -258,6 +260,16 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
             message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
             yield _problem_at(loaded, f"algorithm.{key}", wants, message, f'{key} = "{other}"')
             return
+
+
+def _grams_problems(loaded: Loaded, named: str | None, folder: Path) -> Iterator[Problem]:
+    """What keeps the file of planning phrases from being read."""
+    try:
+        if named is not None:
+            read_grams(grams_file(named, folder))
+    except DataError as error:
+        reason = str(error).removeprefix(f"[planning] grams = {named!r}: ")
+        yield _problem_at(loaded, "planning.grams", named, f'is "{named}": {reason}')
 
 
 def _reward_problems(loaded: Loaded, reward: Reward, folder: Path) -> Iterator[Problem]:

@@ -1,0 +1,1 @@
+"""`retrain mine`: strategic grams from the completions that a run recorded."""
