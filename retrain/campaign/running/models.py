@@ -22,6 +22,7 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.watch import Watch
+from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
@@ -30,6 +31,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
+from retrain.policy.ranks import Ranks
 from retrain.policy.threads import Workers
 from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
@@ -59,14 +61,19 @@ class CohortModel:
 
 
 def local_model(
-    base: BaseModel, lanes: Lanes, engine: LocalEngine | ServerEngine, workers: Workers, plan: MemoryPlan
+    base: BaseModel,
+    lanes: Lanes,
+    engine: LocalEngine | ServerEngine,
+    workers: Workers,
+    plan: MemoryPlan,
+    ranks: Ranks | None = None,
 ) -> CohortModel:
     """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
-    that hold the same base."""
+    that hold the same base; ``ranks`` do a share of what this process computes."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         stream = (spec.config.campaign.seed, spec.config.training.seed)
-        return LocalPolicy(base, lanes, spec.config, stream, workers, plan)
+        return LocalPolicy(base, lanes, spec.config, stream, workers, plan, ranks)
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
@@ -87,13 +94,13 @@ def local_model(
         return Watch(base, lanes, config.training.temperature, limit)
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
-    built |= gpu_facts(base.device)
+    built |= gpu_facts(base.device) | {"ranks": 1 if ranks is None else ranks.count}
     return CohortModel(
         base.name,
         base.fingerprint,
         base.text,
         engine,
-        workers,
+        workers if ranks is None else Workers(),  # one run at a time has the ranks
         policy,
         built,
         decode_work(base) if isinstance(engine, LocalEngine) else None,
@@ -137,9 +144,10 @@ def _built(
 
 class Bases:
     """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
-    one that is no model's own, the same for every configuration."""
+    one that is no model's own, the same for every configuration. ``ranks`` hold the same bases and sample with them."""
 
-    def __init__(self, load: Callable[[Config], BaseModel] | None = None) -> None:
+    def __init__(self, load: Callable[[Config], BaseModel] | None = None, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
@@ -172,7 +180,12 @@ class Bases:
         """The base that a run's configuration names, with the lanes that it trains, and an engine in this process. What
         is in memory already is taken from there. Raises ModelError when it cannot be had."""
         base, lanes = self.trained(config, tell)
-        self._engine = self._engine or LocalEngine(base, lanes, tell=tell)
+        if self._engine is None:
+            self._engine = (
+                LocalEngine(base, lanes, tell=tell)
+                if self.ranks is None
+                else SharedEngine(base, lanes, self.ranks, tell)
+            )
         self._engine.forget()
         self._engine.begin(MemoryPlan.of(base))
         self._engine.tell = tell
