@@ -46,6 +46,9 @@ enabled = false
 several pieces, and more micro-batches than ranks."""
 
 
+SMALL = 0.01
+
+
 def on_ranks(count: int) -> list[str]:
     """The settings for so many ranks."""
     return ['backend.shard="dp"', f"backend.ranks={count}"] if count > 1 else ['backend.shard="none"']
@@ -66,11 +69,11 @@ def left_by(out: Path) -> dict[str, Any]:
 
 def distance(one: Any, other: Any) -> float:
     """The largest relative difference of numbers that stand at the same place, infinite where anything else differs;
-    of tensors that of their norms."""
+    of tensors that of their norms. Small numbers are compared with ``SMALL``: some metrics measure rounding."""
     if one == other:
         return 0.0
     if isinstance(one, float) and isinstance(other, float | int) and not isinstance(other, bool):
-        return abs(one - other) / max(abs(one), abs(other))
+        return abs(one - other) / max(abs(one), abs(other), SMALL)
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], bytes):
         return max(_tensors_apart(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True))
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
