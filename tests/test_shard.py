@@ -12,17 +12,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from shard_cases import distance, left_by, on_ranks, planned
-from toycampaign import StopAfter
+from standin import StandIn
+from toycampaign import StopAfter, campaign
 from worker_cases import Heard
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import team
-from retrain.campaign.running.controller import execute
-from retrain.config import load
-from retrain.errors import ConfigError, RetrainError, UsageError
+from retrain.campaign.running.controller import execute, launch
+from retrain.config import load, parse_dict
+from retrain.errors import ConfigError, RankLost, RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
+from retrain.gpus import MEMORY_SHARE
+from retrain.policy.ranks import Ranks
 from retrain.record.observer import NullObserver
 
 EQUAL = 2e-6
@@ -195,6 +199,38 @@ def test_ranks_end_with_rank_0(folder):
     assert "rank 1 ends: rank 0 is gone" in said
     psutil.wait_procs([other], timeout=20)
     assert not other.is_running()
+
+
+@pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
+def test_with_servers_ranks_share_the_update_alone(tmp_path, model, monkeypatch):
+    server, found, asked, ask = StandIn(model), [], [], Ranks.ask
+    monkeypatch.setattr(Ranks, "ask", lambda self, name, *args: (asked.append(name), ask(self, name, *args))[1])
+    served = ["inference.engine='vllm'", f"inference.url='{server.url}'", "training.micro_batch_tokens=40"]
+    quiet = ["squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
+    try:
+        for name, sets in (("alone", on_ranks(1)), ("together", on_ranks(2))):
+            loaded = load(campaign(tmp_path, model, steps=2), [*quiet, *served, *sets])
+            assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
+            found.append({key: rows for key, rows in left_by(tmp_path / name).items() if "metrics" in key})
+    finally:
+        server.close()
+    assert asked == ["load", *["passes"] * 8]
+    assert distance(*found) < 1e-3  # what is sampled depends on what reaches the server together
+
+
+def test_rank_0_uses_the_whole_machine_again_afterwards(monkeypatch):
+    monkeypatch.setenv(MEMORY_SHARE, "0.5")
+    monkeypatch.setattr(team, "BOOT", "raise SystemExit(7)")
+    torch.set_num_threads(5)
+    try:
+        made = team.Team(parse_dict({"backend": {"shard": "dp", "ranks": 2, "devices": "cpu"}}))
+        with pytest.raises(RankLost):
+            made.ranks()
+        assert (torch.get_num_threads(), os.environ[MEMORY_SHARE]) == (2, "0.25")
+        made.close()
+        assert (torch.get_num_threads(), os.environ[MEMORY_SHARE]) == (5, "0.5")
+    finally:
+        torch.set_num_threads(1)
 
 
 WRONG = [

@@ -66,7 +66,7 @@ def receive(of: int, seconds: float = IDLE_SECONDS) -> Any:
         _wait(data, of, seconds)
     except RuntimeError as error:
         raise RankLost(f"rank {of} is gone, or has said nothing for {seconds:.0f} s ({_first(error)})") from error
-    return pickle.loads(memoryview(data.numpy()))
+    return pickle.loads(data.numpy().data)
 
 
 def _wait(into: torch.Tensor, of: int, seconds: float) -> None:

@@ -126,7 +126,8 @@ class RunShares:
         sizes = [sum(map(len, samples)) * (BACKWARD_COST if wanted else 1) for _, samples, wanted in batches]
         own, *others = ([batches[i] for i in share] for share in dealt(sizes, self.count))
         summed = len(batches) * sum(4 * buffer.numel() for buffer in work.buffers) > APART_BYTES
-        asked = [(self._asked(work, share, twice, summed),) if share else None for share in others]
+        message = self._asked(work, twice, summed)
+        asked = [(replace(message, batches=share),) if share else None for share in others]
         answers = self.ranks.ask("passes", asked, lambda: _done(work, own, twice, summed))
         mine, theirs = answers.whole()
         parts = dict(zip([number for number, _, _ in own], mine, strict=True))
@@ -156,12 +157,8 @@ class RunShares:
         a rank has raised, once all have answered."""
         shares = dealt([sum(map(len, samples)) for samples in parts], self.count)
         packed = None if critic is None else (Packed.of(critic[0]), critic[1].flat.detach().cpu())
-        asked = [
-            (ScoresAsked([parts[i] for i in share], want, Packed.of(adapter), temperature, packed, bfloat16),)
-            if share
-            else None
-            for share in shares[1:]
-        ]
+        message = ScoresAsked([], want, Packed.of(adapter), temperature, packed, bfloat16)
+        asked = [(replace(message, parts=[parts[i] for i in share]),) if share else None for share in shares[1:]]
         own = [parts[i] for i in shares[0]]
         answers = self.ranks.ask("scores", asked, lambda: scored(lanes, own, want, adapter, temperature, critic))
         mine, theirs = answers.whole()
@@ -171,7 +168,7 @@ class RunShares:
                 found[place] = each
         return found
 
-    def _asked(self, work: Work, share: list[Numbered], twice: bool, summed: bool) -> PassesAsked:
+    def _asked(self, work: Work, twice: bool, summed: bool) -> PassesAsked:
         passes, custom = work.passes, any(_is_custom(term) for term in work.objective.terms)
         return PassesAsked(
             Packed.of(work.adapter),
@@ -184,7 +181,7 @@ class RunShares:
             passes.bfloat16,
             twice,
             summed,
-            share,
+            [],
         )
 
 

@@ -35,6 +35,7 @@ class Desk:
 
     lanes: Lanes
     engine: LocalEngine
+    """There where this process samples."""
     workers: Workers
 
     def __init__(self, bases: Bases):
@@ -49,10 +50,12 @@ class Desk:
         self.losses = {name: load_modes(section, Path(folder)).loss for name, section in own.items() if is_plugin(name)}
         first = specs[0].config
         use_deterministic(first.training.deterministic)
-        base, self.lanes, self.engine = self.bases.take(first)
+        base, self.lanes = self.bases.trained(first)
         self.workers = self._cohort.enter_context(closing(workers_of(base, specs)))
-        self.engine.workers = self.workers
-        self.engine.begin(MemoryPlan.of(base, lane_bytes(base, self.lanes, specs)))
+        if not first.inference.served:
+            _, _, self.engine = self.bases.take(first)
+            self.engine.workers = self.workers
+            self.engine.begin(MemoryPlan.of(base, lane_bytes(base, self.lanes, specs)))
         return base.fingerprint
 
     def publish(self, ref: PolicyRef, weights: Packed) -> None:
@@ -94,7 +97,7 @@ class Desk:
     def _make_room(self, error: RuntimeError) -> None:
         """Give back what can be, where memory has run out: rank 0 asks again for less."""
         if is_out_of_memory(error):
-            self.engine.kept.clear()
+            self.bases.forget_sequences()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 

@@ -235,6 +235,11 @@ class Bases:
         if self._server is not None:
             self._server[1].forget()
 
+    def forget_sequences(self) -> None:
+        """Let go of what an engine in this process has kept of sequences that go on."""
+        if self._engine is not None:
+            self._engine.kept.clear()
+
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""
         self._close_server()
