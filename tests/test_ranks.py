@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, requests, rollout, totals, trained, with_tokens
+from lane_cases import drawn, ref, requests, rollout, totals, trained, with_tokens
 
 from retrain.algorithms.standard import load_modes
 from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.running import assemble
 from retrain.campaign.running.following import Desk
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
@@ -19,13 +21,13 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
-from retrain.errors import NonFinite, RankLost, RunFailed
+from retrain.errors import ModelError, NonFinite, RankLost, RunFailed
 from retrain.policy import ranks as ranks_module
 from retrain.policy import shares, update
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch, Want
-from retrain.policy.ranks import Ranks, follow
+from retrain.policy.ranks import Answers, Ranks, follow
 from retrain.policy.shares import dealt
 from retrain.policy.threads import Workers
 
@@ -260,6 +262,78 @@ def test_ranks_sample_what_as_many_workers_sample(base_and_lanes, ranks, folder)
         ranks.ask("decode", [(one_row(asked),), None], lambda: None).whole()
 
 
+class Beside:
+    """A second rank that lives in this process: its engine does what it is asked, and ``asked`` keeps it."""
+
+    count, places = 2, ("cpu",)
+
+    def __init__(self, base, lanes):
+        self.engine, self.asked = LocalEngine(base, lanes), []
+
+    def tell(self, name, *args):
+        if name == "publish":
+            self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes), {}))
+
+    def ask(self, name, args, own):
+        self.asked += [each[0] for each in args if each is not None]
+        result = own()
+        return Answers(result, [each and each[0].done(self.engine) for each in args])
+
+
+def test_ranks_hold_more_rows_together_and_none_more_than_its_own(base_and_lanes):
+    base, lanes = base_and_lanes
+    beside = Beside(base, lanes)
+    engine, adapter = SharedEngine(base, lanes, beside), trained(lanes, 1, size=0.05)
+    assert engine.affordable_rows(64) == 2 * LocalEngine(base, lanes).affordable_rows(64)
+    asked = requests(prompts=6, samples=16, max_tokens=4)
+    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
+    watched, decode = [], LocalEngine.decode_pieces
+
+    def watch(self, requests, pieces, weights, lanes, rows, keep):
+        watched.append(rows)
+        decode(self, requests, pieces, weights, lanes, rows, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalEngine, "decode_pieces", watch)
+        for most in (40, 24):  # 80 rows are two pieces, 48 one
+            while engine.affordable_rows(13) > 2 * most:
+                engine.decode_bytes = int(0.9 * engine.decode_bytes)
+            each = engine.affordable_rows(13) // 2
+            beside.asked.clear()
+            watched.clear()
+            assert [len(group) for group in engine.sample(asked)] == [16] * 6
+            assert len(beside.asked) == (most == 40)
+            assert 0 < max(watched) <= each <= most
+
+
+def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(base_and_lanes):
+    base, lanes = base_and_lanes
+    beside = Beside(base, lanes)
+    engine, adapter = SharedEngine(base, lanes, beside), trained(lanes, 1, size=0.05)
+    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
+    asked, heard, whole = requests(prompts=6, samples=16, max_tokens=4), [], beside.ask
+
+    def short(name, args, own):
+        beside.ask = whole
+        answers = whole(name, args, lambda: None)
+        return Answers(None, answers.others, RuntimeError("not enough memory"))
+
+    beside.ask = short
+    groups = engine.sample(asked, finished=lambda index, actions: heard.append(index))
+    assert sorted(heard) == list(range(6))
+    assert heard[0] == 3  # the other rank's first
+    assert [[each.token_ids for each in group] for group in groups] == [
+        [each.token_ids for each in group] for group in sample_here(base, lanes, adapter, asked)
+    ]
+    assert engine.state()["fitting"] == 48
+
+
+def sample_here(base, lanes, adapter, asked):
+    engine = LocalEngine(base, lanes)
+    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
+    return engine.sample(asked)
+
+
 def facts_of(action):
     return action.token_ids, action.logprobs_T.tolist(), action.entropy_T.tolist(), action.policy_version
 
@@ -364,10 +438,19 @@ def test_a_rank_that_is_gone_is_named(monkeypatch):
         Ranks(["cpu"]).tell("forget")
 
 
-def test_another_base_on_another_rank_is_noticed(bases, folder):
-    """The fingerprint that a rank answers with is that of the weights that it loaded."""
-    desk = Desk(Bases())
+def test_a_rank_with_another_base_is_refused(bases, folder):
     config = config_of({})
-    run = RunSpec("run", "label", 1, 0, {}, False, config).to_json()
+    spec = RunSpec("run", "label", 1, 0, {}, False, config)
     base, _, _ = bases.take(config)
-    assert desk.load([run], str(folder), "cpu") == base.fingerprint
+    assert Desk(Bases()).load([spec.to_json()], str(folder), "cpu") == base.fingerprint
+
+    class Other(Ranks):
+        def ask(self, name, args, own):
+            assert name == "load"
+            assert [place for _, _, place in args] == ["gpu:1", "gpu:2"]
+            return Answers(own(), [base.fingerprint, "another"])
+
+    model = SimpleNamespace(identity=base.fingerprint, name=base.name)
+    with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
+        assemble._on_all_ranks([spec], folder, Other(["gpu:1", "gpu:2"]), lambda: model)
+    assert assemble._on_all_ranks([spec], folder, None, lambda: model) is model
