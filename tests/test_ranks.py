@@ -418,6 +418,7 @@ def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(m
         raise ZeroDivisionError("mine")
 
     answers = ranks.ask("note", [(1,), None, (3,)], own)
+    assert ranks.owing == set()
     assert posts.outbox == [("note", (1,), True), ("note", (3,), True), *[("forget", (), False)] * 3]
     assert answers.others == ["one", None, None]
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -425,6 +426,18 @@ def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(m
     posts.inbox = [(True, "one"), (False, KeyError("three"))]
     with pytest.raises(KeyError, match="three"):
         ranks.ask("note", [(1,), None, (3,)], lambda: 0).whole()
+
+
+def test_who_has_not_answered_is_known(monkeypatch):
+    posts, ranks = Posts(monkeypatch, None), Ranks(["cpu", "cpu", "cpu"])
+
+    def own():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ask("note", [(1,), None, (3,)], own)
+    assert ranks.owing == {1, 3}
+    assert len(posts.outbox) == 2
 
 
 def test_a_rank_that_is_gone_is_named(monkeypatch):

@@ -72,7 +72,15 @@ def test_two_ranks_leave_what_one_process_leaves(one, two, folder):
     for name, count in (("one", 1), ("two", 2)):
         configs = [read_json(path) for path in (folder / name / "runs").glob("*/config.json")]
         assert [config["built"]["ranks"] for config in configs] == [count, count]
-    assert distance(two, {**one, "other": 1}) > EQUAL
+
+
+def test_a_difference_is_seen(one):
+    name = next(name for name in one if name.endswith("metrics.jsonl"))
+    weights = next(name for name in one if name.endswith("final/adapter_model.safetensors"))
+    row = one[name][-1] | {"optim/grad_norm": one[name][-1]["optim/grad_norm"] * (1 + 3e-6)}
+    header, data = one[weights]
+    for changed in ({"other": 1}, {name: [*one[name][:-1], row]}, {weights: (header, data[:-4] + b"abcd")}):
+        assert distance({**one, **changed}, one) > EQUAL
 
 
 def test_three_ranks_leave_what_one_process_leaves(one, folder):

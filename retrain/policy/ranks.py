@@ -97,6 +97,8 @@ class Ranks:
 
     def __init__(self, places: Sequence[str], how_ended: Callable[[int], str] = lambda rank: ""):
         self.places, self.count, self.how_ended = list(places), 1 + len(places), how_ended
+        self.owing = set[int]()
+        """Who has not answered yet, as when rank 0 gives up in between; nothing can be sent to them."""
         self._asking = False
         self._later: list[tuple[Any, ...]] = []
 
@@ -113,6 +115,7 @@ class Ranks:
         asked = [rank for rank, each in enumerate(args, start=1) if each is not None]
         for rank in asked:
             self._send(rank, (name, args[rank - 1], True))
+            self.owing.add(rank)
         result, fault = None, None
         self._asking = True
         try:
@@ -124,6 +127,7 @@ class Ranks:
         answers: list[Any] = [None for _ in args]
         for rank in asked:
             done, answer = self._receive(rank)
+            self.owing.remove(rank)
             if done:
                 answers[rank - 1] = answer
             else:

@@ -67,23 +67,25 @@ class Team:
         """End the ranks, and have this process use the whole machine again."""
         from retrain.policy.ranks import join, leave, send
 
-        if self.under_torchrun and self._ranks is None and (count := int(os.environ["WORLD_SIZE"])) > 1:
+        others, owing = range(1, 1 if self._ranks is None else self._ranks.count), set[int]()
+        if self._ranks is not None:
+            owing = self._ranks.owing
+        elif self.under_torchrun and (count := int(os.environ["WORLD_SIZE"])) > 1:
             join(0, count)  # they wait to be told that there is nothing to do
             others = range(1, count)
-        else:
-            others = range(1, 1 if self._ranks is None else self._ranks.count)
         for rank in others:
-            with suppress(RankLost):
-                send(("end", (), False), rank)
+            if rank not in owing:
+                with suppress(RankLost):
+                    send(("end", (), False), rank)
+        if others:
+            leave()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for process in self._processes.values():
+        for rank, process in self._processes.items():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(0.0 if rank in owing else max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if others:
-            leave()
         self._processes.clear()
         self._ranks = self._store = None
         self._restore()
