@@ -39,7 +39,8 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
     assert quiet == (whole - {"logging.strategic_grams", "campaign.seed"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python", *WHERE, *CHARTS,
+        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
+        *WHERE, *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
