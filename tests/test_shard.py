@@ -169,17 +169,17 @@ def test_torchrun_starts_the_ranks(folder, two):
     assert said.count(f"directory   {out}") == 1
     assert left_by(out) == two
     again = started_here(out, *TORCHRUN)  # nothing is left to do, and nobody waits for anybody
-    said, _ = again.communicate(timeout=200)
+    said, _ = again.communicate(timeout=400)
     assert again.returncode == 0, said
     assert f"every run in {out} is done" in said
 
 
 def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     out = folder / "interrupted"
-    process = started_here(out, *TORCHRUN)
+    process = started_here(out, *TORCHRUN, "--shutdown-timeout", "300")
     until_step(process, 1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and to both ranks
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=400)
     assert said.count("interrupted; everything up to the last finished step is saved. Type: retrain resume") == 1, said
     assert process.returncode != 0
     assert execute(check(read_plan(out, on_ranks(2))), NullObserver()).exit_status == 0
@@ -191,7 +191,7 @@ def test_ctrl_c_saves_and_says_so_once(folder, two):
     process = started_here(out, sets="backend.ranks=2")
     until_step(process, 1)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=400)
     assert process.returncode == 130
     assert said.count("interrupted; everything up to the last finished step is saved. Type: retrain resume") == 1, said
     assert execute(check(read_plan(out, [])), NullObserver()).exit_status == 0
