@@ -141,6 +141,7 @@ def started_here(out: Path, *before: str, sets: str = 'backend.shard="dp"') -> s
     words = [*before, "-m", "retrain", "train", str(out.parent / f"{out.name}.toml"), "--out", str(out), "--plain"]
     return subprocess.Popen(
         [sys.executable, *words, "--set", 'backend.shard="dp"', "--set", sets],
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"},  # on a busy machine a step takes its time
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -176,7 +177,7 @@ def test_torchrun_starts_the_ranks(folder, two):
 
 def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     out = folder / "interrupted"
-    process = started_here(out, *TORCHRUN, "--shutdown-timeout", "300")
+    process = started_here(out, *TORCHRUN)
     until_step(process, 1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and to both ranks
     said, _ = process.communicate(timeout=400)
