@@ -117,6 +117,12 @@ class DeviceLost(RunFailed):
     advice = "See what nvidia-smi says of the GPU"
 
 
+class RankLost(DeviceLost):
+    """One of the processes that train together is gone, or does not answer any more."""
+
+    advice = "See what ended it"
+
+
 class ServerFailed(RunFailed):
     """The servers that sample do not answer, or answer wrongly time and again. Nothing was learnt from it: the step is
     given up before its update, and all that was finished before it is saved; in an evaluation, which follows an update,

@@ -39,7 +39,8 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
     assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "backend.devices", "environment.python", *WHERE, *CHARTS,
+        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
+        *WHERE, *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
@@ -51,7 +52,8 @@ def test_in_what_replicates_may_differ():
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
         "evaluation.schedule",
-        "backend.adapter_path", "backend.devices", "model.local_files_only", "reward.timeout_s", "reward.workers",
+        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "model.local_files_only",
+        "reward.timeout_s", "reward.workers",
         "reward.reward_batch",
         "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
         "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
@@ -118,6 +120,7 @@ SAME_BASE = [
     {"logging": {"log_dir": "elsewhere", "strategic_grams": ["hm"]}},
     {"backend": {"adapter_path": "elsewhere"}},
     {"backend": {"devices": "cpu"}},
+    {"backend": {"shard": "dp", "ranks": 2}},
 ]
 
 

@@ -74,6 +74,7 @@ def train(
     Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
     """
 
+    follow_torchrun(dry_run)
     how = executor_sets(executor, workers, address)
     if how and not names_campaign(file, sets or ()):
         raise UsageError(
@@ -89,6 +90,15 @@ def train(
     from retrain.campaign.running.controller import launch
 
     finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
+
+
+def follow_torchrun(nothing: bool = False) -> None:
+    """Where torchrun has started several processes, have all but the first do what that one asks of them, and end with
+    it; at once where there is ``nothing`` to compute."""
+    from retrain.campaign.running import team
+
+    if team.torchrun_rank():
+        raise typer.Exit(0 if nothing else team.follow_torchrun())
 
 
 def names_campaign(file: Path, sets: Sequence[str]) -> bool:
@@ -126,6 +136,7 @@ def resume(
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
+    follow_torchrun()
     from retrain.campaign.running.controller import resume as go_on
 
     place = Path(directory)

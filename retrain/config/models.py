@@ -84,8 +84,15 @@ class Backend(Section):
     ] = Field(default_factory=dict)
     """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
     devices: Annotated[Devices, Role.NAMES] = "auto"
-    """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. For `[campaign] executor =
-    "processes"` also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0", "gpu:2"]`."""
+    """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. With `shard`, and for
+    `[campaign] executor = "processes"`, also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0",
+    "gpu:2"]`."""
+    shard: Annotated[Literal["none", "dp"], Role.NAMES] = "none"
+    """`dp`: several processes, ranks, train each cohort together. Every rank holds the base; each samples and updates
+    with its share of the rollouts. See docs/sharding.md."""
+    ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
+    """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`.
+    Without torchrun retrain starts them itself."""
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""

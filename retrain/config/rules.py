@@ -94,7 +94,7 @@ def model_rules(config: Config) -> Iterator[Finding]:
 def executor_rules(config: Config) -> Iterator[Finding]:
     """Several devices take several processes, these do not share servers, and Ray itself chooses among GPUs."""
     executor, backend = config.campaign.executor, config.backend
-    if backend.several and executor == "inprocess":
+    if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
         words = f"is {toml(backend.devices)}, and one process trains on one device"
         fix = f'devices = "{one}"'
@@ -114,6 +114,24 @@ def executor_rules(config: Config) -> Iterator[Finding]:
         what = f'is "{executor}", and with engine = "{config.inference.engine}" one process alone uses the servers'
         fix = 'executor = "inprocess", or engine = "local"'
         yield Finding(("campaign.executor", "inference.engine"), what, fix)
+
+
+def shard_rules(config: Config) -> Iterator[Finding]:
+    """Ranks belong to one process, whose base is retrain's own and whose GPUs they have for themselves."""
+    backend, executor = config.backend, config.campaign.executor
+    if backend.shard == "none":
+        return
+    what = f'is "{backend.shard}"'
+    if executor != "inprocess":
+        words = f'{what}, and the workers of executor = "{executor}" train one cohort each, in one process'
+        yield Finding(("backend.shard", "campaign.executor"), words, 'executor = "inprocess", or shard = "none"')
+    if is_plugin(backend.backend):
+        words = f"{what}, and {backend.backend} computes its updates itself"
+        yield Finding(("backend.shard", "backend.backend"), words, 'shard = "none"')
+    if config.inference.launch:
+        words = f"{what}, and servers that are launched here would share GPUs with the ranks"
+        fix = 'give the url of servers that run elsewhere, or shard = "none"'
+        yield Finding(("backend.shard", "inference.launch"), words, fix)
 
 
 def off_policy_rules(config: Config) -> Iterator[Finding]:
@@ -507,6 +525,7 @@ RULES = (
     model_rules,
     executor_rules,
     planning_rules,
+    shard_rules,
     overlong_rules,
     slurm_rules,
     off_policy_rules,

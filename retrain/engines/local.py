@@ -85,6 +85,11 @@ class LocalEngine:
         """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
         return sum(self._syncs)
 
+    @property
+    def side_by_side(self) -> int:
+        """How many pieces of a batch are decoded at once."""
+        return self.workers.count
+
     def begin(self, plan: MemoryPlan) -> None:
         """Forget what was learnt about memory, and go by this plan."""
         self.plan, self.decode_bytes = plan, plan.decode_bytes
@@ -147,7 +152,7 @@ class LocalEngine:
                 "lower [training] max_tokens"
             )
         lanes = {ref: lane for lane, ref in enumerate(dict.fromkeys(request.policy for request in requests))}
-        weights = [self._weights(ref) for ref in lanes]
+        weights = [self.weights_of(ref) for ref in lanes]
         asked = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]
         done: list[list[Action]] = [[] for _ in asked]
         self._syncs = []
@@ -181,7 +186,8 @@ class LocalEngine:
                 self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
             work = [row for row in work if not done[row.request]]
 
-    def _weights(self, ref: PolicyRef) -> LoraWeights:
+    def weights_of(self, ref: PolicyRef) -> LoraWeights:
+        """What was published under this name. Raises RunFailed where nothing was."""
         if ref not in self._published:
             there = ", ".join(str(each.version) for each in self._published if each.run_id == ref.run_id)
             raise RunFailed(
@@ -199,16 +205,27 @@ class LocalEngine:
     ) -> None:
         """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
         pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
+        lanes = sorted({requests[row.request].lane for row in work})
+        self.decode_pieces(requests, pieces, weights, lanes, rows // len(pieces), keep)
+
+    def decode_pieces(
+        self,
+        requests: Sequence[LaneRequest],
+        pieces: Sequence[list[Row]],
+        weights: Sequence[LoraWeights],
+        lanes: list[int],
+        rows: int,
+        keep: Finished,
+    ) -> None:
+        """Decode pieces of the work side by side, each at most ``rows`` sequences at once; ``lanes`` are those of the
+        whole work."""
         if self.decoder is not None:
-            lanes = sorted({requests[row.request].lane for row in work})
             begin = time.perf_counter()
             blocks = self._blocks_of(self.decoder, [weights[lane] for lane in lanes])
             self._synced(begin)
-            self.workers.map(
-                lambda piece: self._dense(requests, piece, lanes, blocks, rows // len(pieces), keep), pieces
-            )
+            self.workers.map(lambda piece: self._dense(requests, piece, lanes, blocks, rows, keep), pieces)
         else:
-            waves = [wave for piece in pieces for wave in _waves(requests, piece, rows // len(pieces))]
+            waves = [wave for piece in pieces for wave in _waves(requests, piece, rows)]
             self.workers.map(lambda wave: self._plain(requests, wave, weights, keep), waves)
 
     def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> list[Block]:
@@ -266,7 +283,7 @@ class LocalEngine:
         of_lane: dict[int, dict[int, list[Row]]] = {}
         for row in work:
             of_lane.setdefault(requests[row.request].lane, {}).setdefault(row.request, []).append(row)
-        pieces: list[list[Row]] = [[] for _ in range(max(1, min(self.workers.count, most)))]
+        pieces: list[list[Row]] = [[] for _ in range(max(1, min(self.side_by_side, most)))]
         dealt = 0
         for own in of_lane.values():
             share = -(-len(own) // len(pieces))

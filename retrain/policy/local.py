@@ -19,13 +19,16 @@ from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
-from retrain.policy.logprobs import by_place, collate, hidden_states, split_microbatches, token_logprobs
+from retrain.policy.logprobs import split_microbatches
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, Want
+from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
+from retrain.policy.scoring import scored
+from retrain.policy.shares import RunShares
 from retrain.policy.threads import Workers
 from retrain.policy.update import Passes, batch_gradient, train_step
 from retrain.types import Sample
@@ -65,7 +68,7 @@ class LocalSnapshot:
 class LocalPolicy:
     """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
     side by side, unless the update itself is one of several that run side by side; ``plan`` is the cohort's, by default
-    that of a run by itself."""
+    that of a run by itself; ``ranks`` are processes that do a share of updates and scores."""
 
     starts_as_base = True
 
@@ -77,8 +80,10 @@ class LocalPolicy:
         stream: tuple[int | str, ...],
         workers: Workers | None = None,
         plan: MemoryPlan | None = None,
+        ranks: Ranks | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
+        self.shares = None if ranks is None else RunShares(ranks, config.algorithm.loss)
         self.adapter = self._new_adapter().initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
@@ -125,28 +130,19 @@ class LocalPolicy:
         want: frozenset[Want],
         adapter: Adapter | LoraWeights,
     ) -> Scores:
-        wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
         temperature = self.config.training.temperature
-        for part in parts:
-            batch = collate([samples[i] for i in part], self.base).to(self.base.device)
-            tables: dict[Want, torch.Tensor | None] = {}
-            with torch.no_grad():
-                if Want.REFERENCE in want:
-                    tables[Want.REFERENCE], _ = token_logprobs(self.base, batch, temperature)
-                if want & {Want.LOGPROBS, Want.ENTROPY}:
-                    with self.lanes.single(adapter):
-                        tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
-                            self.base, batch, temperature, entropy=Want.ENTROPY in want
-                        )
-                if Want.VALUES in want and self.critic is not None:
-                    with self.lanes.single(self.critic.adapter or self.adapter):
-                        tables[Want.VALUES] = by_place(self.critic.head(hidden_states(self.base, batch)), batch)
-            for kind in want:
-                table = tables[kind]
-                assert table is not None
-                for i, row_T, own_T in zip(part, table.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True):
-                    wanted[kind][i] = row_T[own_T]
-        return Scores(**{str(kind): arrays for kind, arrays in wanted.items()})
+        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
+        chosen = [[samples[i] for i in part] for part in parts]
+        if self.shares is None:
+            found = scored(self.lanes, chosen, want, adapter, temperature, critic)
+        else:
+            found = self.shares.scores(self.lanes, chosen, want, adapter, temperature, critic, self.bfloat16)
+        wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        for part, arrays in zip(parts, found, strict=True):
+            for kind, rows in arrays.items():
+                for i, row_T in zip(part, rows, strict=True):
+                    wanted[kind][i] = row_T
+        return Scores(**{str(kind): rows for kind, rows in wanted.items()})
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
         """See ``train_step``."""
@@ -172,7 +168,8 @@ class LocalPolicy:
 
     @property
     def _passes(self) -> Passes:
-        return Passes(self.lanes, self.budget, self.workers or Workers(), self.config.lora.dropout, self.bfloat16)
+        dropout, workers = self.config.lora.dropout, self.workers or Workers()
+        return Passes(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares)
 
     def fingerprint(self) -> str:
         """Hash of the adapter's weights as they are."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,13 +53,34 @@ UPDATE_PARTS = (
 """The parts that an update's seconds are counted by; the catalogue describes each (``timing_<part>_total``)."""
 
 
+Numbered = tuple[int, list[Sample], bool]
+"""A micro-batch: its place in the step, which names its dropout, its samples, and whether it has a gradient."""
+
+
+class Shares(Protocol):
+    """Other processes that do a part of the micro-batches (``policy.shares``); ``count`` includes this one."""
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def parts(self, work: Work, batches: Sequence[Numbered], twice: bool) -> list[Part]:
+        """``Work.parts`` of all of these, in their order, each process having done a share."""
+        ...
+
+
+LEAST_SHARED_TOKENS = 512
+"""Tokens of a micro-batch that is not cut further so that every process has one."""
+
+
 @dataclass(frozen=True)
 class Passes:
     """How forward and backward passes are made, for all updates of a run.
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
     side by side, which changes no bit of the result; ``bfloat16`` has an fp32 base multiply in it
-    (``policy.rounded``).
+    (``policy.rounded``); ``shares`` are other processes that do some of them.
     """
 
     lanes: Lanes
@@ -67,6 +88,12 @@ class Passes:
     workers: Workers = field(default_factory=Workers)
     dropout: float = 0.0
     bfloat16: bool = False
+    shares: Shares | None = None
+
+    @property
+    def side_by_side(self) -> int:
+        """How many micro-batches are under way at once."""
+        return self.workers.count * (1 if self.shares is None else self.shares.count)
 
     @property
     def base(self) -> BaseModel:
@@ -101,8 +128,8 @@ def train_step(
     metrics: dict[str, Any] = {"optim/lr": lr, "num_datums": len(samples)}
     if not trained:
         metrics |= {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
-    work = partial(_Work, passes, batch)
-    planned: list[tuple[_Work, Sequence[Sample]]] = []
+    work = partial(Work, passes, batch)
+    planned: list[tuple[Work, Sequence[Sample]]] = []
     shared = critic if critic is not None and critic.adapter is None and samples and not warming else None
     if shared is not None:
         planned.append((work(adapter, objective, head=shared.head), samples))
@@ -112,7 +139,7 @@ def train_step(
     if critic is not None and samples and shared is None:
         lane, frozen = critic.adapter or adapter, critic.adapter is None
         planned.append((work(lane, objective.alone(ValueTerm), head=critic.head, frozen=frozen), samples))
-    steps, clock = list[Step](), _Clock(passes.base.device)
+    steps, clock = list[Step](), Clock(passes.base.device)
     try:
         for each, used in planned:
             loss, sums, own = each.gradient(used)
@@ -154,7 +181,7 @@ def batch_gradient(
     if not samples:
         return torch.zeros_like(adapter.flat.grad)
     wanted = objective if shared is not None else objective.without(ValueTerm)
-    work, device = _Work(passes, batch, adapter, wanted, None if shared is None else shared.head), passes.base.device
+    work, device = Work(passes, batch, adapter, wanted, None if shared is None else shared.head), passes.base.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             work.gradient(samples)
@@ -196,17 +223,18 @@ def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
 
 
 @dataclass
-class _Part:
-    """What one micro-batch gave: its share of the loss and the statistics, and its gradients unless accumulated."""
+class Part:
+    """What one micro-batch gave: its share of the loss and the statistics, and its gradients unless they are in the
+    buffers or a part before it already."""
 
     loss: torch.Tensor
     sums: Sums
-    clock: _Clock
+    clock: Clock
     gradients: list[torch.Tensor]
 
 
 @dataclass
-class _Work:
+class Work:
     """The forward and backward passes of one optimizer step, with this adapter; ``head`` gives values of the same
     hidden states. A ``frozen`` adapter has no gradient, only the head has."""
 
@@ -235,25 +263,34 @@ class _Work:
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
         return [grad for grad in grads if grad is not None]
 
-    def gradient(self, samples: Sequence[Sample]) -> tuple[float, Sums, _Clock]:
+    def gradient(self, samples: Sequence[Sample]) -> tuple[float, Sums, Clock]:
         """Fill ``buffers``; returns the loss, the statistics and the times. Made again with smaller
         micro-batches for as long as memory runs out."""
-        budget, workers = self.passes.budget, self.passes.workers
+        budget = self.passes.budget
         budget.note(*backbone_of(self.base).notes)
         while True:
-            batches = self._micro_batches(samples, budget.tokens)
+            batches = self._enough(samples, budget.tokens)
             reason = self._attempt(batches)
             if not isinstance(reason, str):
                 break
             if self.base.device.type == "cuda":
                 torch.cuda.empty_cache()
             budget.shrink([len(part) for part, _ in batches], [len(sample) for sample in samples], reason)
-        sums, clock = None, _Clock(self.base.device)
+        sums, clock = None, Clock(self.base.device)
         for part in reason:
             sums = add_sums(sums, part.sums)
-            clock.add(part.clock, 1 / min(workers.count, len(reason)))
+            clock.add(part.clock, 1 / min(self.passes.side_by_side, len(reason)))
         clock.microbatches = len(reason)
         return float(torch.stack([part.loss for part in reason]).sum()), sums or {}, clock
+
+    def _enough(self, samples: Sequence[Sample], tokens: int) -> list[tuple[list[Sample], bool]]:
+        """Micro-batches of so many tokens; smaller ones where several processes would not have one each, as long as
+        that pays."""
+        batches, shares = self._micro_batches(samples, tokens), self.passes.shares
+        while shares is not None and len(batches) < min(shares.count, len(samples)) and tokens > LEAST_SHARED_TOKENS:
+            tokens = max(LEAST_SHARED_TOKENS, min(tokens, sum(map(len, samples))) // 2)
+            batches = self._micro_batches(samples, tokens)
+        return batches
 
     def _micro_batches(self, samples: Sequence[Sample], tokens: int) -> list[tuple[list[Sample], bool]]:
         """The samples in micro-batches, each with whether it has a gradient.
@@ -269,16 +306,16 @@ class _Work:
                 batches.append(([chosen[i] for i in indices], wanted))
         return batches
 
-    def _attempt(self, batches: Sequence[tuple[list[Sample], bool]]) -> list[_Part] | str:
+    def _attempt(self, batches: Sequence[tuple[list[Sample], bool]]) -> list[Part] | str:
         """All micro-batches; the words of the error when memory ran out. The error itself, which keeps every tensor
         of the failed pass alive, is gone then."""
-        buffers, budget, workers = self.buffers, self.passes.budget, self.passes.workers
+        buffers, twice, shares = self.buffers, self.passes.budget.checkpointing, self.passes.shares
         for buffer in buffers:
             buffer.zero_()
-        apart = workers.count > 1 and len(batches) > 1
+        apart = self.passes.workers.count > 1 and len(batches) > 1
         try:
             numbered = [(i, part, wanted) for i, (part, wanted) in enumerate(batches)]
-            parts = workers.map(lambda item: self._micro_batch(*item, budget.checkpointing, apart), numbered)
+            parts = self.parts(numbered, twice, apart) if shares is None else shares.parts(self, numbered, twice)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -288,13 +325,30 @@ class _Work:
                 buffer += gradient
         return parts
 
-    def _micro_batch(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
+    def parts(self, batches: Sequence[Numbered], twice: bool, apart: bool) -> list[Part]:
+        """The passes of these micro-batches, their gradients added to ``buffers`` or in tensors ``apart``; ``twice``
+        computes layers again in the backward pass instead of keeping them."""
+        return self.passes.workers.map(lambda item: self._micro_batch(*item, twice, apart), batches)
+
+    def summed_parts(self, batches: Sequence[Numbered], twice: bool) -> list[Part]:
+        """The same with the sum of all gradients, in fp64, in the first of the parts; no more of them than there are
+        workers are in memory at once."""
+        totals = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in self.buffers]
+        parts, count = list[Part](), self.passes.workers.count
+        for begin in range(0, len(batches), count):
+            for part in self.parts(batches[begin : begin + count], twice, apart=True):
+                for total, gradient in zip(totals, part.gradients, strict=False):
+                    total += gradient
+                parts.append(replace(part, gradients=[]))
+        return [replace(parts[0], gradients=totals), *parts[1:]] if parts else []
+
+    def _micro_batch(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> Part:
         """One forward pass and, if ``wanted``, one backward pass, into ``buffers`` or tensors ``apart``."""
         with products_in_bfloat16(self.passes.bfloat16):
             return self._passes(number, samples, wanted, twice, apart)
 
-    def _passes(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> _Part:
-        base, objective, clock = self.base, self.objective, _Clock(self.base.device)
+    def _passes(self, number: int, samples: list[Sample], wanted: bool, twice: bool, apart: bool) -> Part:
+        base, objective, clock = self.base, self.objective, Clock(self.base.device)
         batch = collate(samples, base, share=self.passes.dropout == 0)
         clock.lap("prepare_tensors")
         batch = batch.to(base.device)
@@ -321,9 +375,9 @@ class _Work:
             elif wanted:
                 loss.backward()
             clock.lap("backward")
-        return _Part(loss.detach(), sums, clock, gradients)
+        return Part(loss.detach(), sums, clock, gradients)
 
-    def _scores(self, batch: MicroBatch, clock: _Clock) -> TokenScores:
+    def _scores(self, batch: MicroBatch, clock: Clock) -> TokenScores:
         """What the objective reads, of the adapter that is active."""
         needs, objective = self.objective.needs, self.objective
         hidden_MH, values_BT = None, None
@@ -370,7 +424,7 @@ def _leave(samples: Sequence[Sample], logprobs_BT: torch.Tensor, action_BT: torc
         sample.trainer_logprobs = row_T[own_T]
 
 
-class _Clock:
+class Clock:
     """Seconds of ``UPDATE_PARTS``; on a GPU each lap waits for the device, a few times per micro-batch."""
 
     def __init__(self, device: torch.device):
@@ -390,7 +444,7 @@ class _Clock:
         self.totals[part] += now - self.last
         self.last = now
 
-    def add(self, other: _Clock, share: float) -> None:
+    def add(self, other: Clock, share: float) -> None:
         """Count another's laps too; ``share`` of their time, when several ran at once."""
         for part, seconds in other.totals.items():
             self.totals[part] += share * seconds

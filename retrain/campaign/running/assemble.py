@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,16 +32,18 @@ from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
-from retrain.errors import CheckpointError, UsageError
+from retrain.errors import CheckpointError, ModelError, UsageError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.base import BaseModel
 from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import objective_of
+from retrain.policy.ranks import Ranks
 from retrain.policy.threads import Workers, workers_for
 from retrain.pressure import Pressure
 from retrain.record.base_evaluations import BaseEvaluations
@@ -79,7 +81,7 @@ def assemble(
     specs = [spec for spec in specs if spec.run_id in begin]
     modes = [(load_modes(spec.config.algorithm, folder), load_detector(spec.config, folder)) for spec in specs]
     first, bases = specs[0].config, bases or stack.enter_context(Bases())
-    _use_deterministic(first.training.deterministic)
+    use_deterministic(first.training.deterministic)
     # What is quick to read comes before the weights, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     device = partial(resolve_device, first.backend.device)
@@ -88,7 +90,8 @@ def assemble(
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
-    model = model_of(specs, folder, data, bases, stack, observer, directory)
+    load = partial(model_of, specs, folder, data, bases, stack, observer, directory)
+    model = _on_all_ranks(specs, folder, bases.ranks, load)
     if not _is_local(first):
         data = askable(data, first, longest, model.tokenizer.source, context=0)
     shared = _Shared(directory, folder, model, data, observer, stack)
@@ -151,11 +154,29 @@ def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
     return pressure
 
 
-def _use_deterministic(wanted: bool) -> None:
+def use_deterministic(wanted: bool) -> None:
+    """Have torch compute everything in a fixed order, or as fast as it can."""
     if wanted:
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
+
+
+def _on_all_ranks(
+    specs: Sequence[RunSpec], folder: Path, ranks: Ranks | None, own: Callable[[], CohortModel]
+) -> CohortModel:
+    """The model of these runs, while other ranks load it too. Raises ModelError where theirs is another one."""
+    if ranks is None:
+        return own()
+    runs = [spec.to_json() for spec in specs]
+    model, identities = ranks.ask("load", [(runs, str(folder), place) for place in ranks.places], own).whole()
+    for rank, identity in enumerate(identities, start=1):
+        if identity != model.identity:
+            raise ModelError(
+                f"rank {rank} has other weights of {model.name} than rank 0 ({identity}, not {model.identity}): give "
+                "all of them the same model"
+            )
+    return model
 
 
 def model_of(
@@ -177,13 +198,17 @@ def model_of(
         base, lanes, engine = bases.take_served(config, directory, observer.message)
     else:
         base, lanes, engine = bases.take(config, observer.message)
-    # Dropout draws from torch's global stream, which runs side by side would share.
-    one_by_one = any(spec.config.lora.dropout > 0 for spec in specs)
-    workers = Workers() if one_by_one else workers_for(base)
-    stack.callback(workers.close)
+    workers = stack.enter_context(closing(workers_of(base, specs)))
     longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
     check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=not served)
-    return local_model(base, lanes, engine, workers, MemoryPlan.of(base, lane_bytes(base, lanes, specs)))
+    plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs))
+    return local_model(base, lanes, engine, workers, plan, bases.ranks)
+
+
+def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
+    """The workers of these runs' cohort. Dropout draws from torch's global stream, which runs side by side would
+    share."""
+    return Workers() if any(spec.config.lora.dropout > 0 for spec in specs) else workers_for(base)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from retrain.record.observer import NullObserver, SpecLike
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
+    from retrain.campaign.running.team import Team
 
 
 class Outbox(NullObserver):
@@ -87,11 +88,12 @@ class Submitted:
 
 class InProcess:
     """See ``Executor``. The base stays in memory between jobs, until ``close``. Torch is imported when it
-    is first asked about GPUs, or given a job."""
+    is first asked about GPUs, or given a job. ``team`` are processes that compute together with this one."""
 
     slots = 1
 
-    def __init__(self) -> None:
+    def __init__(self, team: Team | None = None) -> None:
+        self.team = team
         self._jobs: deque[Submitted] = deque()
         self._count = 0
         self._bases: Bases | None = None
@@ -133,6 +135,8 @@ class InProcess:
         if self._bases is not None:
             self._bases.release()
             self._bases = None
+        if self.team is not None:
+            self.team.close()
 
     def _train(self, mine: Submitted, job: CohortJob, outbox: Outbox) -> Generator[Event, None, JobEnded]:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
@@ -197,5 +201,6 @@ class InProcess:
     def _own_bases(self) -> Bases:
         from retrain.campaign.running.models import Bases
 
-        self._bases = self._bases or Bases()
+        if self._bases is None:
+            self._bases = Bases(ranks=None if self.team is None else self.team.ranks())
         return self._bases

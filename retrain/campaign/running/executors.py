@@ -11,21 +11,29 @@ from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import Executor
 from retrain.campaign.running.raycluster import ray_workers
 from retrain.campaign.running.slurm import workers_of
+from retrain.campaign.running.team import Team, torchrun_rank
 from retrain.config import Config
 from retrain.errors import UsageError
 from retrain.wording import plural
 
 
 def executor_of(plan: Plan) -> Executor:
-    """The executor of a plan's configuration. Raises UsageError when devices that it names are not there."""
-    return EXECUTORS[plan.specs[0].config.campaign.executor](plan)
+    """The executor of a plan's configuration. Raises UsageError when devices that it names are not there, and where
+    torchrun has started processes that it has no use for."""
+    config = plan.specs[0].config
+    if torchrun_rank() is not None and config.backend.shard == "none":
+        raise UsageError(
+            f'torchrun has started {os.environ["WORLD_SIZE"]} process(es), and with [backend] shard = "none" one '
+            'trains: type --set backend.shard="dp", or start retrain without torchrun'
+        )
+    return EXECUTORS[config.campaign.executor](plan)
 
 
 def slots_of(config: Config) -> list[Slot]:
     """One slot for each worker: a GPU or the asked part of one each, or an equal share of this machine's cores and
     memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
-    gpus = _gpus(config)
+    gpus = gpus_of(config)
     if not gpus:
         if share != 1:
             raise UsageError(
@@ -50,7 +58,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _gpus(config: Config) -> list[tuple[str, str]]:
+def gpus_of(config: Config) -> list[tuple[str, str]]:
     """The GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU."""
     backend = config.backend
     if backend.devices == "cpu":
@@ -73,8 +81,13 @@ def _gpus(config: Config) -> list[tuple[str, str]]:
     return [(name, given[index] if given else str(index)) for name, index in zip(names, indices, strict=True)]
 
 
+def _in_process(plan: Plan) -> InProcess:
+    config = plan.specs[0].config
+    return InProcess(None if config.backend.shard == "none" else Team(config))
+
+
 EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
-    "inprocess": lambda plan: InProcess(),
+    "inprocess": _in_process,
     "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory),
     "ray": ray_workers,
     "slurm": lambda plan: workers_of(plan, cores()),

@@ -22,6 +22,7 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.watch import Watch
+from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
@@ -30,6 +31,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
+from retrain.policy.ranks import Ranks
 from retrain.policy.threads import Workers
 from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
@@ -59,13 +61,18 @@ class CohortModel:
 
 
 def local_model(
-    base: BaseModel, lanes: Lanes, engine: LocalEngine | ServerEngine, workers: Workers, plan: MemoryPlan
+    base: BaseModel,
+    lanes: Lanes,
+    engine: LocalEngine | ServerEngine,
+    workers: Workers,
+    plan: MemoryPlan,
+    ranks: Ranks | None = None,
 ) -> CohortModel:
     """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
-    that hold the same base."""
+    that hold the same base; ``ranks`` do a share of what this process computes."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
-        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan)
+        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks)
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
@@ -86,13 +93,13 @@ def local_model(
         return Watch(base, lanes, config.training.temperature, limit)
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
-    built |= gpu_facts(base.device)
+    built |= gpu_facts(base.device) | {"ranks": 1 if ranks is None else ranks.count}
     return CohortModel(
         base.name,
         base.fingerprint,
         base.text,
         engine,
-        workers,
+        workers if ranks is None else Workers(),  # one run at a time has the ranks
         policy,
         built,
         decode_work(base) if isinstance(engine, LocalEngine) else None,
@@ -136,9 +143,10 @@ def _built(
 
 class Bases:
     """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
-    one that is no model's own, the same for every configuration."""
+    one that is no model's own, the same for every configuration. ``ranks`` hold the same bases and sample with them."""
 
-    def __init__(self, load: Callable[[Config], BaseModel] | None = None) -> None:
+    def __init__(self, load: Callable[[Config], BaseModel] | None = None, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
@@ -171,7 +179,12 @@ class Bases:
         """The base that a run's configuration names, with the lanes that it trains, and an engine in this process. What
         is in memory already is taken from there. Raises ModelError when it cannot be had."""
         base, lanes = self.trained(config, tell)
-        self._engine = self._engine or LocalEngine(base, lanes, tell=tell)
+        if self._engine is None:
+            self._engine = (
+                LocalEngine(base, lanes, tell=tell)
+                if self.ranks is None
+                else SharedEngine(base, lanes, self.ranks, tell)
+            )
         self._engine.forget()
         self._engine.begin(MemoryPlan.of(base))
         self._engine.tell = tell
@@ -220,6 +233,11 @@ class Bases:
             self._engine.forget()
         if self._server is not None:
             self._server[1].forget()
+
+    def forget_sequences(self) -> None:
+        """Let go of what an engine in this process has kept of sequences that go on."""
+        if self._engine is not None:
+            self._engine.kept.clear()
 
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""

@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from retrain.campaign.running.team import torchrun_rank
 from retrain.record.observer import Observer
 
+ECHO_SECONDS = 3.0
+"""torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""
 ABANDON_SECONDS = 8.0
 """After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
 
@@ -43,6 +47,7 @@ class StopRequest:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory
+        self.echo_seconds = 0.0 if torchrun_rank() is None else ECHO_SECONDS
         self.signal: signal.Signals | None = None
         """The first signal, once there was one."""
 
@@ -53,14 +58,15 @@ class StopRequest:
             yield self
             return
 
-        urged = False
+        urged: float | None = None
 
         def handle(number: int, frame: object) -> None:
             nonlocal urged
-            came = signal.Signals(number)
-            if urged and ENDINGS[came].urgent:
+            came, now = signal.Signals(number), time.monotonic()
+            if urged is not None and ENDINGS[came].urgent and now - urged >= self.echo_seconds:
                 raise KeyboardInterrupt
-            urged = urged or ENDINGS[came].urgent
+            if urged is None and ENDINGS[came].urgent:
+                urged = now
             if self.signal is None:
                 self.signal = came
 
@@ -84,7 +90,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _watch(self, descriptor: socket.socket, ended: threading.Event, observer: Observer) -> None:
-        heard, said = 0, False
+        heard, said, first = 0, False, None
         while heard < 2:
             received = descriptor.recv(64)
             if not received:
@@ -93,7 +99,12 @@ class StopRequest:
                 said = True
                 with suppress(OSError, ValueError):  # nobody may be there to read it
                     observer.message("finishing the step and saving; once more to stop without saving", "warning")
-            heard += sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
+            urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
+            now = time.monotonic()
+            if urgent and first is None:
+                first, heard = now, 1 if self.echo_seconds else urgent
+            elif first is not None and now - first >= self.echo_seconds:
+                heard += urgent
         if not ended.wait(ABANDON_SECONDS):
             where = f" Type: retrain resume {self.directory}" if self.directory else ""
             with suppress(OSError):  # the terminal may be gone

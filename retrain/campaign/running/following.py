@@ -1,0 +1,108 @@
+"""What a rank other than 0 does: hold the base of the cohort, and compute what rank 0 asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.algorithms.standard import load_modes
+from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.running.assemble import use_deterministic, workers_of
+from retrain.campaign.running.fitting import lane_bytes
+from retrain.campaign.running.models import Bases
+from retrain.config.base import is_plugin
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef
+from retrain.engines.shared import DecodingAsked
+from retrain.maths.losses import Loss
+from retrain.policy.budget import is_out_of_memory
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes
+from retrain.policy.memory import MemoryPlan
+from retrain.policy.scoring import Scored
+from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
+from retrain.policy.threads import Workers
+from retrain.policy.update import Part
+from retrain.types import Action
+
+
+class Desk:
+    """What rank 0 may ask for, each of these by its name; see ``policy.ranks.follow``. ``load`` comes first."""
+
+    lanes: Lanes
+    engine: LocalEngine
+    """There where this process samples."""
+    workers: Workers
+
+    def __init__(self, bases: Bases):
+        self.bases, self._cohort = bases, ExitStack()
+        self.losses: dict[str, Loss] = {}
+
+    def load(self, runs: Sequence[Mapping[str, Any]], folder: str, place: str) -> str:
+        """Take the base of these runs, on the device ``place``; the fingerprint of its weights."""
+        self._cohort.close()
+        specs = [RunSpec.from_json(_at(run, place)) for run in runs]
+        own = {spec.config.algorithm.loss: spec.config.algorithm for spec in specs}
+        self.losses = {name: load_modes(section, Path(folder)).loss for name, section in own.items() if is_plugin(name)}
+        first = specs[0].config
+        use_deterministic(first.training.deterministic)
+        base, self.lanes = self.bases.trained(first)
+        self.workers = self._cohort.enter_context(closing(workers_of(base, specs)))
+        if not first.inference.served:
+            _, _, self.engine = self.bases.take(first)
+            self.engine.workers = self.workers
+            self.engine.begin(MemoryPlan.of(base, lane_bytes(base, self.lanes, specs)))
+        return base.fingerprint
+
+    def publish(self, ref: PolicyRef, weights: Packed) -> None:
+        """Keep these weights, to sample with."""
+        self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes), {}))
+
+    def retire(self, ref: PolicyRef) -> None:
+        """Let go of them."""
+        self.engine.retire(ref)
+
+    def forget(self) -> None:
+        """Let go of all of them."""
+        self.engine.forget()
+
+    def forget_sequences(self) -> None:
+        """No sequence so far goes on."""
+        self.engine.forget_sequences()
+
+    def decode(self, asked: DecodingAsked) -> dict[int, list[Action]]:
+        """Sample; the actions by request."""
+        try:
+            return asked.done(self.engine)
+        except RuntimeError as error:
+            self._make_room(error)
+            raise
+
+    def passes(self, asked: PassesAsked) -> tuple[list[Part], list[Any]]:
+        """Forward and backward passes of an update."""
+        try:
+            return asked.done(self.lanes, self.workers, self.losses)
+        except RuntimeError as error:
+            self._make_room(error)
+            raise
+
+    def scores(self, asked: ScoresAsked) -> Scored:
+        """Forward passes that score samples."""
+        return asked.done(self.lanes)
+
+    def _make_room(self, error: RuntimeError) -> None:
+        """Give back what can be, where memory has run out: rank 0 asks again for less."""
+        if is_out_of_memory(error):
+            self.bases.forget_sequences()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+
+def _at(run: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The run with another device."""
+    config = dict(run["config"])
+    return {**run, "config": {**config, "backend": {**config["backend"], "devices": place}}}

@@ -1,0 +1,103 @@
+"""The in-process engine on every rank of one run: a batch is cut into pieces as for as many workers as all ranks have,
+and each rank decodes some of them. What is sampled therefore is what one process with so many workers samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import Finished, PolicyRef
+from retrain.engines.rows import LaneRequest, Row
+from retrain.policy.base import BaseModel
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.protocol import PolicySnapshot
+from retrain.policy.ranks import Ranks
+from retrain.policy.shares import Packed
+from retrain.types import Action
+
+
+@dataclass(frozen=True)
+class DecodingAsked:
+    """Pieces that a rank is asked to decode; ``refs`` name the weights of every lane. See
+    ``LocalEngine.decode_pieces``."""
+
+    requests: list[LaneRequest]
+    pieces: list[list[Row]]
+    refs: list[PolicyRef]
+    lanes: list[int]
+    rows: int
+
+    def done(self, engine: LocalEngine) -> dict[int, list[Action]]:
+        """The actions of every request whose rows are in these pieces."""
+        found: dict[int, list[Action]] = {}
+        weights = [engine.weights_of(ref) for ref in self.refs]
+        engine.decode_pieces(self.requests, self.pieces, weights, self.lanes, self.rows, found.__setitem__)
+        return found
+
+
+class SharedEngine(LocalEngine):
+    """Rank 0's engine: a ``LocalEngine`` that has other ranks decode pieces too."""
+
+    def __init__(self, base: BaseModel, lanes: Lanes, ranks: Ranks, tell: Callable[[str], None] = lambda line: None):
+        super().__init__(base, lanes, tell=tell)
+        self.ranks = ranks
+        self._each = 0
+
+    @property
+    def side_by_side(self) -> int:
+        """See ``LocalEngine.side_by_side``."""
+        return self.ranks.count * self.workers.count
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
+        """See ``Engine.publish``."""
+        super().publish(ref, weights)
+        assert isinstance(weights, LocalSnapshot)
+        self.ranks.tell("publish", ref, Packed.of(weights.weights))
+
+    def retire(self, ref: PolicyRef) -> None:
+        """See ``Engine.retire``."""
+        super().retire(ref)
+        self.ranks.tell("retire", ref)
+
+    def forget_sequences(self) -> None:
+        """See ``Engine.forget_sequences``."""
+        super().forget_sequences()
+        self.ranks.tell("forget_sequences")
+
+    def forget(self) -> None:
+        """Drop all published weights."""
+        super().forget()
+        self.ranks.tell("forget")
+
+    def affordable_rows(self, length: int, truncated: bool = False, going_on: bool = False) -> int:
+        """Rows that all ranks hold together; see ``LocalEngine.affordable_rows``."""
+        self._each = super().affordable_rows(length, truncated, going_on)
+        return self.ranks.count * self._each
+
+    def decode_pieces(
+        self,
+        requests: Sequence[LaneRequest],
+        pieces: Sequence[list[Row]],
+        weights: Sequence[LoraWeights],
+        lanes: list[int],
+        rows: int,
+        keep: Finished,
+    ) -> None:
+        """See ``LocalEngine.decode_pieces``; piece i goes to rank i modulo their number. What a rank has decoded is
+        kept also when another one has raised something."""
+        rows = min(rows, self._each)  # few pieces leave ranks out
+        count, refs = self.ranks.count, [request.policy for request in requests]
+        of_lane = [refs[[request.lane for request in requests].index(lane)] for lane in range(len(weights))]
+        asked = [
+            (DecodingAsked(list(requests), own, of_lane, lanes, rows),) if own else None
+            for own in (list(pieces[rank::count]) for rank in range(1, count))
+        ]
+        own = pieces[::count]
+        decode = super().decode_pieces
+        answers = self.ranks.ask("decode", asked, lambda: decode(requests, own, weights, lanes, rows, keep))
+        for found in answers.others:
+            for request, actions in (found or {}).items():
+                keep(request, actions)
+        answers.whole()

@@ -1,0 +1,193 @@
+"""One run over several processes: rank 0 trains, the others compute what it asks of them.
+
+Every rank holds the same frozen base. Rank 0 alone has the loop, the optimizers, the graders and the files; the others
+(``campaign.running.following``) keep nothing that outlives a request but the weights to sample with. So they can never
+disagree about where training is, and a checkpoint is that of one process.
+
+What goes between them are pickled messages over gloo, which tells at once when the other end has died.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from retrain.errors import RankLost
+
+T = TypeVar("T")
+JOIN_SECONDS = 600.0
+"""How long the ranks may take to find each other: they import torch first."""
+IDLE_SECONDS = 7 * 86400.0
+"""How long a rank waits for what it is asked next: graders, servers and a person in between may take their time."""
+ANSWER_SECONDS = 1800.0
+"""How long rank 0, done with its own share, waits for that of another."""
+
+
+def join(rank: int, count: int, store: dist.Store | None = None) -> None:
+    """Meet the other ranks, through ``store`` or as the environment says that torchrun sets. Raises RankLost when they
+    do not come."""
+    met: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=JOIN_SECONDS), **met)
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(f"rank {rank} has not met the {count - 1} others: {_first(error)}") from error
+
+
+def leave() -> None:
+    """Part from the other ranks, whether they are still there or not."""
+    with suppress(RuntimeError, AssertionError, ValueError):
+        dist.destroy_process_group()
+
+
+def send(item: Any, to: int) -> None:
+    """Send an object to a rank. Raises RankLost when it is gone."""
+    data = torch.frombuffer(bytearray(pickle.dumps(item, protocol=5)), dtype=torch.uint8)
+    try:
+        dist.send(torch.tensor([data.numel()]), to)
+        dist.send(data, to)
+    except RuntimeError as error:
+        raise RankLost(f"rank {to} is gone ({_first(error)})") from error
+
+
+def receive(of: int, seconds: float = IDLE_SECONDS) -> Any:
+    """The next object that a rank sends. Raises RankLost when it is gone, or silent for so long."""
+    try:
+        size = torch.zeros(1, dtype=torch.int64)
+        _wait(size, of, seconds)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        _wait(data, of, seconds)
+    except RuntimeError as error:
+        raise RankLost(f"rank {of} is gone, or has said nothing for {seconds:.0f} s ({_first(error)})") from error
+    return pickle.loads(data.numpy().data)
+
+
+def _wait(into: torch.Tensor, of: int, seconds: float) -> None:
+    work = dist.irecv(into, of)
+    assert work is not None
+    work.wait(timedelta(seconds=seconds))
+
+
+@dataclass(frozen=True)
+class Answers(Generic[T]):
+    """What rank 0 has computed itself (None where that raised) and what every other rank has answered (None where it
+    was not asked, or raised); ``fault`` is what was raised, by rank 0 or else by the lowest rank."""
+
+    own: T | None
+    others: list[Any]
+    fault: Exception | None = None
+
+    def whole(self) -> tuple[T, list[Any]]:
+        """Own result and answers. Raises the fault."""
+        if self.fault is not None:
+            raise self.fault
+        return self.own, self.others  # pyright: ignore[reportReturnType]
+
+
+class Ranks:
+    """Rank 0's end of the others. ``places`` are the devices of these, rank 1's first; ``how_ended`` says of a rank
+    that is gone what is known of its end, "" where nothing is. Not for several threads at once."""
+
+    def __init__(self, places: Sequence[str], how_ended: Callable[[int], str] = lambda rank: ""):
+        self.places, self.count, self.how_ended = list(places), 1 + len(places), how_ended
+        self.owing = set[int]()
+        """Who has not answered yet, as when rank 0 gives up in between; nothing can be sent to them."""
+        self._asking = False
+        self._later: list[tuple[Any, ...]] = []
+
+    def tell(self, name: str, *args: Any) -> None:
+        """Have all others do something, without an answer; what it raises is the answer to the next ``ask``. While they
+        are asked for something else, they are told afterwards."""
+        self._later.append((name, args, False))
+        if not self._asking:
+            self._tell_later()
+
+    def ask(self, name: str, args: Sequence[tuple[Any, ...] | None], own: Callable[[], T]) -> Answers[T]:
+        """Have rank r + 1 do something with ``args[r]`` (None: it need not) while this one does ``own``. All answers
+        have come when this returns, whoever raised something."""
+        asked = [rank for rank, each in enumerate(args, start=1) if each is not None]
+        for rank in asked:
+            self._send(rank, (name, args[rank - 1], True))
+            self.owing.add(rank)
+        result, fault = None, None
+        self._asking = True
+        try:
+            result = own()
+        except Exception as error:
+            fault = error
+        finally:
+            self._asking = False
+        answers: list[Any] = [None for _ in args]
+        for rank in asked:
+            done, answer = self._receive(rank)
+            self.owing.remove(rank)
+            if done:
+                answers[rank - 1] = answer
+            else:
+                fault = fault or answer
+        self._tell_later()
+        return Answers(result, answers, fault)
+
+    def _tell_later(self) -> None:
+        while self._later:
+            message = self._later.pop(0)
+            for rank in range(1, self.count):
+                self._send(rank, message)
+
+    def _send(self, rank: int, message: tuple[Any, ...]) -> None:
+        try:
+            send(message, rank)
+        except RankLost as error:
+            raise self._lost(rank, error) from error
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return receive(rank, ANSWER_SECONDS)
+        except RankLost as error:
+            raise self._lost(rank, error) from error
+
+    def _lost(self, rank: int, error: RankLost) -> RankLost:
+        how = self.how_ended(rank)
+        return RankLost(f"rank {rank} {how}") if how else error
+
+
+def follow(desk: object) -> None:
+    """Do what rank 0 asks, one thing after the other, until it asks for the end; ``desk`` has a method for each. Raises
+    RankLost when rank 0 is gone."""
+    fault: Exception | None = None
+    while True:
+        name, args, answered = receive(0)
+        if name == "end":
+            return
+        answer = None
+        if fault is None:
+            try:
+                answer = getattr(desk, name)(*args)
+            except Exception as error:
+                fault = _portable(error)
+        if answered:
+            send((True, answer) if fault is None else (False, fault), 0)
+            fault = None
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, if it can be sent; else one with its words. Its traceback is a note of it."""
+    error.add_note("on another rank:\n" + "".join(traceback.format_exception(error)))
+    error = error.with_traceback(None)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _first(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
