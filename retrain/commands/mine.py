@@ -64,7 +64,7 @@ def mine(
     ] = 0.01,
     as_json: AsJson = False,
 ) -> None:
-    """Find the phrases that recur over a run's right answers, in groups of one meaning, for [planning] grams.
+    """Find the phrases that recur over a run's right answers, in groups of one meaning, for the key grams of planning.
 
     The same completions and options give the same file.
     """

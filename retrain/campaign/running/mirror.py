@@ -329,9 +329,9 @@ class Mirror:
                 growing.append(folder)
                 continue
             mark = mark_of(folder)
-            if mark is not None and mark.files is None:
-                continue  # a run, which has an index of its own
             if mark is not None:
+                if mark.files is None:
+                    continue  # a run, which has an index of its own
                 files = [file for name in (*mark.files, MARK) for file in self._file(folder / name)]
                 if len(files) == len(mark.files) + 1:  # else it is just being removed
                     published.append(files)
