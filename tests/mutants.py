@@ -813,14 +813,14 @@ MUTANTS = [
     ),
     # -- critics ----------------------------------------------------------------------------------------------------
     Mutant(
-        "critic: its adapter is active while the policy is scored", "retrain/policy/local.py",
-        "with self.lanes.single(adapter):",
-        "with self.lanes.single((self.critic and self.critic.adapter) or adapter):",
+        "critic: its adapter is active while the policy is scored", "retrain/policy/scoring.py",
+        "with lanes.single(adapter):",
+        "with lanes.single(critic[0] if critic else adapter):",
         (SCORED,),
     ),
     Mutant(
-        "critic: its values are read off the policy's adapter", "retrain/policy/local.py",
-        "with self.lanes.single(self.critic.adapter or self.adapter):", "with self.lanes.single(self.adapter):",
+        "critic: its values are read off the policy's adapter", "retrain/policy/scoring.py",
+        "own, head = critic", "own, head = adapter, critic[1]",
         (SCORED,),
     ),
     Mutant(
