@@ -18,7 +18,7 @@ from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm,
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.packing import NAME, register_attention
 from retrain.policy.protocol import Denominators, TrainBatch
-from retrain.policy.update import Passes, _Work
+from retrain.policy.update import Passes, Work
 from retrain.types import Sample
 
 LAYERS, HIDDEN, VOCABULARY = 2, 4096, 151_936
@@ -79,7 +79,7 @@ def update(base: BaseModel, lanes: Lanes, dropout: float, twice: bool) -> tuple[
     optimizer = new_optimizer([adapter.flat], 1e-4, (0.9, 0.95), 1e-8, 0.0)
     objective = Objective((PolicyTerm(), KLTerm(0.1), EntropyTerm(0.01)), temperature=0.9)
     passes = Passes(lanes, Budget(1024), dropout=dropout)
-    work = _Work(passes, TrainBatch([], Denominators(20, 4), 0, (1,)), adapter, objective)
+    work = Work(passes, TrainBatch([], Denominators(20, 4), 0, (1,)), adapter, objective)
     batch = collate(samples(), base, share=dropout == 0).to(base.device)
     with (
         # transformers asks the device whether positions count up, once per forward pass

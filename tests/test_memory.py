@@ -35,7 +35,7 @@ from retrain.engines.slots import SlotBatch
 from retrain.files import read_json, read_jsonl
 from retrain.models.sizes import adapter_bytes
 from retrain.policy import backbone, memory
-from retrain.policy import local as policy_local
+from retrain.policy import scoring as policy_scoring
 from retrain.policy import update as updating
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.budget import Budget
@@ -191,7 +191,7 @@ class Watched(NullObserver):
 def machine(monkeypatch):
     """Makes this machine one with so much memory, whose micro-batches have so many tokens; what is free of its memory
     is another number at every look. Notes the shapes of what is computed: rows at once, micro-batches of an update."""
-    begin, attempt, free = SlotBatch.__init__, updating._Work._attempt, iter(range(10**9, 10**10, 10**8))
+    begin, attempt, free = SlotBatch.__init__, updating.Work._attempt, iter(range(10**9, 10**10, 10**8))
     shapes: list[tuple[str, int]] = []
 
     def batch(self, *args):
@@ -209,7 +209,7 @@ def machine(monkeypatch):
         return shapes
 
     monkeypatch.setattr(SlotBatch, "__init__", batch)
-    monkeypatch.setattr(updating._Work, "_attempt", attempted)
+    monkeypatch.setattr(updating.Work, "_attempt", attempted)
     monkeypatch.setattr("retrain.campaign.running.fitting.available_memory", lambda device: next(free))
     return become
 
@@ -405,7 +405,7 @@ PLACES: dict[str, tuple[str, Any, str, int]] = {
     "a later prefill": ("sample", DenseDecoder, "prefill", 2),
     "decoding": ("sample", DenseDecoder, "decode_steps", 3),
     "compacting": ("sample", KVCache, "select", 1),
-    "scoring": ("score", policy_local, "token_logprobs", 2),
+    "scoring": ("score", policy_scoring, "token_logprobs", 2),
     "a forward pass": ("update", updating, "token_logprobs", 2),
     "a backward pass": ("update", torch.Tensor, "backward", 2),
     "the first moment": ("update", torch, "zeros_like", 1),

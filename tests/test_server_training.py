@@ -144,9 +144,9 @@ def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(
     taken: list[list[set[int]]] = []
     take = Run.take
 
-    def noting(self: Run, groups: Any) -> None:
-        take(self, groups)
+    def noting(self: Run, groups: Any) -> Any:
         taken.append([{turn.action.policy_version for turn in one.turns} for group in groups for one in group.rollouts])
+        return take(self, groups)
 
     def slow(status: int, payload: Any) -> tuple[int, Any]:
         time.sleep(0.03)  # so that updates end between turns

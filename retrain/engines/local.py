@@ -204,6 +204,8 @@ class LocalEngine:
         keep: Finished,
     ) -> None:
         """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
+        if not work:
+            return
         pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
         lanes = sorted({requests[row.request].lane for row in work})
         self.decode_pieces(requests, pieces, weights, lanes, rows // len(pieces), keep)
