@@ -186,13 +186,15 @@ def trained(tmp_path, name: str, algorithm: str):
 
 
 def test_runs_train_with_it(tmp_path):
-    """A limit that nothing reaches changes no bit of the adapter; one that everything reaches leaves the weights."""
+    """A limit that nothing reaches changes nothing but rounding, and that on some processors only; one that is reached
+    does."""
     _, plain = trained(tmp_path, "plain", 'loss = "reinforce"\ncorrection = "none"')
     rows, same = trained(
         tmp_path, "never", 'loss = "reinforce"\ncorrection = "none"\nrejection = "k3"\nrejection_limit = 1e9'
     )
-    assert all(torch.equal(plain[key], same[key]) for key in plain)
+    for key, value in plain.items():
+        torch.testing.assert_close(same[key], value, rtol=1e-4, atol=1e-5)
     assert {row["rejected_tokens_frac"] for row in rows} == {0.0}
     rows, some = trained(tmp_path, "some", 'loss = "m2po"\nm2po_threshold = 1e-4\nrejection_denominator = "kept"')
     assert 0.0 < rows[2]["rejected_tokens_frac"] < 0.5
-    assert any(not torch.equal(plain[key], some[key]) for key in plain)
+    assert any(not torch.allclose(plain[key], some[key], rtol=1e-3, atol=1e-4) for key in plain)

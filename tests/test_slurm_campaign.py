@@ -139,7 +139,7 @@ def test_workers_of_a_killed_controller_save_and_end(tmp_path, world, whole):
     command += ["--executor", "slurm", "--workers", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        run = next(line.split("run=")[1].split()[0] for line in process.stdout if line.startswith("step "))
+        run = next(line.split("run=")[1].split()[0] for line in process.stdout if line.startswith("start "))
         pid = writer(out, run)
         process.kill()
     assert process_start(pid) is not None
