@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-soak check real real-model test-real test-environments test-servers test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo test test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
+	@echo "make test-ranks  one run over several processes: deaths, torchrun, three ranks (10 minutes)"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
@@ -122,6 +123,9 @@ endif
 
 test-servers: $(VENV)/.dev build/servers/.ready
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
+
+test-ranks: $(VENV)/.dev
+	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py
 
 test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz_serving --requests 10000

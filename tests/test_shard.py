@@ -31,6 +31,8 @@ from retrain.record.observer import NullObserver
 
 EQUAL = 2e-6
 """Relative difference of metrics and weights that is rounding, in fp32."""
+WHOLE = pytest.mark.skipif("RETRAIN_RANKS" not in os.environ, reason="make test-ranks")
+"""Of tests that train whole campaigns again, for minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,7 @@ def test_a_difference_is_seen(one):
         assert distance({**one, **changed}, one) > EQUAL
 
 
+@WHOLE
 def test_three_ranks_leave_what_one_process_leaves(one, folder):
     assert execute(planned(folder / "three", on_ranks(3)), NullObserver()).exit_status == 0
     assert distance(left_by(folder / "three"), one) <= EQUAL
@@ -100,6 +103,7 @@ def test_stopped_ranks_have_saved_their_step_and_go_on_to_the_last_bit(stopped, 
     assert left_by(out) == two
 
 
+@WHOLE
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_goes_on(stopped, one, ranks):
     out = resumed(stopped, f"on_{ranks}", *on_ranks(ranks))
@@ -162,6 +166,7 @@ def until_step(process: subprocess.Popen[str], count: int) -> None:
     raise AssertionError("it ended before")
 
 
+@WHOLE
 def test_torchrun_starts_the_ranks(folder, two):
     out = folder / "torchrun"
     process = started_here(out, *TORCHRUN)
@@ -175,6 +180,7 @@ def test_torchrun_starts_the_ranks(folder, two):
     assert f"every run in {out} is done" in said
 
 
+@WHOLE
 def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     out = folder / "interrupted"
     process = started_here(out, *TORCHRUN)
@@ -199,6 +205,7 @@ def test_ctrl_c_saves_and_says_so_once(folder, two):
     assert left_by(out) == two
 
 
+@WHOLE
 def test_ranks_end_with_rank_0(folder):
     process = started_here(folder / "headless", sets="backend.ranks=2")
     until_step(process, 1)
