@@ -283,3 +283,7 @@ def test_a_record_from_before_a_key_existed_has_its_default():
     assert differences(old, new) == differences(new, old) == {}
     new["evaluation"]["schedule"] = "verdict"
     assert differences(old, new) == {"evaluation.schedule": ("every", "verdict")}
+
+    old, new = (parse_dict({"campaign": {"seeds": [1]}}).to_dict() for _ in range(2))
+    del old["campaign"]["vary"]
+    assert differences(old, new) == differences(new, old) == {}

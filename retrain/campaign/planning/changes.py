@@ -15,6 +15,7 @@ from typing import Any
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.base import Role
+from retrain.config.campaign import Campaign
 from retrain.config.root import role_of
 from retrain.errors import UsageError
 from retrain.files import read_json
@@ -78,8 +79,8 @@ def counts(key: str) -> bool:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """The default of every dotted key."""
-    return dict(flat(Config().to_dict()))
+    """The default of every dotted key, also of sections that a file without them does not have."""
+    return dict(flat(Config(campaign=Campaign()).to_dict()))
 
 
 def differences(
