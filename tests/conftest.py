@@ -53,6 +53,12 @@ def model(tmp_path_factory):
     return toy_world(tmp_path_factory.mktemp("world"))
 
 
+@pytest.fixture(scope="module")
+def world(model):
+    """The folder of that model."""
+    return model.parent
+
+
 @pytest.fixture
 def lanes(base):
     """The lanes of that base, taken off again at the end with whatever sampling and updates have put on it: the next

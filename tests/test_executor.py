@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from timing_keys import is_timing_key
-from toycampaign import campaign, toy_world
+from toycampaign import campaign
 from toyexecutor import Processes
 from typer.testing import CliRunner
 
@@ -43,11 +43,6 @@ from retrain.errors import StorageError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 from retrain.saving import Saver
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return toy_world(tmp_path_factory.mktemp("world"))
 
 
 def steps_of(out: Path) -> dict[str, list[dict]]:

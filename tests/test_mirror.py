@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toycampaign import StopAfter, toy_world
+from toycampaign import StopAfter
 from typer.testing import CliRunner
 from worker_cases import Heard, contents, planned
 
@@ -19,8 +19,8 @@ from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
 from retrain.campaign.running.mirror import INDEX, Mirror, Mirroring, Store, fetch
 from retrain.cli import app
-from retrain.errors import ConfigError, LeaseLost, NotOurs, StorageError, UsageError
-from retrain.files import ASIDE
+from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
+from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.record.observer import NullObserver
 
@@ -28,13 +28,6 @@ from retrain.record.observer import NullObserver
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(mirror, "PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    toy_world(folder)
-    return folder
 
 
 def a_run(folder: Path) -> Owner:
@@ -148,7 +141,9 @@ def test_marks_come_last_and_go_first_and_the_index_says_no_more_than_there_is(t
     assert order[-1] == INDEX
     store.done.clear()
     made.push(b"{}")
-    assert [name for _, name in store.done] == ["manifest.json", INDEX]  # nothing has changed
+    assert store.done == []  # nothing has changed
+    made.push(b'{"runs": []}')
+    assert store.done == [("write", "manifest.json")]
     store.done.clear()
     a_checkpoint(folder, owner, 2)
     remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
@@ -319,6 +314,62 @@ def test_a_store_that_does_not_answer_is_told_once_and_tried_again(tmp_path):
     assert files(tmp_path / "copy") == files(folder)
 
 
+class Gone(Store):
+    """Does not answer once ``broken`` is set."""
+
+    broken = False
+
+    def write(self, name, data):
+        if Gone.broken:
+            raise StorageError(name, "no network")
+        super().write(name, data)
+
+
+def test_a_copy_that_fails_at_the_end_says_how_to_go_on(tmp_path, world, monkeypatch):
+    monkeypatch.setattr(mirror, "Store", Gone)
+    monkeypatch.setattr(Gone, "broken", False)
+    out, url = tmp_path / "out", f"file://{tmp_path}/store"
+    one = [f"logging.mirror={url}", "campaign.seeds=[1]"]
+    with pytest.raises(RetrainError, match=f"no network\nAll is in {out}.*retrain resume {out}$") as caught:
+        execute(planned(world, out, one, steps=1), Heard(lambda spec, count: setattr(Gone, "broken", True)))
+    assert caught.value.exit_status == 1
+    Gone.broken = False
+    assert execute(read_plan(out), NullObserver()).exit_status == 0
+    assert files(tmp_path / "store").keys() == files(out).keys()
+
+
+def test_a_store_that_fails_at_the_first_copy_is_not_another_process(tmp_path):
+    folder = tmp_path / "run"
+    a_run(folder)
+    for name in (MARK, INDEX):
+        failing = [name]
+        store = Recording(f"file://{tmp_path}/{name}", lambda name, failing=failing: name in failing)
+        made = Mirror(store, ".", folder)
+        with pytest.raises(StorageError, match="no network"):
+            made.push()
+        failing.clear()
+        made.push()
+        assert files(tmp_path / name) == files(folder)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_has_happened_is_told_whether_or_not_it_can_be_copied(tmp_path, broken):
+    folder, heard = tmp_path / "run", []
+    a_run(folder)
+    store = Recording(f"file://{tmp_path}/copy", lambda name: broken and (folder / "evals.jsonl").exists())
+    one = Mirror(store, ".", folder)
+
+    def fails():
+        with Mirroring(lambda: [one], lambda *told: heard.append(told)):
+            (folder / "evals.jsonl").write_text("{}\n")
+            raise ValueError("the run's own")
+
+    with pytest.raises(ValueError, match="the run's own"):
+        fails()
+    assert (tmp_path / "copy/evals.jsonl").exists() is not broken
+    assert ["no network" in text for text, _ in heard] == [True] * broken
+
+
 def test_a_campaign_goes_on_from_its_copy_on_another_machine(tmp_path, world):
     """Stopped in the middle, its directory lost, brought from the copy and continued: as if nothing had been."""
     url = f"file://{tmp_path}/store"
@@ -349,7 +400,8 @@ def test_the_command_line_goes_on_from_a_url(tmp_path, world, monkeypatch):
     result = CliRunner().invoke(app, ["resume", url, "--plain"])
     assert result.exit_code == 0, result.output
     assert f"{url} is in logs/store now" in result.output
-    assert (tmp_path / "logs/store/comparison.json").is_file() or (tmp_path / "logs/store/manifest.json").is_file()
+    runs = read_json(tmp_path / "logs/store/manifest.json")["runs"]
+    assert [(run["state"], run["step"]) for run in runs] == [("done", 3)] * 8
     again = CliRunner().invoke(app, ["resume", url, "--plain"])
     assert (again.exit_code, "type: retrain resume logs/store" in again.output) == (2, True)
     nothing = CliRunner().invoke(app, ["resume", f"file://{tmp_path}/nothing"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from played_campaigns import configuration
-from toycampaign import StopAfter, toy_world
-from worker_cases import Heard, contents, differing, planned, writer
+from toycampaign import StopAfter
+from worker_cases import Heard, alone, contents, differing, planned, writer
 
 import retrain.campaign.running.spawning as spawning
 from retrain.campaign.planning.manifest import read_plan
@@ -40,19 +40,11 @@ THERE = ["campaign.executor=processes", "campaign.workers=2"]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    toy_world(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> dict:
-    """What one process makes of it."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert execute(planned(world, out), NullObserver()).exit_status == 0
+    found = alone(world, out)
     (world / "whole.json").write_bytes((out / "manifest.json").read_bytes())
-    return contents(out)
+    return found
 
 
 def leases(out: Path) -> list[Path]:

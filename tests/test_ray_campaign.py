@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from ray_cases import ApartHost, StubHost, cluster_of
-from toycampaign import StopAfter, toy_world
+from toycampaign import StopAfter
 from toymodels import campaign_head
-from worker_cases import Heard, contents, differing, planned, writer
+from worker_cases import Heard, alone, contents, differing, planned, writer
 
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.workers as waiting
@@ -267,18 +267,8 @@ def there(nodes, *sets: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    toy_world(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> dict:
-    """What one process makes of it."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    assert execute(planned(world, out, [CPU]), NullObserver()).exit_status == 0
-    return contents(out)
+    return alone(world, tmp_path_factory.mktemp("whole") / "out")
 
 
 def test_a_campaign_that_loses_a_worker_and_a_node_leaves_what_one_process_leaves(tmp_path, world, whole, nodes):

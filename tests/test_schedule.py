@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign, toy_world
+from toycampaign import campaign
 from typer.testing import CliRunner
 from verdict_cases import BASE
 from verdict_cases import campaign as verdicts
@@ -54,11 +54,6 @@ def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
     """A toy campaign with the verdict's schedule, loaded."""
     declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", "squeeze.enabled=false", *SETS, *sets)
     return load(campaign(folder, model, "toy", steps=steps), list(declared))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return toy_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from slurm_cases import FAST, Standin
-from toycampaign import StopAfter, toy_world
-from worker_cases import Heard, contents, differing, planned, writer
+from toycampaign import StopAfter
+from worker_cases import Heard, alone, contents, differing, planned, writer
 
 import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.manifest import read_plan
@@ -20,7 +19,7 @@ from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
 from retrain.campaign.running.exchange import newest
 from retrain.campaign.running.lease import LEASE
-from retrain.files import ASIDE, read_json
+from retrain.files import read_json
 from retrain.ownership import process_start
 from retrain.record.observer import NullObserver
 
@@ -30,23 +29,8 @@ LOCAL = [*HERE, "slurm.cluster=local"]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    toy_world(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> dict:
-    """What one process makes of it."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    assert execute(planned(world, out, ["backend.devices=cpu"]), NullObserver()).exit_status == 0
-    return contents(out)
-
-
-def unlike(out: Path, whole: dict) -> list[str]:
-    """Files that differ from those of one process, besides what was being written when its writer was killed."""
-    return [name for name in differing(contents(out), whole) if ASIDE not in name]
+    return alone(world, tmp_path_factory.mktemp("whole") / "out")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +57,7 @@ def test_a_killed_worker_of_a_local_job_costs_steps_and_nothing_else(tmp_path, w
 
     heard = Heard(kill)
     assert execute(planned(world, out, LOCAL), heard).exit_status == 0
-    assert unlike(out, whole) == []
+    assert differing(contents(out), whole) == []
     assert sum("was ended by SIGKILL" in text and "(1 of 3 restarts)" in text for text in heard.messages) == 1
     host = os.uname().nodename
     assert {worker for each in heard.workers.values() for worker in each} == {f"1 {host}", f"2 {host}"}
@@ -93,7 +77,7 @@ def test_before_the_time_limit_a_worker_saves_and_slurm_starts_it_again(tmp_path
 
     heard = Heard(limit)
     assert execute(planned(world, out, HERE), heard).exit_status == 0
-    assert unlike(out, whole) == []
+    assert differing(contents(out), whole) == []
     assert standin.calls("scontrol") == [["requeue", signalled[0]]]
     assert [text for text in heard.messages if "restarts" in text] == []
     assert sum("was told to make room: all is saved" in text for text in heard.messages) == 1
@@ -114,7 +98,7 @@ def test_a_preempted_worker_that_slurm_ends_goes_on_from_its_step(tmp_path, worl
 
     heard = Heard(preempt)
     assert execute(planned(world, out, HERE), heard).exit_status == 0
-    assert unlike(out, whole) == []
+    assert differing(contents(out), whole) == []
     assert [text for text in heard.messages if "restarts" in text] == []
     assert len(standin.calls("sbatch")) == 1
 
@@ -125,7 +109,7 @@ def test_one_interrupt_saves_and_another_executor_goes_on(tmp_path, world, whole
     assert (stopped.exit_status, stopped.saved) == (130, True)
     assert list(out.glob(f"runs/*/{LEASE}")) == []
     assert execute(check(read_plan(out, ["campaign.executor=inprocess"])), NullObserver()).exit_status == 0
-    assert unlike(out, whole) == []
+    assert differing(contents(out), whole) == []
     again = read_plan(out, ["campaign.executor=slurm"])  # what was asked of Slurm is still known
     assert {spec.config.campaign.workers for spec in again.specs} == {2}
 
@@ -146,5 +130,5 @@ def test_workers_of_a_killed_controller_save_and_end(tmp_path, world, whole):
     heard = Heard()
     assert execute(check(read_plan(out)), heard).exit_status == 0
     assert process_start(pid) is None
-    assert unlike(out, whole) == []
+    assert differing(contents(out), whole) == []
     assert any(text.startswith("waiting for process") for text in heard.messages)

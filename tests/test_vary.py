@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import chi2
-from toycampaign import campaign, toy_world
+from toycampaign import campaign
 from toymodels import campaign_head
 
 from retrain.campaign.planning.plan import Plan
@@ -26,13 +26,11 @@ from noise import Spread, spread_of, table  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, Path]:
+def made(model, world) -> dict[str, Path]:
     """One step of two seeds, for each thing that may vary."""
-    world = tmp_path_factory.mktemp("world")
-    toy_world(world)
     found = {}
     for vary in ("all", "init", "data", "sampling"):
-        path = campaign(world, world / "model", f"toy_{vary}", steps=2)
+        path = campaign(world, model, f"toy_{vary}", steps=2)
         sets = [f"campaign.vary={vary}", "campaign.seeds=[1,2]", "squeeze.enabled=false", "training.save_every=0"]
         plan = Plan.of(load(path, sets), world / vary)
         assert execute(plan, NullObserver()).exit_status == 0

@@ -10,6 +10,7 @@ from toycampaign import campaign
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
+from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
@@ -21,6 +22,12 @@ def planned(world: Path, out: Path, sets=(), **settings) -> Plan:
     path = campaign(out.parent, world / "model", f"toy_{out.name}", **{"steps": 3, "lanes": 2} | settings)
     mine = ["campaign.seeds=[1,2,3,4]", "training.save_every=1", "squeeze.enabled=false", *sets]
     return check(Plan.of(load(path, mine), out))
+
+
+def alone(world: Path, out: Path) -> dict:
+    """What one process leaves behind."""
+    assert execute(planned(world, out, ["backend.devices=cpu"]), NullObserver()).exit_status == 0
+    return contents(out)
 
 
 def contents(out: Path) -> dict:

@@ -150,7 +150,7 @@ def comparison_costs(report: Report) -> str:
     tokens = sum(condition.get("tokens") or 0 for condition in conditions)
     seconds = sum(condition.get("seconds") or 0.0 for condition in conditions)
     summary = f"{report['summary']} " if report.get("summary") else ""
-    return f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of run time altogether"
+    return f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of device time"
 
 
 def squeeze_table(report: Report, width: int) -> RenderableType:

@@ -296,9 +296,17 @@ def _labels(group: Iterable[RunSpec]) -> tuple[str, ...]:
     return tuple(spec.label for spec in group)
 
 
+class _Undisturbed:
+    """Work that nothing interrupts."""
+
+    def give_up(self, reason: str) -> None:
+        """See ``Work.give_up``: nothing dies here."""
+        raise AssertionError(f"a simulated job was given up: {reason}")
+
+
 @dataclass(eq=False)
-class _Training:
-    """The work of a cohort, which nothing interrupts."""
+class _Training(_Undisturbed):
+    """The work of a cohort."""
 
     specs: Sequence[RunSpec]
     trains: bool = field(default=True, init=False)
@@ -311,13 +319,9 @@ class _Training:
         """See ``Work.job``."""
         return CohortJob("", "", [{"run_id": spec.run_id} for spec in self.specs], {})
 
-    def give_up(self, reason: str) -> None:
-        """See ``Work.give_up``: nothing dies here."""
-        raise NotImplementedError(reason)
-
 
 @dataclass(eq=False)
-class _Analysis:
+class _Analysis(_Undisturbed):
     """The analysis of a finished run's adapter."""
 
     spec: RunSpec
@@ -327,10 +331,6 @@ class _Analysis:
     def job(self) -> SqueezeJob:
         """See ``Work.job``."""
         return SqueezeJob("", "", {"run_id": self.spec.run_id}, {})
-
-    def give_up(self, reason: str) -> None:
-        """See ``Work.give_up``: nothing dies here."""
-        raise NotImplementedError(reason)
 
 
 def _schedule(groups: Sequence[Sequence[RunSpec]], workers: int, of: _Costs, reached: Reached) -> list[Span]:

@@ -32,7 +32,7 @@ from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, RunEnded, SqueezeJob
-from retrain.errors import LeaseLost, NotOurs, StorageError, UsageError
+from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, Owner, check_claim, mark_of, owner_of, remove
 
@@ -176,14 +176,19 @@ class Mirror:
     whatever its name."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
     _known: dict[str, list[int]] | None = field(default=None, init=False)
-    """What the index says is there: size and time of change of each file, as they are here."""
+    """What is there: size and time of change of each file, as they are here."""
+    _told: dict[str, list[int]] | None = field(default=None, init=False)
+    """What the index says is there."""
+    _manifest: bytes | None = field(default=None, init=False)
+    """The manifest that is there, if this process has written it."""
 
     def claim(self) -> None:
         """Make the copy this process's. Raises NotOurs when something else is there, StorageError."""
-        self._known = read_index(self.store, self.place) or {}
+        known = read_index(self.store, self.place) or {}
         if self.marked:
             self._claim_mark()
-        self._write_index()
+        self._write_index(known)
+        self._known = known
 
     def _claim_mark(self) -> None:
         owner = owner_of(self.directory)
@@ -216,20 +221,22 @@ class Mirror:
                 self._copy(file)
         for files in published:
             self._copy_published(files)
-        if manifest is not None:
+        if manifest is not None and manifest != self._manifest:
             self.store.write(self._name(MANIFEST), manifest)
+            self._manifest = manifest
         here = {file.name for file in growing} | {file.name for files in published for file in files}
         if self.marked:
             self._known[MARK] = [0, 0]
         if manifest is not None:
             self._known[MANIFEST] = [0, 0]
-        self._write_index()
+        if self._known != self._told:
+            self._write_index(self._known)
         gone = [name for name in self._known if name not in here and name not in (MARK, MANIFEST)]
         for name in sorted(gone, key=lambda name: PurePosixPath(name).name != MARK):
             self.store.remove(self._name(name))
             del self._known[name]
         if gone:
-            self._write_index()
+            self._write_index(self._known)
 
     def pull(self, owner: Owner) -> None:
         """Make ``directory`` what the copy is: files that differ are brought, and what ``owner`` has written there and
@@ -348,9 +355,9 @@ class Mirror:
             return []
         return [_File(path.relative_to(self.directory).as_posix(), stat.st_size, stat.st_mtime_ns)]
 
-    def _write_index(self) -> None:
-        content = {"token": self.token, "files": self._known}
-        self.store.write(self._name(INDEX), dumps(content).encode())
+    def _write_index(self, known: dict[str, list[int]]) -> None:
+        self.store.write(self._name(INDEX), dumps({"token": self.token, "files": known}).encode())
+        self._told = dict(known)
 
     def _name(self, name: str) -> str:
         return name if self.place in ("", ".") else f"{self.place}/{name}"
@@ -365,14 +372,15 @@ class Mirroring:
     ``find`` says which directories there are by now: the campaign's own first. ``message`` hears of a store that
     does not answer, once each time; ``lost`` is called when another process has taken over. It is looked every
     ``period`` seconds. ``push`` and ``__exit__`` raise StorageError when it cannot be copied, LeaseLost when another
-    process has taken over.
+    process has taken over; ``advice`` is what a person reads then at the end.
     """
 
     def __init__(
         self, find: Callable[[], list[Mirror]], message: Callable[[str, str], None],
-        lost: Callable[[], None] = lambda: None, period: float | None = None,
+        lost: Callable[[], None] = lambda: None, period: float | None = None, advice: str = "",
     ):  # fmt: skip
         self._find, self._message, self._lost, self._period = find, message, lost, period or PERIOD_SECONDS
+        self._advice = advice
         self._mirrors: dict[Path, Mirror] = {}
         self._ended, self._busy = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -391,9 +399,22 @@ class Mirroring:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if isinstance(error, LeaseLost):
-            return
-        self.push()
+        if error is None:
+            self._push_last()
+        elif isinstance(error, Exception) and not isinstance(error, LeaseLost):
+            try:  # once: what is raised says what has happened
+                self.check()
+                self._push()
+            except (RetrainError, OSError) as fault:
+                self._message(f"{fault}; what was not copied is kept here", "warning")
+
+    def _push_last(self) -> None:
+        try:
+            self.push()
+        except StorageError as error:
+            if self._advice:
+                raise RetrainError(f"{error}\n{self._advice}") from error
+            raise
 
     def push(self) -> None:
         """Copy what has changed by now, trying again for some time."""
@@ -459,7 +480,8 @@ def mirroring(
     own = Mirror(store, ".", plan.directory)
     places = [run_place(spec) for spec in plan.specs if spec.is_campaign and not others]
     runs = [Mirror(store, place, plan.directory / place) for place in places]
-    with Mirroring(lambda: [own, *(run for run in runs if owner_of(run.directory))], message, lost):
+    advice = f"All is in {plan.directory}. When the store answers, type: retrain resume {plan.directory}"
+    with Mirroring(lambda: [own, *(run for run in runs if owner_of(run.directory))], message, lost, advice=advice):
         yield
 
 
@@ -483,7 +505,8 @@ def of_job(job: Job, message: Callable[[str, str], None]) -> Iterator[Mirroring]
     mine = list(runs.values())
     if isinstance(job, SqueezeJob):
         mine = [Mirror(store, job.place, directory / job.place, marked=False)] if job.apart else []
-        prepare_directory(directory / job.place)
+        for mirror in mine:
+            prepare_directory(mirror.directory)
     with Mirroring(lambda: mine, message) as copies:
         yield copies
 

@@ -27,7 +27,7 @@ class VirtualHandle:
 
     def stop(self) -> None:
         """See ``Handle.stop``: nobody asks a plan to end early."""
-        raise NotImplementedError("a job of a virtual executor goes on to its end")
+        raise AssertionError("a job of a virtual executor goes on to its end")
 
 
 class VirtualExecutor:
