@@ -49,6 +49,7 @@ class Series:
     thin: Sequence[Sequence[tuple[float, float]]] = ()
     dots: bool = False
     loose: Sequence[tuple[float, float]] = ()
+    loose_are: str = "of a part of the problems"
 
 
 @dataclass
@@ -173,7 +174,7 @@ def line_chart(
             parts += [mark(each.index, *spot, 1.7) for spot in spots if each.dots]
     for each in series:
         for a, b in each.loose:
-            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, of a part of the problems"
+            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, {each.loose_are}"
             parts.append(mark(each.index, x(a), y(b), 2.4, hint, empty=True))
         dash = DASHES[each.index % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
