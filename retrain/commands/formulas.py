@@ -62,6 +62,18 @@ def critic_words(config: Config) -> str:
     return f"{what}; {loss}{alone}"
 
 
+def distillation_words(config: Config) -> str:
+    """What a teacher adds to the advantage of every token, and what is left of the reward's; empty without one."""
+    own = config.distillation
+    if not own.active:
+        return ""
+    bound = "" if own.clamp is None else f", the difference cut off at ±{own.clamp:g},"
+    where = "" if own.url is None else f" at {own.url}"
+    formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, teacher {own.teacher}{where}"
+    reward = f"plus {own.reward_weight:g} × A" if own.reward_weight else "in place of A; the reward is only recorded"
+    return f"{formula}, {reward}"
+
+
 def credit_words(config: Config) -> str:
     """How a completion's credit is spread over its tokens."""
     mode = config.algorithm.transform_mode

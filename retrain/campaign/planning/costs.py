@@ -72,12 +72,13 @@ PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
 
 def scorings(config: Config) -> list[str]:
     """The forward passes that all rollouts go through before the first update of a step, in words."""
-    needs = config.algorithm.needs
+    needs = config.algorithm.needs | config.distillation.needs
     own = Need.LOGPROBS in needs or config.training.several_updates
     passes = {
         "the critic's values": Need.VALUES in needs,
         "the policy's own log-probabilities": own,
         "the base's": Need.REFERENCE in needs,
+        "the teacher's": Need.TEACHER in needs and config.distillation.url is None,
     }
     return [words for words, made in passes.items() if made]
 

@@ -1,0 +1,100 @@
+"""Who says how probable it finds the tokens that a policy has sampled: weights in this process, or a server.
+
+Weights of the policy's own base (an adapter, or none) are scored by the policy itself, with its micro-batches and its
+ranks; another model is a second base in memory, which has the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from retrain.errors import RunFailed
+from retrain.policy.backbone import backbone_of
+from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.protocol import Policy, PolicySnapshot, Scores, Want, samples_of
+from retrain.types import Group, Sample
+
+
+class Teacher(Protocol):
+    """``identity`` tells its weights from others, as far as they are known."""
+
+    identity: str
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Its log-probabilities (nats) of the sampled tokens of each sample [T], of the distribution that ``policy``
+        trains on: at the same temperature, over the same support."""
+        ...
+
+
+def taught(teacher: Teacher, policy: Policy, groups: Sequence[Group]) -> list[np.ndarray]:
+    """What the teacher says of every rollout's sampled tokens [T], in order."""
+    found = Scores(teacher=teacher.score(policy, samples_of(groups, every=True))).of_rollouts(groups).teacher
+    assert found is not None
+    return found
+
+
+class BaseTeacher:
+    """The frozen base without any adapter."""
+
+    def __init__(self, fingerprint: str):
+        self.identity = f"base {fingerprint}"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See ``Teacher.score``."""
+        return policy.score(samples, frozenset({Want.REFERENCE})).reference or []
+
+
+class AdapterTeacher:
+    """An adapter of the policy's base, which costs no second copy of it."""
+
+    def __init__(self, weights: PolicySnapshot, identity: str):
+        self.weights, self.identity = weights, identity
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See ``Teacher.score``."""
+        return policy.score(samples, frozenset({Want.LOGPROBS}), self.weights).logprobs or []
+
+
+class ModelTeacher:
+    """Another model with the same tokens, in micro-batches of ``tokens`` that get smaller when memory runs out."""
+
+    def __init__(self, base: BaseModel, tokens: int, temperature: float):
+        self.base, self.budget, self.temperature = base, Budget(tokens), temperature
+        self.identity = f"model {base.fingerprint}"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See ``Teacher.score``. Raises RunFailed for a sample that is longer than its context."""
+        longest = max(map(len, samples), default=0)
+        if longest > self.base.context_length:
+            raise RunFailed(
+                f"the teacher {self.base.name} reads {self.base.context_length} tokens at most, and a sample has "
+                f"{longest}: lower [training] max_tokens"
+            )
+        while samples:
+            parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
+            try:
+                return self._score(samples, parts)
+            except (MemoryError, RuntimeError) as error:
+                sizes = [len(part) for part in parts]
+                if max(sizes) == 1 or not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
+        return []
+
+    def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        found = [np.zeros(0)] * len(samples)
+        for part in parts:
+            batch = collate([samples[i] for i in part], self.base).to(self.base.device)
+            with torch.no_grad():
+                logprobs_BT, _ = token_logprobs(self.base, batch, self.temperature)
+            rows = zip(part, logprobs_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
+            for i, row_T, own_T in rows:
+                found[i] = row_T[own_T]
+        return found
