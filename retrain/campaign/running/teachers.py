@@ -75,7 +75,11 @@ def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases:
         return server_teacher(config)
     if place.kind == "adapter":
         return _adapter(Path(place.name), what, base, lanes)
-    other = bases.beside(config, place.name)
+    try:
+        other = bases.beside(config, place.name)
+    except ModelError as error:
+        nowhere = "" if Path(place.name).is_dir() else "no directory of this name is here, nor below the file's; "
+        raise ModelError(f"{what}: {nowhere}{error}") from error
     if fault := vocabulary_fault(base.tokenizer.get_vocab(), other.tokenizer.get_vocab(), base.name):
         raise ModelError(f"{what}: {fault}")
     if other.vocab_size < base.vocab_size:
