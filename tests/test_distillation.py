@@ -28,18 +28,20 @@ from retrain.campaign.running.models import Bases
 from retrain.campaign.running.teachers import teachers_of
 from retrain.cli import app
 from retrain.config import load, parse_dict
+from retrain.data.prompts import Renderer
 from retrain.errors import ConfigError, ModelError, RunFailed, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.maths.losses import kl_terms
 from retrain.policy.adapter_io import save_adapter
 from retrain.policy.base import load_base
+from retrain.policy.context import Context, read_after
 from retrain.policy.lora import Lanes
-from retrain.policy.protocol import Scores
-from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, taught
+from retrain.policy.protocol import Scores, Want
+from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, taught
 from retrain.record.catalogue import row_metrics
 from retrain.record.context import RunContext
 from retrain.record.observer import NullObserver
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn, single_turn
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn, single_turn
 
 PROMPT = Prompt(Problem("1", "a question", "3"), "a question", (1, 2))
 
@@ -436,6 +438,132 @@ def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpo
     assert place_of(configured(teacher="tiny-reasoner"), tmp_path).kind == "model"
 
 
+# -- a teacher that is shown the solution ----------------------------------------------------------------------------
+
+
+def shown(base, own, longest: int = 1000) -> Context:
+    return Context(Renderer(base.text.source, parse_dict({}).data), own.distillation, longest)
+
+
+def asked_and_answered(base, samples, rights: list[bool], answer: str = "46") -> Group:
+    """A group of the tokens of these samples, as answers to one rendered prompt."""
+    problem = Problem("1", "12 + 34", answer)
+    prompt = Renderer(base.text.source, parse_dict({}).data).prompt(problem, [{"role": "user", "content": "12 + 34"}])
+    actions = []
+    for sample in samples:
+        ids = drawn(sample).tolist()
+        actions.append(Action(ids, base.text.decode(ids), sample.logprobs[sample.action_mask], None, "stop"))
+    return single_turn(prompt, actions, [RewardResult(float(right)) for right in rights])
+
+
+def test_the_reference_answer_stands_at_the_end_of_the_last_message(base, samples):
+    own = configured(teacher="policy", context="answer", context_text="Hint: {context}!")
+    group_ = asked_and_answered(base, samples[:3], [True, False, False])
+    first, *others = shown(base, own).prompts(group_)
+    assert first is not None
+    assert others == [first, first]
+    text = base.text.source.decode(list(first))
+    assert "12 + 34\n\nHint: 46!" in text
+    assert text.replace("\n\nHint: 46!", "") == group_.prompt.text
+    assert shown(base, own, len(first) + len(group_.rollouts[0]) - 1).prompts(group_)[0] is None  # no room
+    group_.prompt = Prompt(Problem("1", "12 + 34", ""), group_.prompt.text, group_.prompt.token_ids)
+    assert shown(base, own).prompts(group_) == [None, None, None]
+
+
+def test_a_sibling_is_the_first_other_answer_that_was_right(base, samples):
+    own = configured(teacher="policy", context="sibling", context_text="<{context}>")
+    group_ = asked_and_answered(base, samples[:4], [False, True, True, False])
+    texts = [base.text.source.decode(list(prompt or ())) for prompt in shown(base, own).prompts(group_)]
+    solutions = [one.text for one in group_.rollouts]
+    for text, source in zip(texts, [1, 2, 1, 1], strict=True):
+        assert f"<{solutions[source]}>" in text
+    alone = asked_and_answered(base, samples[:3], [False, True, False])
+    assert [prompt is None for prompt in shown(base, own).prompts(alone)] == [False, True, False]
+    nobody = asked_and_answered(base, samples[:3], [False, False, False])
+    assert shown(base, own).prompts(nobody) == [None, None, None]
+
+
+@pytest.mark.parametrize("teacher", ["policy", "base"])
+def test_what_it_says_is_of_the_same_tokens_after_its_own_prompt(base, lanes, samples, tmp_path, teacher):
+    own = {"teacher": teacher, "context": "sibling"}
+    policy = local_policy(base, lanes)
+    with torch.no_grad():
+        policy.adapter.flat.copy_(trained(lanes, 2).flat)
+    group_ = asked_and_answered(base, samples[:3], [True, False, False])
+    made, _, _ = made_for(base, lanes, tmp_path, distillation=own)
+    context = shown(base, configured(**own))
+    said = taught(made, policy, [group_], context)
+    assert len(said[0]) == 0
+    assert len(group_.rollouts[0]) > 0
+    for one, prompt, said_T in list(zip(group_.rollouts, context.prompts(group_), said, strict=True))[1:]:
+        whole = Sample.single_turn(prompt or (), one.token_ids, one.logprobs_T, one.logprobs_T)
+        if teacher == "policy":
+            with lanes.single(policy.adapter):
+                wanted_T = plain_logprobs(base.model, whole, 1.0)
+        else:
+            wanted_T = plain_logprobs(base.model, whole, 1.0)
+        np.testing.assert_allclose(said_T, wanted_T, atol=2e-5)
+    assert abs(said[1] - group_.rollouts[1].logprobs_T).max() > 1e-3
+
+
+def test_the_same_context_as_the_students_gives_no_advantage(base, lanes, samples, tmp_path):
+    """OPSD's zero: a policy that reads what it has read says what it has said."""
+    policy = local_policy(base, lanes)
+    groups = groups_of([sample for sample in samples[:3]])
+    said = taught(PolicyTeacher(), policy, groups)
+    scored_T = policy.score(samples[:3], frozenset({Want.LOGPROBS})).logprobs
+    assert scored_T is not None
+    for mine_T, own_T in zip(said, scored_T, strict=True):
+        assert (mine_T == own_T).all()
+    config = configured(teacher="policy", context="answer", student="trainer")
+    numbers = credited(groups, config, Scores(logprobs=scored_T, teacher=said)).metrics
+    assert numbers["distillation/reverse_kl"] == numbers["distillation/advantage_std"] == 0.0
+
+
+def test_prompts_are_exchanged_and_nothing_else(samples):
+    for sample in samples:
+        other = read_after(sample, (7, 8, 9, 10, 11))
+        assert drawn(other).tolist() == drawn(sample).tolist()
+        assert other.token_ids[:5].tolist() == [7, 8, 9, 10, 11]
+        assert other.prefix == 5
+        assert len(other) == len(sample) - sample.prefix + 5
+        assert other.token_ids[5:].tolist() == sample.token_ids[sample.prefix :].tolist()
+        for name in ("logprobs", "versions", "advantages", "loss_mask"):
+            assert (getattr(other, name)[5:] == getattr(sample, name)[sample.prefix :]).all()
+
+
+@pytest.mark.parametrize("reward_weight", [0.0, 1.0])
+def test_answers_that_nobody_can_be_shown_anything_for_have_no_teacher(reward_weight):
+    """They are counted, and train with what the reward gives them."""
+    groups = [group(1.0, 0.0, 0.0), group(1.0, 1.0)]
+    theirs = opinions(groups)
+    theirs[0] = theirs[3] = theirs[4] = np.zeros(0)
+    config = configured(teacher="policy", context="sibling", reward_weight=reward_weight)
+    credit = credited(groups, config, Scores(teacher=theirs))
+    silent, spoken, _ = groups[0].rollouts
+    assert credit.metrics["distillation/taught_frac"] == pytest.approx(2 / 5)
+    assert bool(silent.token_advantages_T.any()) == bool(reward_weight)
+    assert spoken.token_advantages_T.any()
+    assert [each.discarded for each in groups] == [None, "zero_advantage"]
+    assert credit.denominators.tokens == sum(len(one) for each in groups for one in each.rollouts)
+    nothing = credited(groups, config, Scores(teacher=[np.zeros(0)] * 5))
+    assert nothing.metrics == {**nothing.metrics, "distillation/taught_frac": 0.0}
+    assert "distillation/reverse_kl" not in nothing.metrics
+
+
+@pytest.mark.parametrize(("keys", "why"), [
+    ({"teacher": "policy"}, "the student itself, which without a context teaches nothing"),
+    ({"context_text": "{context}"}, "has no effect without a context"),
+    ({"context": "answer", "context_text": "the answer"}, "does not say where the answer stands"),
+    ({"context": "answer", "environment": {"tools": ["calculator"], "max_turns": 3}}, "may have several turns"),
+    ({"context": "sibling", "training": {"group_size": 1}}, "with group_size = 1 no completion has one"),
+])  # fmt: skip
+def test_a_context_that_could_not_be_shown_is_refused(keys, why):
+    sections = {name: keys.pop(name) for name in ("environment", "training") if name in keys}
+    with pytest.raises(ConfigError, match=why):
+        parse_dict({"distillation": {"teacher": "base", **keys}, **sections})
+
+
 # -- campaigns ------------------------------------------------------------------------------------------------------
 
 TRAINING = """
@@ -453,7 +581,9 @@ enabled = false
 """
 SECTION = '[distillation]\nteacher = "{teacher}"\nweight = 0\n'
 ALONE, MIXED = ("distillation = {weight = 1.0}\n", "distillation = {weight = 0.5, reward_weight = 1.0, clamp = 2.0}\n")
-ALL = ("", ALONE, MIXED, 'distillation = {weight = 1.0, student = "trainer"}\n')
+SELF = 'distillation = {weight = 0.5, teacher = "policy", context = "sibling", reward_weight = 1.0}\n'
+SHOWN = 'distillation = {weight = 1.0, teacher = "base", context = "answer"}\n'
+ALL = ("", ALONE, MIXED, 'distillation = {weight = 1.0, student = "trainer"}\n', SELF, SHOWN)
 
 
 def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str, steps: int = 4, training: str = "",
@@ -507,8 +637,12 @@ def test_students_come_nearer_to_the_teacher_and_the_baseline_is_as_without_one(
     assert same == {key: value for key, value in json.loads(rows_of(without)[-1]).items() if key != "cohort_size"}
     assert made(plain)["adapter"] == made(without)["adapter"]
     identities = {read_json(run / "config.json").get("taught_by") for run in (plain, *students)}
-    assert len(identities) == 2
-    assert None in identities
+    assert len(identities) == 4
+    assert {None, "policy"} < identities
+    by_itself, answered = (read_jsonl(run / "metrics.jsonl") for run in students[3:])
+    assert all(0.0 <= row["distillation/taught_frac"] <= 1.0 for row in by_itself)
+    assert all(row["distillation/taught_frac"] == 1.0 for row in answered)
+    assert all(row["distillation/reverse_kl_k3"] > 0.0 for row in answered)
     first, last = (read_jsonl(students[0] / "metrics.jsonl")[place] for place in (0, -1))
     assert first["distillation/reverse_kl"] > 0.05
     assert first["num_datums"] == 12  # every answer trains, also of groups whose rewards are all the same
@@ -523,7 +657,7 @@ def test_students_come_nearer_to_the_teacher_and_the_baseline_is_as_without_one(
 
 
 def test_sampler_and_trainer_give_one_student_up_to_rounding(finished):
-    _, sampler, _, trainer = runs_of(finished)
+    _, sampler, _, trainer, *_ = runs_of(finished)
     one, other = (read_jsonl(run / "metrics.jsonl")[0] for run in (sampler, trainer))
     for key in ("distillation/reverse_kl", "loss", "optim/grad_norm", "distillation/teacher_logprob"):
         assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key

@@ -69,7 +69,10 @@ def test_what_a_condition_may_override():
     whole = ("campaign", "model", "backend", "inference", "data", "environment", "evaluation", "backpressure",
              "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
     fixed = {dotted for dotted in keys() if why_fixed(dotted)}
-    assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {"model.lora_rank", "logging.strategic_grams"}
+    assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {
+        "model.lora_rank",
+        "logging.strategic_grams",
+    }
 
 
 def test_what_decides_grades():

@@ -7,7 +7,7 @@ groups nor discounted; and completions whose reward could not be had take no par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from retrain.errors import RunFailed
 from retrain.maths.distillation import distillation_advantages
 from retrain.maths.losses import kl_terms
 from retrain.policy.protocol import Scores
-from retrain.types import Group
+from retrain.types import Group, Rollout
 
 C = TypeVar("C", bound=Credit)
 
@@ -36,7 +36,8 @@ def no_comparison(groups: Sequence[Group]) -> None:
 
 def distil(groups: Sequence[Group], credit: C, own: Distillation, scores: Scores | None) -> C:
     """``token_advantages_T`` of every credited rollout becomes reward_weight · A + the teacher's, and ``advantage`` the
-    mean of it; groups whose rewards are all the same train as well. The credit with its numbers for the record.
+    mean of it; groups whose rewards are all the same train as well. Where the teacher says nothing of a rollout (an
+    empty array), it adds nothing. The credit with its numbers for the record.
 
     ``scores`` are those of all rollouts in order: the ``teacher``'s log-probabilities, and with ``student = "trainer"``
     the policy's. Raises RunFailed where the teacher's are not finite.
@@ -47,25 +48,42 @@ def distil(groups: Sequence[Group], credit: C, own: Distillation, scores: Scores
     students = scores.logprobs if own.student == "trainer" else [rollout.logprobs_T for rollout in rollouts]
     assert students is not None, "the policy was asked"
     found = zip(rollouts, students, scores.teacher, strict=True)
-    known = [(one, mine_T, theirs_T) for one, mine_T, theirs_T in found if one.token_advantages_T is not None]
+    credited = [each for each in found if each[0].token_advantages_T is not None]
+    known = [each for each in credited if len(each[2])]
+    spoken = {rollout for rollout, _, _ in known}
     for group in groups:
-        if group.discarded == "zero_advantage":
+        taught = any(rollout in spoken for rollout in group.rollouts)
+        if taught and group.discarded == "zero_advantage":
             group.discarded = None
-    lengths = [len(rollout) for rollout, _, _ in known]
-    if not sum(lengths):
-        return credit
+        elif own.alone and not taught and group.discarded is None:
+            group.discarded = "zero_advantage"
+    share = {"distillation/taught_frac": len(known) / len(credited) if credited else None}
+    for rollout, _, _ in credited:
+        assert rollout.token_advantages_T is not None
+        rollout.token_advantages_T = own.reward_weight * rollout.token_advantages_T
+    if not known:
+        _note_means(rollout for rollout, _, _ in credited)
+        return replace(credit, metrics={**credit.metrics, **share})
     student_1T = torch.from_numpy(np.concatenate([mine_T for _, mine_T, _ in known])).double()[None]
     teacher_1T = torch.from_numpy(np.concatenate([theirs_T for _, _, theirs_T in known])).double()[None]
     if not bool(torch.isfinite(teacher_1T).all()):
         raise RunFailed(f"the teacher {own.teacher} gives a sampled token a log-probability that is not finite")
     mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)
     advantages_1T = distillation_advantages(student_1T, teacher_1T, mask_1T, own.weight, own.clamp)
-    parts = np.split(advantages_1T[0].numpy(), np.cumsum(lengths)[:-1])
+    parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout, _, _ in known])[:-1])
     for (rollout, _, _), part_T in zip(known, parts, strict=True):
         assert rollout.token_advantages_T is not None
-        rollout.token_advantages_T = own.reward_weight * rollout.token_advantages_T + part_T
+        rollout.token_advantages_T = rollout.token_advantages_T + part_T
+    _note_means(rollout for rollout, _, _ in credited)
+    numbers = _numbers(student_1T, teacher_1T, mask_1T, advantages_1T, own)
+    return replace(credit, metrics={**credit.metrics, **share, **numbers})
+
+
+def _note_means(rollouts: Iterable[Rollout]) -> None:
+    """The advantage of a rollout is the mean over its tokens."""
+    for rollout in rollouts:
+        assert rollout.token_advantages_T is not None
         rollout.advantage = float(rollout.token_advantages_T.mean()) if len(rollout) else 0.0
-    return replace(credit, metrics={**credit.metrics, **_numbers(student_1T, teacher_1T, mask_1T, advantages_1T, own)})
 
 
 def _numbers(

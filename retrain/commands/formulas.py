@@ -69,7 +69,9 @@ def distillation_words(config: Config) -> str:
         return ""
     bound = "" if own.clamp is None else f", the difference cut off at ±{own.clamp:g},"
     where = "" if own.url is None else f" at {own.url}"
-    formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, teacher {own.teacher}{where}"
+    shown = {"none": "", "answer": " that is shown the reference answer", "sibling": " that is shown a right sibling"}
+    teacher = f"teacher {own.teacher}{where}{shown[own.context]}"
+    formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
     reward = f"plus {own.reward_weight:g} × A" if own.reward_weight else "in place of A; the reward is only recorded"
     return f"{formula}, {reward}"
 

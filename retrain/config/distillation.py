@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
+from pydantic import AfterValidator
+
 from retrain.config.base import (
     Count,
     Finding,
@@ -14,11 +16,24 @@ from retrain.config.base import (
     Positive,
     Role,
     Section,
+    fault,
 )
 from retrain.config.modes import Need
 
 OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight")
 """Keys that only a teacher behind a ``url`` has."""
+
+
+POLICY = "policy"
+"""The teacher that is the student itself, with more in its context."""
+SHOWN = {"answer": "The correct answer is {context}.", "sibling": "A correct solution is:\n\n{context}"}
+"""What a teacher reads at the end of the prompt where ``context_text`` does not say otherwise."""
+
+
+def _placed(value: str | None) -> str | None:
+    if value is not None and "{context}" not in value:
+        raise fault("does not say where the answer stands", 'context_text = "The correct answer is {context}."')
+    return value
 
 
 class Distillation(Section):
@@ -28,9 +43,10 @@ class Distillation(Section):
     role: ClassVar[Role] = Role.LEARNS
 
     teacher: OptionalText = None
-    """Who teaches: `base`, the frozen model without an adapter; a run's directory, its `final/` or another adapter of
-    the same base; a model, by directory, bundled name or hub name, with the same tokenizer. With `url` the name under
-    which that server has it. Unset: nobody."""
+    """Who teaches: `base`, the frozen model without an adapter; `policy`, the student itself as it is before the
+    update, which is shown a `context`; a run's directory, its `final/` or another adapter of the same base; a model, by
+    directory, bundled name or hub name, with the same tokenizer. With `url` the name under which that server has it.
+    Unset: nobody."""
     weight: NotNegative = 1.0
     """Weight of the teacher's advantage. 0 switches it off: the reward's is then all there is, as in a baseline."""
     reward_weight: NotNegative = 0.0
@@ -42,6 +58,13 @@ class Distillation(Section):
     """Whose ln π is compared with the teacher's: those that the tokens were sampled with, which cost nothing, or the
     trainer's own before the update, one more forward pass over all completions. They are the same up to rounding unless
     a server samples, or rollouts are behind the policy."""
+    context: Literal["none", "answer", "sibling"] = "none"
+    """What the teacher is shown at the end of the prompt and the student is not: the problem's reference `answer`
+    (OPSD), or the first right completion of the same prompt besides its own, a `sibling` (SDPO). Completions for which
+    there is none have no teacher: distilled alone, they have no advantage."""
+    context_text: Annotated[OptionalText, AfterValidator(_placed)] = None
+    """The words, with `{context}` where the answer or the completion stands; unset is
+    `The correct answer is {context}.`, or the like for a sibling."""
     url: Annotated[OptionalText, Role.NAMES] = None
     """Address of a server that has the teacher, such as `http://gpu1:8000`; it is asked for the log-probabilities of
     whole prompts."""
@@ -67,6 +90,11 @@ class Distillation(Section):
         return self.active and self.reward_weight == 0
 
     @property
+    def shown_words(self) -> str:
+        """What the teacher reads besides, ``{context}`` included; "" for nothing."""
+        return self.context_text or SHOWN.get(self.context, "")
+
+    @property
     def needs(self) -> frozenset[Need]:
         """What it cannot do without, beside what the algorithm needs."""
         if not self.active:
@@ -84,6 +112,13 @@ class Distillation(Section):
             elif self.url is None and key in OF_SERVERS:
                 fix = "remove the line"
                 yield Finding((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
+        if self.teacher == POLICY and self.url is None and self.context == "none":
+            keys = ("distillation.teacher", "distillation.context")
+            yield Finding(keys, 'is "policy", the student itself, which without a context teaches nothing',
+                          'context = "answer"')  # fmt: skip
+        if self.context_text is not None and self.context == "none" and self.teacher is not None:
+            keys = ("distillation.context_text", "distillation.context")
+            yield Finding(keys, "has no effect without a context", 'context = "answer"')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             message = f'is "{self.url}", which is no address'
             yield Finding(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')

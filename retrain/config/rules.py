@@ -322,6 +322,12 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
                 )
                 fix = f'remove the line, or give the teacher\'s directory in place of url = "{own.url}"'
                 yield Finding((f"training.{key}", "distillation.url"), what, fix)
+    if own.context != "none" and (config.environment.hosted or config.environment.turns != 1):
+        what = f'is "{own.context}", which is shown in prompts of single answers, and episodes may have several turns'
+        yield Finding(("distillation.context", "environment.max_turns"), what, 'context = "none"')
+    if own.context == "sibling" and training.group_size == 1:
+        keys = ("distillation.context", "training.group_size")
+        yield Finding(keys, 'is "sibling", and with group_size = 1 no completion has one', "group_size = 8")
     if own.alone:
         yield from _unrewarded(config)
 

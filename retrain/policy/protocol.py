@@ -33,7 +33,8 @@ class Scores:
     None where it was not asked for.
 
     ``logprobs`` and ``entropy`` (nats) are the policy's own, ``reference`` the frozen base's log-probabilities,
-    ``values`` what a critic expects; ``teacher`` a teacher's log-probabilities, which no policy gives by itself.
+    ``values`` what a critic expects; ``teacher`` a teacher's log-probabilities, which no policy gives by itself, empty
+    where it says nothing of a rollout.
     """
 
     logprobs: list[np.ndarray] | None = None

@@ -16,9 +16,10 @@ from retrain.errors import RunFailed
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.context import Context, read_after
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.protocol import Policy, PolicySnapshot, Scores, Want, samples_of
-from retrain.types import Group, Sample
+from retrain.types import Group, Sample, samples_of_rollout
 
 
 class Teacher(Protocol):
@@ -32,11 +33,34 @@ class Teacher(Protocol):
         ...
 
 
-def taught(teacher: Teacher, policy: Policy, groups: Sequence[Group]) -> list[np.ndarray]:
-    """What the teacher says of every rollout's sampled tokens [T], in order."""
-    found = Scores(teacher=teacher.score(policy, samples_of(groups, every=True))).of_rollouts(groups).teacher
-    assert found is not None
-    return found
+def taught(
+    teacher: Teacher, policy: Policy, groups: Sequence[Group], context: Context | None = None
+) -> list[np.ndarray]:
+    """What the teacher says of every rollout's sampled tokens [T], in order; with a ``context`` after prompts of its
+    own, and nothing ([0]) of a rollout for which there is nothing to show."""
+    if context is None:
+        found = Scores(teacher=teacher.score(policy, samples_of(groups, every=True))).of_rollouts(groups).teacher
+        assert found is not None
+        return found
+    prompts = [prompt for group in groups for prompt in context.prompts(group)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    views = [
+        read_after(samples_of_rollout(rollout)[0], prompt)
+        for rollout, prompt in zip(rollouts, prompts, strict=True)
+        if prompt is not None
+    ]
+    said = iter(teacher.score(policy, views) if views else ())
+    return [np.zeros(0) if prompt is None else next(said) for prompt in prompts]
+
+
+class PolicyTeacher:
+    """The student's own weights as they are, which only a context makes a teacher."""
+
+    identity = "policy"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See ``Teacher.score``."""
+        return policy.score(samples, frozenset({Want.LOGPROBS})).logprobs or []
 
 
 class BaseTeacher:

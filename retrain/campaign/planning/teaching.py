@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from retrain.config import Config
+from retrain.config.distillation import POLICY
 from retrain.errors import ModelError
 from retrain.files import read_json
 from retrain.models import find_file
@@ -26,7 +27,7 @@ class Place:
     """What ``[distillation] teacher`` names: ``name`` is the directory of an adapter or model, a hub name, or what a
     server calls it."""
 
-    kind: Literal["base", "adapter", "model", "server"]
+    kind: Literal["base", "policy", "adapter", "model", "server"]
     name: str
 
 
@@ -39,8 +40,8 @@ def place_of(config: Config, folder: Path) -> Place:
     named = own.teacher or ""
     if own.url is not None:
         return Place("server", named)
-    if named == BASE:
-        return Place("base", named)
+    if named in (BASE, POLICY):
+        return Place("base" if named == BASE else "policy", named)
     found = (each / Path(named).expanduser() for each in search_folders(folder))
     directory = next((path for path in found if path.is_dir()), None)
     if directory is None:

@@ -40,6 +40,7 @@ from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel
+from retrain.policy.context import Context
 from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
@@ -319,6 +320,7 @@ def _build_run(
         cursor=DataCursor(data.train, config.stream("data"), config.data.shuffle),
         watch=model.watch(config) if model.watch is not None else None,
         teacher=model.teachers.get(spec.run_id),
+        shown=_shown(model, config),
         any_base=begin.any_base,
     )
     if spec.export is not None:
@@ -393,6 +395,14 @@ def algorithm_of(
 ) -> Algorithm:
     """From rewards to what each token is trained with, as the configuration says."""
     return Standard(config, modes, detector, tokenizer, stream)
+
+
+def _shown(model: CohortModel, config: Config) -> Context | None:
+    """What the run's teacher reads and the run does not."""
+    own = config.distillation
+    if not own.active or own.context == "none":
+        return None
+    return Context(_renderer(model, config), own, model.context or 1 << 30)
 
 
 def _renderer(model: CohortModel, config: Config) -> Renderer:

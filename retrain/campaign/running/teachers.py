@@ -19,7 +19,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
-from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, Teacher
+from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
 
 
 def teachers_of(
@@ -71,6 +71,8 @@ def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases:
     what = f'[distillation] teacher = "{own.teacher}"'
     if place.kind == "base":
         return BaseTeacher(base.fingerprint)
+    if place.kind == "policy":
+        return PolicyTeacher()
     if place.kind == "server":
         return server_teacher(config)
     if place.kind == "adapter":
