@@ -39,7 +39,7 @@ from retrain.ownership import Owner, install, owner_of, publish
 from retrain.policy.context import Context
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, probe_of, samples_of
-from retrain.policy.teacher import Teacher, taught
+from retrain.policy.teacher import Teacher, note_prompts, taught
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
@@ -310,7 +310,9 @@ class Run:
         scores: Scores | None = None
         if want:
             scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
-        if self.teacher is not None:
+        if self.teacher is not None and self.config.distillation.whole:
+            note_prompts(groups, self.shown)
+        elif self.teacher is not None:
             scores = replace(scores or Scores(), teacher=taught(self.teacher, self.policy, groups, self.shown))
         credit = self.algorithm.credit(groups, scores, self.step)
         if self.config.training.several_updates:

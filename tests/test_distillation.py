@@ -583,7 +583,11 @@ SECTION = '[distillation]\nteacher = "{teacher}"\nweight = 0\n'
 ALONE, MIXED = ("distillation = {weight = 1.0}\n", "distillation = {weight = 0.5, reward_weight = 1.0, clamp = 2.0}\n")
 SELF = 'distillation = {weight = 0.5, teacher = "policy", context = "sibling", reward_weight = 1.0}\n'
 SHOWN = 'distillation = {weight = 1.0, teacher = "base", context = "answer"}\n'
-ALL = ("", ALONE, MIXED, 'distillation = {weight = 1.0, student = "trainer"}\n', SELF, SHOWN)
+WHOLE = (
+    'distillation = {weight = 1.0, teacher = "base", context = "answer", estimate = "vocabulary"}\n',
+    'distillation = {weight = 1.0, estimate = "vocabulary", alpha = 1.0, top_tokens = 20, reward_weight = 0.5}\n',
+)
+ALL = ("", ALONE, MIXED, 'distillation = {weight = 1.0, student = "trainer"}\n', SELF, SHOWN, *WHOLE)
 
 
 def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str, steps: int = 4, training: str = "",
@@ -639,7 +643,12 @@ def test_students_come_nearer_to_the_teacher_and_the_baseline_is_as_without_one(
     identities = {read_json(run / "config.json").get("taught_by") for run in (plain, *students)}
     assert len(identities) == 4
     assert {None, "policy"} < identities
-    by_itself, answered = (read_jsonl(run / "metrics.jsonl") for run in students[3:])
+    by_itself, answered, *whole = (read_jsonl(run / "metrics.jsonl") for run in students[3:])
+    for row in [row for rows in whole for row in rows]:
+        assert row["distillation/divergence"] > 0.0
+        assert row["distillation/reverse_kl"] is None
+        assert row["distillation/taught_frac"] == 1.0
+        assert row["num_datums"] == 12
     assert all(0.0 <= row["distillation/taught_frac"] <= 1.0 for row in by_itself)
     assert all(row["distillation/taught_frac"] == 1.0 for row in answered)
     assert all(row["distillation/reverse_kl_k3"] > 0.0 for row in answered)
@@ -674,14 +683,15 @@ def test_interrupted_at_every_step_equals_uninterrupted(finished, model, teacher
         assert made(mine) == made(theirs)
 
 
-def test_with_several_updates_rollouts_ahead_and_a_critic_it_trains(model, teacher, tmp_path):
+def test_with_several_updates_and_rollouts_ahead_it_trains(model, teacher, tmp_path):
     path = campaign(
-        tmp_path, model, teacher, MIXED, "distillation = {weight = 1.0}\n" + 'student = "trainer"\nlr = 0.01\n',
+        tmp_path, model, teacher, MIXED, WHOLE[1], "distillation = {weight = 1.0}\n" + 'student = "trainer"\nlr = 0.01\n',
         training='num_iterations = 2\nmax_off_policy_steps = 1', extra='[algorithm]\ncorrection = "tis"\n',
     )  # fmt: skip
     assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
     for run in runs_of(tmp_path / "out"):
-        assert all(row["distillation/reverse_kl"] is not None for row in read_jsonl(run / "metrics.jsonl"))
+        name = "distillation/divergence" if "vocabulary" in run.name else "distillation/reverse_kl"
+        assert all(row[name] is not None for row in read_jsonl(run / "metrics.jsonl"))
 
 
 def test_other_weights_of_the_teacher_are_told_before_a_run_goes_on(model, teacher, tmp_path):
@@ -709,6 +719,9 @@ def test_explain_says_what_it_adds_and_what_it_costs(model, teacher, tmp_path):
     assert "in place of A; the reward is only recorded" in told
     assert "0.5 × (ln π_teacher − ln π), the difference cut off at ±2, of every token" in told
     assert "plus 1 × A" in told
+    assert "teacher base that is shown the reference answer, in place of A" in told
+    assert "1 × D_α(π_teacher, π) with α = 0.5 over the vocabulary at every token in the loss, teacher base" in told
+    assert "1 × KL(π ‖ π_teacher) over the 20 likeliest tokens and the rest as one" in told
     alone = CliRunner().invoke(app, ["explain", str(campaign(tmp_path, model, teacher, ALONE, name="alone"))]).stdout
     assert "one forward for the teacher's" in re.sub(r"\s+", " ", alone)
 

@@ -79,6 +79,24 @@ def distil(groups: Sequence[Group], credit: C, own: Distillation, scores: Scores
     return replace(credit, metrics={**credit.metrics, **share, **numbers})
 
 
+def compare_whole(groups: Sequence[Group], credit: C, own: Distillation) -> C:
+    """Where a term of the loss compares whole distributions, tokens keep reward_weight · A, and groups train in which
+    some completion has a teacher (``teacher_prompt``)."""
+    credited = [one for group in groups for one in group.rollouts if one.token_advantages_T is not None]
+    for group in groups:
+        taught = any(one in credited and one.teacher_prompt is not None for one in group.rollouts)
+        if taught and group.discarded == "zero_advantage":
+            group.discarded = None
+        elif own.alone and not taught and group.discarded is None:
+            group.discarded = "zero_advantage"
+    for rollout in credited:
+        assert rollout.token_advantages_T is not None
+        rollout.token_advantages_T = own.reward_weight * rollout.token_advantages_T
+    _note_means(credited)
+    share = sum(one.teacher_prompt is not None for one in credited) / len(credited) if credited else None
+    return replace(credit, metrics={**credit.metrics, "distillation/taught_frac": share})
+
+
 def _note_means(rollouts: Iterable[Rollout]) -> None:
     """The advantage of a rollout is the mean over its tokens."""
     for rollout in rollouts:

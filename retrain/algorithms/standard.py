@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.distillation import distil, no_comparison
+from retrain.algorithms.distillation import compare_whole, distil, no_comparison
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.protocol import Credit
 from retrain.algorithms.rejection import reject
@@ -96,8 +96,10 @@ class Standard:
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes, own)
-        if self.config.distillation.active:
+        if self.config.distillation.sampled:
             credit = distil(groups, credit, self.config.distillation, scores)
+        elif self.config.distillation.whole:
+            credit = compare_whole(groups, credit, self.config.distillation)
         credit = reject(groups, replace(credit, metrics={**credit.metrics, **numbers}), self.config.algorithm, scores)
         if not credit_of(self.modes.transform).pooled:
             return credit

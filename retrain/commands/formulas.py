@@ -72,6 +72,13 @@ def distillation_words(config: Config) -> str:
     shown = {"none": "", "answer": " that is shown the reference answer", "sibling": " that is shown a right sibling"}
     teacher = f"teacher {own.teacher}{where}{shown[own.context]}"
     formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
+    if own.whole:
+        kind = {0.0: "KL(π_teacher ‖ π)", 1.0: "KL(π ‖ π_teacher)"}.get(
+            own.alpha, f"D_α(π_teacher, π) with α = {own.alpha:g}"
+        )
+        tokens = f"the {own.top_tokens} likeliest tokens and the rest as one" if own.top_tokens else "the vocabulary"
+        reward = f"{own.reward_weight:g} × A" if own.reward_weight else "no advantage; the reward is only recorded"
+        return f"{own.weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {reward}"
     reward = f"plus {own.reward_weight:g} × A" if own.reward_weight else "in place of A; the reward is only recorded"
     return f"{formula}, {reward}"
 

@@ -10,12 +10,15 @@ from pydantic import AfterValidator
 from retrain.config.base import (
     Count,
     Finding,
+    Natural,
     NotNegative,
     OptionalPositive,
     OptionalText,
     Positive,
     Role,
     Section,
+    Share,
+    UsedWhen,
     fault,
 )
 from retrain.config.modes import Need
@@ -24,6 +27,7 @@ OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight
 """Keys that only a teacher behind a ``url`` has."""
 
 
+_SAMPLED, _WHOLE = (UsedWhen("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
 POLICY = "policy"
 """The teacher that is the student itself, with more in its context."""
 SHOWN = {"answer": "The correct answer is {context}.", "sibling": "A correct solution is:\n\n{context}"}
@@ -52,9 +56,17 @@ class Distillation(Section):
     reward_weight: NotNegative = 0.0
     """Weight of the reward's advantage beside it, by `advantage_mode` and `transform_mode`; 0 distils alone, and the
     reward is only recorded."""
-    clamp: OptionalPositive = None
+    estimate: Literal["sampled", "vocabulary"] = "sampled"
+    """What is asked of the teacher: its probability of the `sampled` token, which becomes that token's advantage, or
+    its whole distribution at every token, whose divergence from the student's is a term of the loss (`vocabulary`)."""
+    alpha: Annotated[Share, _WHOLE] = 0.5
+    """Which divergence: 0 forward KL(teacher ‖ student), 1 reverse KL(student ‖ teacher), between them the generalised
+    Jensen-Shannon divergence."""
+    top_tokens: Annotated[Natural, _WHOLE] = 0
+    """Compare so many tokens, the student's likeliest, and all others as one (SDPO: 100); 0 compares all."""
+    clamp: Annotated[OptionalPositive, _SAMPLED] = None
     """Bound on |ln π_teacher − ln π| of a token, before the weight (verl: 10); unset is none."""
-    student: Literal["sampler", "trainer"] = "sampler"
+    student: Annotated[Literal["sampler", "trainer"], _SAMPLED] = "sampler"
     """Whose ln π is compared with the teacher's: those that the tokens were sampled with, which cost nothing, or the
     trainer's own before the update, one more forward pass over all completions. They are the same up to rounding unless
     a server samples, or rollouts are behind the policy."""
@@ -85,6 +97,16 @@ class Distillation(Section):
         return self.teacher is not None and self.weight > 0
 
     @property
+    def sampled(self) -> bool:
+        """Whether the teacher gives sampled tokens an advantage."""
+        return self.active and self.estimate == "sampled"
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole distributions are compared in the loss."""
+        return self.active and self.estimate == "vocabulary"
+
+    @property
     def alone(self) -> bool:
         """Whether nothing but the teacher gives advantages."""
         return self.active and self.reward_weight == 0
@@ -97,7 +119,7 @@ class Distillation(Section):
     @property
     def needs(self) -> frozenset[Need]:
         """What it cannot do without, beside what the algorithm needs."""
-        if not self.active:
+        if not self.sampled:
             return frozenset()
         return frozenset({Need.TEACHER, *([Need.LOGPROBS] if self.student == "trainer" else [])})
 

@@ -322,6 +322,8 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
                 )
                 fix = f'remove the line, or give the teacher\'s directory in place of url = "{own.url}"'
                 yield Finding((f"training.{key}", "distillation.url"), what, fix)
+    if own.whole:
+        yield from _vocabulary_findings(config)
     if own.context != "none" and (config.environment.hosted or config.environment.turns != 1):
         what = f'is "{own.context}", which is shown in prompts of single answers, and episodes may have several turns'
         yield Finding(("distillation.context", "environment.max_turns"), what, 'context = "none"')
@@ -330,6 +332,21 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
         yield Finding(keys, 'is "sibling", and with group_size = 1 no completion has one', "group_size = 8")
     if own.alone:
         yield from _unrewarded(config)
+
+
+def _vocabulary_findings(config: Config) -> Iterator[Finding]:
+    """Whole distributions are there in this process alone, and over the whole vocabulary."""
+    estimate, what = "distillation.estimate", 'is "vocabulary"'
+    if config.distillation.url is not None:
+        words = f"{what}, and a server says nothing of tokens that were not sampled"
+        yield Finding((estimate, "distillation.url"), words, 'estimate = "sampled"')
+    if config.backend.shard != "none":
+        words = f'{what}, and with shard = "{config.backend.shard}" ranks have no teacher'
+        yield Finding((estimate, "backend.shard"), words, 'estimate = "sampled"')
+    for key in CUTS:
+        if getattr(config.training, key) != type(config.training).model_fields[key].default:
+            words = f"{what}, and {key} leaves tokens out of what is sampled from"
+            yield Finding((estimate, f"training.{key}"), words, 'estimate = "sampled"')
 
 
 def _unrewarded(config: Config) -> Iterator[Finding]:

@@ -65,4 +65,10 @@ def read_after(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
         value_targets=None,
         policy_weights=None,
         trainer_logprobs=None,
+        teacher_prompt=None,
     )
+
+
+def view_of(sample: Sample) -> Sample:
+    """The sample as its teacher reads it; as it is where nobody teaches it, or its prompt is the same."""
+    return read_after(sample, sample.teacher_prompt) if sample.teacher_prompt else sample

@@ -25,6 +25,7 @@ class Want(StrEnum):
     ENTROPY = "entropy"
     VALUES = "values"
     REFERENCE = "reference"
+    TEACHER = "teacher"
 
 
 @dataclass(frozen=True)

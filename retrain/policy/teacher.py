@@ -7,17 +7,19 @@ ranks; another model is a second base in memory, which has the same tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from retrain.errors import RunFailed
+from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.context import Context, read_after
-from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.head import Head
+from retrain.policy.logprobs import collate, hidden_states, split_microbatches, token_logprobs
+from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.protocol import Policy, PolicySnapshot, Scores, Want, samples_of
 from retrain.types import Group, Sample, samples_of_rollout
 
@@ -31,6 +33,28 @@ class Teacher(Protocol):
         """Its log-probabilities (nats) of the sampled tokens of each sample [T], of the distribution that ``policy``
         trains on: at the same temperature, over the same support."""
         ...
+
+
+@runtime_checkable
+class WholeTeacher(Protocol):
+    """A teacher in this process, whose whole distributions can be had."""
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """Hidden states [M, H] of the places that predict a sampled token, sequence after sequence, without gradients,
+        and the output layer that makes logits of them. ``lanes`` are those of the student, ``adapter`` its own."""
+        ...
+
+
+def _states(base: BaseModel, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+    """Those of a model as its lanes are. Raises ModelError where it does not come apart."""
+    head = backbone_of(base).head
+    if head is None:
+        raise ModelError(
+            f"{type(base.model).__name__} does not come apart into layers and an output layer, so whole distributions "
+            'cannot be compared: [distillation] estimate = "sampled"'
+        )
+    with torch.no_grad():
+        return hidden_states(base, collate(views, base).to(base.device)), head
 
 
 def taught(
@@ -53,6 +77,24 @@ def taught(
     return [np.zeros(0) if prompt is None else next(said) for prompt in prompts]
 
 
+def note_prompts(groups: Sequence[Group], context: Context | None) -> float | None:
+    """Note on every rollout what its teacher reads; the share of rollouts that have one, None of no rollouts."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    prompts = [()] * len(rollouts) if context is None else [one for group in groups for one in context.prompts(group)]
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        rollout.teacher_prompt = prompt
+    return sum(prompt is not None for prompt in prompts) / len(prompts) if prompts else None
+
+
+class LocalWeights(PolicySnapshot, Protocol):
+    """The snapshot of an adapter."""
+
+    @property
+    def weights(self) -> LoraWeights:
+        """The adapter."""
+        ...
+
+
 class PolicyTeacher:
     """The student's own weights as they are, which only a context makes a teacher."""
 
@@ -61,6 +103,11 @@ class PolicyTeacher:
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
         """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.LOGPROBS})).logprobs or []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """See ``WholeTeacher.states``."""
+        with lanes.single(adapter):
+            return _states(lanes.base, views)
 
 
 class BaseTeacher:
@@ -73,16 +120,25 @@ class BaseTeacher:
         """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.REFERENCE})).reference or []
 
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """See ``WholeTeacher.states``."""
+        return _states(lanes.base, views)
+
 
 class AdapterTeacher:
     """An adapter of the policy's base, which costs no second copy of it."""
 
-    def __init__(self, weights: PolicySnapshot, identity: str):
+    def __init__(self, weights: LocalWeights, identity: str):
         self.weights, self.identity = weights, identity
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
         """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.LOGPROBS}), self.weights).logprobs or []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """See ``WholeTeacher.states``."""
+        with lanes.single(self.weights.weights):
+            return _states(lanes.base, views)
 
 
 class ModelTeacher:
@@ -111,6 +167,10 @@ class ModelTeacher:
                 reason = str(error)
             self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
         return []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """See ``WholeTeacher.states``."""
+        return _states(self.base, views)
 
     def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         found = [np.zeros(0)] * len(samples)

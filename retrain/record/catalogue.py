@@ -167,6 +167,9 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("distillation/reverse_kl_k3", "the same divergence as the mean of w − 1 − ln w, w = π_teacher/π: never "
             "negative and less noisy, but ruled by single tokens where the two are far apart", "nats",
             "falling towards 0"),
+    _metric("distillation/divergence", "with `estimate = \"vocabulary\"` the mean of D_α between student and teacher "
+            "over the trained tokens that have a teacher; null otherwise, as the other numbers here are with it",
+            "nats", "falling towards 0"),
     _metric("distillation/taught_frac", "share of the completions with a reward that the teacher has scored; without a "
             "`context` all of them", "share", "not near 0"),
     _metric("distillation/teacher_logprob", "mean of ln π_teacher over the sampled tokens", "nats", "rising"),

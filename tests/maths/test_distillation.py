@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from retrain.maths.distillation import distillation_advantages
+from retrain.maths.distillation import distillation_advantages, divergence, with_tail
 from retrain.maths.losses import kl_terms, policy_loss
 
 F64 = torch.float64
@@ -82,3 +82,40 @@ def test_estimates_that_are_differentiated_have_other_gradients():
     assert torch.allclose(estimate("k1"), torch.zeros(3, dtype=F64), atol=1e-12)
     assert torch.allclose(estimate("k2"), REVERSE_GRADIENT, atol=1e-6)
     assert torch.allclose(estimate("k3"), S - T, atol=1e-12)
+
+
+@pytest.mark.parametrize(("alpha", "worth"), [(0.5, 0.021901), (0.999, 0.000092), (1.0, 0.092033)])
+def test_worked_divergences(alpha, worth):
+    """The generalised Jensen-Shannon divergence vanishes towards its ends, where D jumps to a plain one."""
+    assert float(divergence(S.log()[None], T.log()[None], alpha)) == pytest.approx(worth, abs=1e-6)
+
+
+def test_the_ends_are_the_plain_divergences_and_the_middle_is_symmetric():
+    forward = float((T * (T / S).log()).sum())
+    assert float(divergence(S.log()[None], T.log()[None], 0.0)) == pytest.approx(forward)
+    one, other = (divergence(a.log()[None], b.log()[None], 0.5) for a, b in ((S, T), (T, S)))
+    assert torch.allclose(one, other)
+    for alpha in (0.0, 0.3, 0.5, 1.0):
+        assert float(divergence(S.log()[None], S.log()[None], alpha)) == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ValueError, match="alpha must be in"):
+        divergence(S.log()[None], T.log()[None], 1.5)
+
+
+def test_its_gradient_at_the_ends_is_the_plain_divergences():
+    for alpha, wanted in ((1.0, REVERSE_GRADIENT), (0.0, S - T)):
+        logits = S.log().requires_grad_()
+        divergence(torch.log_softmax(logits, -1)[None], T.log()[None], alpha).sum().backward()
+        assert logits.grad is not None
+        assert torch.allclose(logits.grad, wanted, atol=1e-6), alpha
+
+
+def test_the_likeliest_tokens_and_the_rest_as_one():
+    student, teacher = S.log()[None], T.log()[None]
+    for count, worth in ((1, 0.087177), (2, 0.092033)):
+        ids = student.topk(count, -1).indices
+        found = divergence(with_tail(student, ids), with_tail(teacher, ids), 1.0)
+        assert float(found) == pytest.approx(worth, abs=1e-6), count
+    cut = with_tail(student, torch.tensor([[2, 0]]))
+    assert cut.exp()[0].tolist() == pytest.approx([0.2, 0.5, 0.3])
+    sure = with_tail(torch.tensor([[0.0, -60.0, -60.0]], dtype=F64), torch.tensor([[0]]))
+    assert bool(torch.isfinite(sure).all())  # nothing is left over

@@ -91,6 +91,8 @@ def _update_passes(config: Config, warming: bool = False) -> dict[str, int]:
         passes["one forward, and one backward that makes no gradients of the base"] = TRAINING_OPERATIONS
         if config.algorithm.loss_kl_coef > 0 or config.logging.log_kl:
             passes["one of the base for the KL"] = FORWARD_OPERATIONS
+        if config.distillation.whole:
+            passes["one of the teacher for the loss"] = FORWARD_OPERATIONS
         if config.algorithm.critic and not config.critic.share_adapter:
             passes["as many as these two for the critic"] = TRAINING_OPERATIONS
     elif config.critic.share_adapter:

@@ -32,7 +32,7 @@ from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
-from retrain.policy.teacher import Teacher
+from retrain.policy.teacher import Teacher, WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
@@ -76,7 +76,9 @@ def local_model(
     that hold the same base; ``ranks`` do a share of what this process computes, ``teachers`` are those of the runs."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
-        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks)
+        teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.whole else None
+        whole = teacher if isinstance(teacher, WholeTeacher) else None
+        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, whole)
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):

@@ -123,10 +123,12 @@ def checked_prompt(said: Prompted, token_ids: Sequence[int]) -> np.ndarray:
         raise Faulty(f"the tokens came back as {len(said.token_ids)} other ids: they were not read as sent")
     if len(said.logprobs) != len(token_ids):
         raise Faulty(f"{len(said.logprobs)} log-probabilities for {len(token_ids)} tokens")
-    for value in said.logprobs[1:]:
-        if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
+    found_L = np.zeros(len(token_ids))
+    for place, value in enumerate(said.logprobs[1:], start=1):
+        if type(value) not in (int, float) or value is None or not math.isfinite(value) or value > ABOVE_ZERO:
             raise Faulty(f"log-probability {value!r}")
-    return np.array([0.0, *(min(value or 0.0, 0.0) for value in said.logprobs[1:])])
+        found_L[place] = min(value, 0.0)
+    return found_L
 
 
 def server_teacher(config: Config) -> ServerTeacher:
