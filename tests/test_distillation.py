@@ -685,7 +685,7 @@ def test_interrupted_at_every_step_equals_uninterrupted(finished, model, teacher
 
 def test_with_several_updates_and_rollouts_ahead_it_trains(model, teacher, tmp_path):
     path = campaign(
-        tmp_path, model, teacher, MIXED, WHOLE[1], "distillation = {weight = 1.0}\n" + 'student = "trainer"\nlr = 0.01\n',
+        tmp_path, model, teacher, MIXED, WHOLE[1], "distillation = {weight = 1.0, student = \"trainer\"}\n",
         training='num_iterations = 2\nmax_off_policy_steps = 1', extra='[algorithm]\ncorrection = "tis"\n',
     )  # fmt: skip
     assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
