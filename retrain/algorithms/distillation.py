@@ -84,7 +84,8 @@ def compare_whole(groups: Sequence[Group], credit: C, own: Distillation) -> C:
     some completion has a teacher (``teacher_prompt``)."""
     credited = [one for group in groups for one in group.rollouts if one.token_advantages_T is not None]
     for group in groups:
-        taught = any(one in credited and one.teacher_prompt is not None for one in group.rollouts)
+        own_ones = [one for one in group.rollouts if one.token_advantages_T is not None]
+        taught = any(one.teacher_prompt is not None for one in own_ones)
         if taught and group.discarded == "zero_advantage":
             group.discarded = None
         elif own.alone and not taught and group.discarded is None:
