@@ -192,6 +192,7 @@ def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(s
 
     server.always = gone_after_the_first_step
     path, out = campaign(tmp_path, model, keys, "cut"), tmp_path / "cut"
+    path.write_text(path.read_text().replace("save_every = 1", "save_every = 0"))  # nothing is saved unless it fails
     result = CliRunner().invoke(app, ["train", str(path), "--out", str(out), "--plain"])
     assert result.exit_code != 0
     said = re.sub(r"\s+", " ", result.stdout + result.stderr)
@@ -199,6 +200,8 @@ def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(s
     assert "does not answer, for 0.3 s now" in said
     assert "Traceback" not in said
     assert [run["state"] for run in read_json(out / "manifest.json")["runs"]] != ["failed", "failed"]
+    for run in read_json(out / "manifest.json")["runs"]:
+        assert [each.name for each in (out / run["path"] / "checkpoints").glob("step_*")] == ["step_000001"]
     server.always = None
     assert resume(out, NullObserver()).exit_status == 0
     for one, other in zip(rows_of(tmp_path / "whole"), rows_of(out), strict=True):
