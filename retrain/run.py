@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ from retrain.files import aside_of, dumps, read_jsonl
 from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.ownership import Owner, install, owner_of, publish
+from retrain.policy.context import Context
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, probe_of, samples_of
+from retrain.policy.teacher import Teacher, note_prompts, taught
 from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
@@ -120,6 +122,10 @@ class Run:
     """When its episodes end at the latest."""
     watch: Watch | None = None
     """What compares a sampler that is not our own with the trainer, at every step."""
+    teacher: Teacher | None = None
+    """Who scores what it has sampled, where it learns from a teacher."""
+    shown: Context | None = None
+    """What that teacher reads and the policy does not."""
     any_base: bool = False
     """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
     step: int = 0
@@ -304,6 +310,10 @@ class Run:
         scores: Scores | None = None
         if want:
             scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
+        if self.teacher is not None and self.config.distillation.whole:
+            note_prompts(groups, self.shown)
+        elif self.teacher is not None:
+            scores = replace(scores or Scores(), teacher=taught(self.teacher, self.policy, groups, self.shown))
         credit = self.algorithm.credit(groups, scores, self.step)
         if self.config.training.several_updates:
             rollouts = [rollout for group in groups for rollout in group.rollouts]

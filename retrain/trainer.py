@@ -84,12 +84,12 @@ class Cohort:
             before[run] = run.rollback_point()
         try:
             groups, taken = self._sample([run for run in active if run.error is None])
+            since = time.time()
+            numbers = self._learn([run for run in active if run.error is None], groups)
         except ServerFailed:  # nothing was learnt from it: everything before this step is saved
             self.saver.save([run for run in active if run.error is None and run.roll_back(before[run])])
             self.saver.settle()
             raise
-        since = time.time()
-        numbers = self._learn([run for run in active if run.error is None], groups)
         for run in numbers:
             run.publish_to(self.engine)
         if due := [run for run in numbers if run.error is None and run.evaluation_due()]:

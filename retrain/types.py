@@ -180,6 +180,8 @@ class Rollout:
     """What a critic expected before each token, where there is one."""
     value_targets_T: np.ndarray | None = None
     """What it should have expected."""
+    teacher_prompt: tuple[int, ...] | None = None
+    """The prompt that its teacher reads in place of its own; () for the same one, None where nobody teaches it."""
     age: int = 0
     """How many steps the weights that drew its oldest token are behind those that train on it."""
 
@@ -261,7 +263,7 @@ class Sample:
     ``support`` is that of the action tokens, one after the other; None when sampling was not truncated.
     ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
     of a critic, ``policy_weights`` what a token's policy loss counts; None where there is no such thing.
-    ``trainer_logprobs`` [T], of the sampled tokens, are left here by
+    ``teacher_prompt`` is as in ``Rollout``. ``trainer_logprobs`` [T], of the sampled tokens, are left here by
     the update that trains on it.
     """
 
@@ -277,6 +279,7 @@ class Sample:
     value_targets: np.ndarray | None = None
     policy_weights: np.ndarray | None = None
     trainer_logprobs: np.ndarray | None = None
+    teacher_prompt: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -360,6 +363,7 @@ def _laid_flat(rollout: Rollout, turns: Sequence[Turn], own_T: slice) -> Sample:
     if rollout.token_advantages_T is not None:
         sample.advantages[sample.action_mask] = rollout.token_advantages_T[own_T]
         sample.loss_mask[sample.action_mask] = True if rollout.loss_mask_T is None else rollout.loss_mask_T[own_T]
+    sample.teacher_prompt = rollout.teacher_prompt
     if rollout.old_logprobs_T is not None:
         sample.old_logprobs = np.zeros(length)
         sample.old_logprobs[sample.action_mask] = rollout.old_logprobs_T[own_T]

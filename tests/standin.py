@@ -97,7 +97,7 @@ class StandIn:
             )
         status, payload = answer.status_code, answer.json()
         if generate and status == 200:
-            payload = _as_generated(payload)
+            payload = _as_scored(payload) if asked["sampling_params"]["max_new_tokens"] == 0 else _as_generated(payload)
         fault = self.faults.popleft() if self.faults else self.always
         changed = (status, payload) if fault is None else fault(status, payload)
         if changed is None:
@@ -115,6 +115,12 @@ class StandIn:
 def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
     """SGLang's request in vLLM's words."""
     how = asked["sampling_params"]
+    if how["max_new_tokens"] == 0:
+        assert asked["return_logprob"]
+        assert asked["logprob_start_len"] == 0
+        named = asked.get("lora_path", "base")
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
+        return {"model": named, "prompt": asked["input_ids"], **scored}
     same = {key: how[key] for key in ("temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids")}
     return {
         "model": asked.get("lora_path", "base"),
@@ -137,3 +143,10 @@ def _as_generated(payload: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": len(choice["prompt_token_ids"]),
     }
     return {"text": choice["text"], "meta_info": about}
+
+
+def _as_scored(payload: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM says of a prompt's tokens in SGLang's words."""
+    choice = payload["choices"][0]
+    said = zip(choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"], strict=True)
+    return {"text": "", "meta_info": {"input_token_logprobs": [[logprob, token, None] for logprob, token in said]}}

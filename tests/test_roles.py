@@ -24,6 +24,9 @@ WHERE = (
     "inference.upload",
 )  # fmt: skip
 """Where servers are: it changes nothing that is computed."""
+TEACHERS = ("distillation.url", "distillation.server", "distillation.api_key_env")
+"""Where a teacher's server is, and how to talk to it: the teacher is the same."""
+TEACHERS_PATIENCE = ("distillation.timeout_s", "distillation.patience_s", "distillation.max_in_flight")
 CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")
 
 
@@ -40,7 +43,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
     assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
         "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
-        *WHERE, *CHARTS,
+        *WHERE, *TEACHERS, *CHARTS,
     }  # fmt: skip
     assert counts("a.key_of_another_release")
 
@@ -56,6 +59,7 @@ def test_in_what_replicates_may_differ():
         "reward.timeout_s", "reward.workers",
         "reward.reward_batch",
         "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
+        *TEACHERS, *TEACHERS_PATIENCE,
         "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
         "inference.tolerance", "inference.mismatch_limit",
     }  # fmt: skip
@@ -65,7 +69,10 @@ def test_what_a_condition_may_override():
     whole = ("campaign", "model", "backend", "inference", "data", "environment", "evaluation", "backpressure",
              "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
     fixed = {dotted for dotted in keys() if why_fixed(dotted)}
-    assert fixed == expanded(*whole) - {"model.lora_rank", "logging.strategic_grams"}
+    assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {
+        "model.lora_rank",
+        "logging.strategic_grams",
+    }
 
 
 def test_what_decides_grades():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.algorithms.distillation import compare_whole, distil, no_comparison
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.protocol import Credit
 from retrain.algorithms.rejection import reject
@@ -87,7 +88,7 @@ class Standard:
         sepa = config.sepa
         self.schedule = SepaSchedule(var_threshold=sepa.threshold, **sepa.model_dump(exclude={"threshold"}))
         self.sepa = sepa_start(self.schedule)
-        self.needs = config.algorithm.needs
+        self.needs = config.algorithm.needs | config.distillation.needs
 
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
         """See ``Algorithm.credit``. λ is read first: what is observed of this batch counts from the next step on."""
@@ -95,6 +96,10 @@ class Standard:
         mark_planning(groups, self.detector, self.tokenizer)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes, own)
+        if self.config.distillation.sampled:
+            credit = distil(groups, credit, self.config.distillation, scores)
+        elif self.config.distillation.whole:
+            credit = compare_whole(groups, credit, self.config.distillation)
         credit = reject(groups, replace(credit, metrics={**credit.metrics, **numbers}), self.config.algorithm, scores)
         if not credit_of(self.modes.transform).pooled:
             return credit
@@ -105,6 +110,9 @@ class Standard:
         self, groups: Sequence[Group], scores: Scores | None
     ) -> tuple[Mapping[Rollout, np.ndarray], dict[str, Any]]:
         """Set the advantages of all rollouts; where a critic gives one to every token, those too, and its numbers."""
+        if self.config.distillation.alone:
+            no_comparison(groups)
+            return {}, {}
         if advantage_of(self.modes.advantage).by_token:
             assert scores is not None, "values were asked for"
             return fill_token_advantages(groups, scores, self.config)

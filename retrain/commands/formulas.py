@@ -62,6 +62,27 @@ def critic_words(config: Config) -> str:
     return f"{what}; {loss}{alone}"
 
 
+def distillation_words(config: Config) -> str:
+    """What a teacher adds to the advantage of every token, and what is left of the reward's; empty without one."""
+    own = config.distillation
+    if not own.active:
+        return ""
+    bound = "" if own.clamp is None else f", the difference cut off at ±{own.clamp:g},"
+    where = "" if own.url is None else f" at {own.url}"
+    shown = {"none": "", "answer": " that is shown the reference answer", "sibling": " that is shown a right sibling"}
+    teacher = f"teacher {own.teacher}{where}{shown[own.context]}"
+    formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
+    if own.whole:
+        kind = {0.0: "KL(π_teacher ‖ π)", 1.0: "KL(π ‖ π_teacher)"}.get(
+            own.alpha, f"D_α(π_teacher, π) with α = {own.alpha:g}"
+        )
+        tokens = f"the {own.top_tokens} likeliest tokens and the rest as one" if own.top_tokens else "the vocabulary"
+        reward = f"{own.reward_weight:g} × A" if own.reward_weight else "no advantage; the reward is only recorded"
+        return f"{own.weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {reward}"
+    reward = f"plus {own.reward_weight:g} × A" if own.reward_weight else "in place of A; the reward is only recorded"
+    return f"{formula}, {reward}"
+
+
 def credit_words(config: Config) -> str:
     """How a completion's credit is spread over its tokens."""
     mode = config.algorithm.transform_mode

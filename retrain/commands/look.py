@@ -134,7 +134,14 @@ def print_explanation(
     """Print conditions × seeds, what can be detected, costs and files of a file's plan: here, or on a ``fleet``, which
     ``one_process`` uses one device of."""
     from retrain.commands.costs import print_costs, print_forecast, print_work
-    from retrain.commands.formulas import credit_formula, critic_words, environment_words, loss_words, reward_words
+    from retrain.commands.formulas import (
+        credit_formula,
+        critic_words,
+        distillation_words,
+        environment_words,
+        loss_words,
+        reward_words,
+    )
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -146,6 +153,7 @@ def print_explanation(
     print()
     print_by_words("token credit", credit_formula, conditions)
     print_by_words("critic", critic_words, conditions)
+    print_by_words("distillation", distillation_words, conditions)
     print_by_words("loss", loss_words, conditions)
     print_by_words("reward", reward_words, conditions)
     if conditions[0].config.environment.hosted:

@@ -21,6 +21,7 @@ FIXED: dict[str, str] = {
     "backend": _ONE_BASE,
     "slurm": _ONE_RECORD,
     "inference": _ONE_BASE,
+    "distillation": _ONE_RECORD,
     "data": _SAME_MEASURE,
     "environment": _SAME_MEASURE,
     "evaluation": _SAME_MEASURE,

@@ -28,6 +28,8 @@ class Need(StrEnum):
     """What a critic expects at each token."""
     REFERENCE = "reference"
     """The frozen base's log-probabilities."""
+    TEACHER = "teacher"
+    """What a teacher says of the sampled tokens."""
     GROUP = "group"
     """Several rollouts of a prompt, to be compared with each other."""
 

@@ -15,6 +15,7 @@ from retrain.config.campaign import Campaign
 from retrain.config.cluster import Ray
 from retrain.config.critic import Critic
 from retrain.config.describe import no_effect
+from retrain.config.distillation import Distillation
 from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
 from retrain.config.inference import Inference
 from retrain.config.models import Backend, Lora, Model
@@ -41,6 +42,7 @@ class Config(Section):
     sepa: Sepa = Sepa()
     planning: Planning = Planning()
     critic: Critic = Critic()
+    distillation: Distillation = Distillation()
     slurm: Slurm = Slurm()
     backend: Backend = Backend()
     inference: Inference = Inference()

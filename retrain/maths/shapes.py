@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64, Shaped
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from retrain.errors import PluginError
@@ -17,6 +17,10 @@ from retrain.errors import PluginError
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]
 Mask_B1 = Bool[Tensor, "B 1"]
+Floats_M = Float[Tensor, "M"]
+Logs_MV = Float[Tensor, "M V"]
+Ids_Mk = Int64[Tensor, "M k"]
+Logs_MW = Float[Tensor, "M _"]
 Floats_B1 = Float[Tensor, "B 1"]
 Floats_B = Float[Tensor, "B"]
 Doubles_B = Float64[Tensor, "B"]

@@ -29,6 +29,7 @@ from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.scoring import scored
 from retrain.policy.shares import RunShares
+from retrain.policy.teacher import WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.policy.update import Passes, batch_gradient, train_step
 from retrain.types import Sample
@@ -68,7 +69,8 @@ class LocalSnapshot:
 class LocalPolicy:
     """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
     side by side, unless the update itself is one of several that run side by side; ``plan`` is the cohort's, by default
-    that of a run by itself; ``ranks`` are processes that do a share of updates and scores."""
+    that of a run by itself; ``ranks`` are processes that do a share of updates and scores; ``teacher`` is
+    whose distributions its loss may compare with."""
 
     starts_as_base = True
 
@@ -81,6 +83,7 @@ class LocalPolicy:
         workers: Workers | None = None,
         plan: MemoryPlan | None = None,
         ranks: Ranks | None = None,
+        teacher: WholeTeacher | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.shares = None if ranks is None else RunShares(ranks, config.algorithm.loss)
@@ -92,6 +95,7 @@ class LocalPolicy:
         self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.critic = Critic(base, lanes, config, stream) if config.algorithm.critic else None
         self.bfloat16 = training.update_dtype == "bfloat16"
+        self.teacher = teacher
         self.version = 0
 
     @property
@@ -169,7 +173,7 @@ class LocalPolicy:
     @property
     def _passes(self) -> Passes:
         dropout, workers = self.config.lora.dropout, self.workers or Workers()
-        return Passes(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares)
+        return Passes(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares, self.teacher)
 
     def fingerprint(self) -> str:
         """Hash of the adapter's weights as they are."""

@@ -37,13 +37,16 @@ from retrain.policy.protocol import Denominators, Want
 class TokenScores:
     """What the forward passes say of a micro-batch's action tokens, [B, T]; only what some term needs is there.
 
-    ``logprobs_BT``, ``entropy_BT`` and ``values_BT`` carry gradients, ``reference_BT`` (of the frozen base) does not.
+    ``logprobs_BT``, ``entropy_BT``, ``values_BT`` and ``divergence_BT`` (from a teacher, where ``taught_BT``) carry
+    gradients, ``reference_BT`` (of the frozen base) does not.
     """
 
     logprobs_BT: torch.Tensor | None = None
     entropy_BT: torch.Tensor | None = None
     reference_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None
+    divergence_BT: torch.Tensor | None = None
+    taught_BT: torch.Tensor | None = None
 
 
 class Term(Protocol):
@@ -221,6 +224,38 @@ class ValueTerm:
 
 
 @dataclass(frozen=True)
+class TeacherTerm:
+    """``weight`` times D_α of the whole distribution from a teacher's, ``top`` as in ``policy.divergence``; tokens of
+    completions that nobody teaches have none."""
+
+    weight: float
+    alpha: float
+    top: int = 0
+    timed_as: ClassVar[str] = "compute_kl"
+
+    @property
+    def needs(self) -> frozenset[Want]:
+        """The teacher's distributions."""
+        return frozenset({Want.TEACHER, Want.LOGPROBS})
+
+    @property
+    def every_sequence(self) -> bool:
+        """Every token has a divergence."""
+        return True
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        """See ``maths.distillation.divergence``."""
+        assert scores.divergence_BT is not None
+        assert scores.taught_BT is not None
+        mask_BT = batch.loss_mask_BT & scores.taught_BT
+        loss_BT = torch.where(mask_BT, scores.divergence_BT, 0.0)
+        return self.weight * loss_BT, {
+            "divergence": loss_BT.detach().double().sum(),
+            "taught_tokens": mask_BT.double().sum(),
+        }
+
+
+@dataclass(frozen=True)
 class Objective:
     """The terms of a loss and what their sum is divided by.
 
@@ -327,6 +362,8 @@ def objective_of(config: Config, loss: Loss) -> Objective:
         terms.append(KLTerm(algorithm.loss_kl_coef))
     if algorithm.entropy_coef > 0 or algorithm.critic:
         terms.append(EntropyTerm(algorithm.entropy_coef, logged=algorithm.critic))
+    if (own := config.distillation).whole:
+        terms.append(TeacherTerm(own.weight, own.alpha, own.top_tokens))
     if algorithm.critic:
         terms.append(ValueTerm(config.critic.vf_coef, config.critic.cliprange_value))
     return Objective(tuple(terms), algorithm.loss_normalizer, training.temperature, training.max_tokens)

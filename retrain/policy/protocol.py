@@ -4,7 +4,7 @@ the user's own (``policy.plugin``) stand behind it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ class Want(StrEnum):
     ENTROPY = "entropy"
     VALUES = "values"
     REFERENCE = "reference"
+    TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Scores:
     None where it was not asked for.
 
     ``logprobs`` and ``entropy`` (nats) are the policy's own, ``reference`` the frozen base's log-probabilities,
-    ``values`` what a critic expects.
+    ``values`` what a critic expects; ``teacher`` a teacher's log-probabilities, which no policy gives by itself, empty
+    where it says nothing of a rollout.
     """
 
     logprobs: list[np.ndarray] | None = None
     entropy: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     reference: list[np.ndarray] | None = None
+    teacher: list[np.ndarray] | None = None
 
     def of_rollouts(self, groups: Sequence[Group]) -> Scores:
         """Those of ``samples_of(groups, every=True)``, rollout by rollout."""
@@ -51,7 +54,7 @@ class Scores:
             parts = iter(given)
             return [np.concatenate([np.zeros(0), *islice(parts, count)]) for count in counts]
 
-        return Scores(joined(self.logprobs), joined(self.entropy), joined(self.values), joined(self.reference))
+        return Scores(**{field.name: joined(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True)

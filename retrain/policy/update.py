@@ -21,7 +21,10 @@ from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS, NotFiniteError
 from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.context import view_of
 from retrain.policy.critic import Critic, ValueHead
+from retrain.policy.divergence import head_divergence
+from retrain.policy.head import Head
 from retrain.policy.logprobs import (
     MicroBatch,
     by_place,
@@ -31,11 +34,12 @@ from retrain.policy.logprobs import (
     token_logprobs,
 )
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import Objective, TokenScores, ValueTerm
+from retrain.policy.objective import Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.optimizer import Step
 from retrain.policy.packing import Layout
 from retrain.policy.protocol import PROBE_SIZE, TrainBatch, Want
 from retrain.policy.rounded import products_in_bfloat16
+from retrain.policy.teacher import WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
 from retrain.types import Sample, without_advantages
@@ -80,7 +84,8 @@ class Passes:
 
     ``budget`` bounds the micro-batches and learns from steps that run out of memory; ``workers`` do micro-batches
     side by side, which changes no bit of the result; ``bfloat16`` has an fp32 base multiply in it
-    (``policy.rounded``); ``shares`` are other processes that do some of them.
+    (``policy.rounded``); ``shares`` are other processes that do some of them; ``teacher`` gives the distributions that
+    a term of the loss compares with.
     """
 
     lanes: Lanes
@@ -89,6 +94,7 @@ class Passes:
     dropout: float = 0.0
     bfloat16: bool = False
     shares: Shares | None = None
+    teacher: WholeTeacher | None = None
 
     @property
     def side_by_side(self) -> int:
@@ -199,6 +205,8 @@ def _policy_metrics(sums: Sums, kl_coef: float, sequences: int, trained: bool) -
     ratios, tokens = loss_metrics(sums), float(sums["tokens"])
     logged = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
     means = {key: float(sums[name]) / tokens for key, name in logged.items() if name in sums and tokens}
+    if float(sums.get("taught_tokens", 0.0)):
+        means["distillation/divergence"] = float(sums["divergence"] / sums["taught_tokens"])
     if not trained:
         return {key: ratios[key] for key in MISMATCH_METRICS} | _kl_metrics(sums, kl_coef, sequences)
     return ratios | means | _kl_metrics(sums, kl_coef, sequences)
@@ -360,11 +368,19 @@ class Work:
             with torch.no_grad():
                 reference_BT, _ = token_logprobs(base, batch, objective.temperature)
             clock.lap("compute_kl")
+        taught = None
+        if Want.TEACHER in objective.needs:
+            assert self.passes.teacher is not None, "a term of the loss wants a teacher"
+            taught = self.passes.teacher.states(self.passes.lanes, self.adapter, list(map(view_of, samples)))
+            clock.lap("compute_kl")
         layers = checkpointed(lambda: self._again(batch.layout)) if twice and wanted else nullcontext()
         gradients = []
         with torch.set_grad_enabled(wanted), self._active(), layers:
-            scores = self._scores(batch, clock)
+            scores = self._scores(batch, clock, taught)
             clock.lap("forward")
+            if taught is not None:
+                spoken_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
+                scores = replace(scores, taught_BT=batch.action_BT & spoken_B1.to(base.device))
             if scores.logprobs_BT is not None and self.batch.keep_logprobs:
                 _leave(samples, scores.logprobs_BT, batch.action_BT)
             scores = replace(scores, reference_BT=reference_BT)
@@ -377,16 +393,20 @@ class Work:
             clock.lap("backward")
         return Part(loss.detach(), sums, clock, gradients)
 
-    def _scores(self, batch: MicroBatch, clock: Clock) -> TokenScores:
-        """What the objective reads, of the adapter that is active."""
+    def _scores(self, batch: MicroBatch, clock: Clock, taught: tuple[torch.Tensor, Head] | None = None) -> TokenScores:
+        """What the objective reads, of the adapter that is active; ``taught`` are a teacher's hidden states and output
+        layer."""
         needs, objective = self.objective.needs, self.objective
-        hidden_MH, values_BT = None, None
+        hidden_MH, values_BT, divergence_BT = None, None, None
         if self.head is not None and Want.VALUES in needs:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
                 hidden_MH = hidden_states(self.base, batch)
             values_BT = by_place(self.head(hidden_MH), batch)
         if Want.LOGPROBS not in needs:
             return TokenScores(values_BT=values_BT)
+        if taught is not None:
+            hidden_MH = hidden_states(self.base, batch) if hidden_MH is None else hidden_MH
+            divergence_BT = by_place(self._divergence(hidden_MH, *taught), batch)
         logprobs_BT, entropy_BT = token_logprobs(
             self.base,
             batch,
@@ -396,7 +416,15 @@ class Work:
             lap=clock.lap,
             hidden_MH=hidden_MH,
         )
-        return TokenScores(logprobs_BT, entropy_BT, values_BT=values_BT)
+        return TokenScores(logprobs_BT, entropy_BT, values_BT=values_BT, divergence_BT=divergence_BT)
+
+    def _divergence(self, hidden_MH: torch.Tensor, teacher_MH: torch.Tensor, teacher: Head) -> torch.Tensor:
+        """From the teacher's distributions [M], as the term of the loss wants it."""
+        term = next(each for each in self.objective.terms if isinstance(each, TeacherTerm))
+        head = backbone_of(self.base).head
+        assert head is not None, "a model that gives hidden states has an output layer"
+        how = {"alpha": term.alpha, "top": term.top, "temperature": self.objective.temperature}
+        return head_divergence(head, hidden_MH, teacher, teacher_MH, **how)
 
     def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
         """The gradients of ``loss`` in the order of ``buffers``, which are left alone."""

@@ -161,6 +161,24 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("optim/critic_grad_norm", "norm of the critic's gradient before clipping", ""),
 )],
 
+"Distillation": [replace(metric, requires="distillation") for metric in (
+    _metric("distillation/reverse_kl", "mean of ln π − ln π_teacher over the sampled tokens, before the update: the "
+            "reverse KL divergence of the student from the teacher (k1)", "nats", "falling towards 0"),
+    _metric("distillation/reverse_kl_k3", "the same divergence as the mean of w − 1 − ln w, w = π_teacher/π: never "
+            "negative and less noisy, but ruled by single tokens where the two are far apart", "nats",
+            "falling towards 0"),
+    _metric("distillation/divergence", "with `estimate = \"vocabulary\"` the mean of D_α between student and teacher "
+            "over the trained tokens that have a teacher; null otherwise, as the other numbers here are with it",
+            "nats", "falling towards 0"),
+    _metric("distillation/taught_frac", "share of the completions with a reward that the teacher has scored; without a "
+            "`context` all of them", "share", "not near 0"),
+    _metric("distillation/teacher_logprob", "mean of ln π_teacher over the sampled tokens", "nats", "rising"),
+    _metric("distillation/clamped_frac", "share of tokens whose difference was cut off at `clamp`", "share",
+            "near 0"),
+    _metric("distillation/advantage_std", "standard deviation over tokens of the teacher's advantage, its weight "
+            "included"),
+)],
+
 "Reward": [
     _metric("mean_reward", "mean total reward over completions", "reward", "rising", wandb="train/rewards/mean_reward",
             tinker="env/all/reward/total reward/total", trl="reward objective/scores", telescope="reward_sum_mean"),
@@ -503,6 +521,7 @@ def _markdown_row(metric: Metric) -> str:
     needs = {
         "ahead": "with `max_off_policy_steps`",
         "critic": "with a critic",
+        "distillation": "with a teacher",
         "rejection": "with `rejection`, `m2po` or `rejection_denominator`",
         "updates": "with several updates",
         "dynamic": "with `dynamic_sampling`",

@@ -57,8 +57,9 @@ class RunContext:
         ahead = {"ahead"} if self.config.training.max_off_policy_steps else set()
         before = self.config.algorithm.chooses_before or self.config.algorithm.rejection_denominator == "kept"
         rejection = {"rejection"} if before else set()
+        distillation = {"distillation"} if self.config.distillation.active else set()
         dynamic = {"dynamic"} if self.config.training.dynamic_sampling else set()
-        named = evaluated | episodes | tools | updates | critic | ahead | rejection | dynamic
+        named = evaluated | episodes | tools | updates | critic | ahead | rejection | dynamic | distillation
         return credit_of(self.config.algorithm.transform_mode).features | named
 
 

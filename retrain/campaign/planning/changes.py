@@ -142,12 +142,12 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
 
 
 def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what has to be loaded to be known: weights and tokenizer of the base, and the data.
+    """Differences in what has to be loaded to be known: weights and tokenizer of the base, the teacher, and the data.
 
     ``now`` is nested as in config.json.
     """
     names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
-    return _differences(facts, now, names)
+    return _differences(facts, now, names | {"taught_by": "weights of the teacher"})
 
 
 def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

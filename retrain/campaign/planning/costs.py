@@ -72,12 +72,13 @@ PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
 
 def scorings(config: Config) -> list[str]:
     """The forward passes that all rollouts go through before the first update of a step, in words."""
-    needs = config.algorithm.needs
+    needs = config.algorithm.needs | config.distillation.needs
     own = Need.LOGPROBS in needs or config.training.several_updates
     passes = {
         "the critic's values": Need.VALUES in needs,
         "the policy's own log-probabilities": own,
         "the base's": Need.REFERENCE in needs,
+        "the teacher's": Need.TEACHER in needs and config.distillation.url is None,
     }
     return [words for words, made in passes.items() if made]
 
@@ -90,6 +91,8 @@ def _update_passes(config: Config, warming: bool = False) -> dict[str, int]:
         passes["one forward, and one backward that makes no gradients of the base"] = TRAINING_OPERATIONS
         if config.algorithm.loss_kl_coef > 0 or config.logging.log_kl:
             passes["one of the base for the KL"] = FORWARD_OPERATIONS
+        if config.distillation.whole:
+            passes["one of the teacher for the loss"] = FORWARD_OPERATIONS
         if config.algorithm.critic and not config.critic.share_adapter:
             passes["as many as these two for the critic"] = TRAINING_OPERATIONS
     elif config.critic.share_adapter:

@@ -15,6 +15,7 @@ from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
@@ -89,6 +90,9 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
         yield from _grams_problems(loaded, spec.config.planning.grams, folder)
+        teacher = spec.config.distillation.teacher if spec.config.distillation.active else None
+        if teacher is not None and (fault := teacher_fault(spec.config, folder)):
+            yield _problem_at(loaded, "distillation.teacher", teacher, f'is "{teacher}": {fault}')
         if rewards:
             yield from _reward_problems(loaded, spec.config.reward, folder)
 

@@ -24,6 +24,7 @@ from retrain.campaign.running.canary import tried_servers
 from retrain.campaign.running.fitting import check_memory, lane_bytes
 from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
 from retrain.campaign.running.protocol import CohortJob
+from retrain.campaign.running.teachers import teachers_of
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.config.modes import Need
@@ -39,6 +40,7 @@ from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel
+from retrain.policy.context import Context
 from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
@@ -199,10 +201,11 @@ def model_of(
     else:
         base, lanes, engine = bases.take(config, observer.message)
     workers = stack.enter_context(closing(workers_of(base, specs)))
+    teachers, copies = teachers_of(specs, folder, base, lanes, bases, observer.message)
     longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
     check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=not served)
-    plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs))
-    return local_model(base, lanes, engine, workers, plan, bases.ranks)
+    plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs) + copies)
+    return local_model(base, lanes, engine, workers, plan, bases.ranks, teachers)
 
 
 def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
@@ -262,17 +265,24 @@ def _compare_records(
     """Compare these facts with the runs' records, and keep them for the new ones. Raises Changed."""
     system = SystemInfo.now(shared.folder)
     records = {spec.run_id: recorded_facts(run_directory(shared.directory, spec)) for spec in specs}
-    differing = [line for recorded in records.values() for line in world_changes(recorded, facts)]
+    now = {spec.run_id: facts | _taught_by(shared.model, spec) for spec in specs}
+    differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise Changed(refused)
     for spec in specs:
         recorded, own = records[spec.run_id], begin[spec.run_id]
-        changes = world_changes(recorded, facts)
+        changes = world_changes(recorded, now[spec.run_id])
         own.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
-        own.facts = facts | {"modules": module_hashes(spec.config, shared.folder)}
+        own.facts = now[spec.run_id] | {"modules": module_hashes(spec.config, shared.folder)}
         own.system = system
         for line in machine_changes(recorded, facts):
             shared.observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
+
+
+def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
+    """Whose weights teach this run; nothing where it has no teacher."""
+    teacher = model.teachers.get(spec.run_id)
+    return {} if teacher is None else {"taught_by": teacher.identity}
 
 
 def _world(model: CohortModel, data: Dataset) -> dict[str, Any]:
@@ -309,6 +319,8 @@ def _build_run(
         recorder=recorder,
         cursor=DataCursor(data.train, config.stream("data"), config.data.shuffle),
         watch=model.watch(config) if model.watch is not None else None,
+        teacher=model.teachers.get(spec.run_id),
+        shown=_shown(model, config),
         any_base=begin.any_base,
     )
     if spec.export is not None:
@@ -383,6 +395,14 @@ def algorithm_of(
 ) -> Algorithm:
     """From rewards to what each token is trained with, as the configuration says."""
     return Standard(config, modes, detector, tokenizer, stream)
+
+
+def _shown(model: CohortModel, config: Config) -> Context | None:
+    """What the run's teacher reads and the run does not."""
+    own = config.distillation
+    if not own.active or own.context == "none":
+        return None
+    return Context(_renderer(model, config), own, model.context or 1 << 30)
 
 
 def _renderer(model: CohortModel, config: Config) -> Renderer:

@@ -6,8 +6,8 @@ before another is loaded, everything that was put on it is taken off and it is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +24,7 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
-from retrain.policy.base import BaseModel, ModelFiles, load_weights, look_at
+from retrain.policy.base import BaseModel, ModelFiles, load_base, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
@@ -32,6 +32,7 @@ from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
+from retrain.policy.teacher import Teacher, WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
@@ -58,6 +59,8 @@ class CohortModel:
     """What compares a sampler elsewhere with a run's trainer."""
     notes: Sequence[str] = ()
     """What a person should know of it."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """Who teaches the runs that have a teacher, by their ids."""
 
 
 def local_model(
@@ -67,12 +70,15 @@ def local_model(
     workers: Workers,
     plan: MemoryPlan,
     ranks: Ranks | None = None,
+    teachers: Mapping[str, Teacher] | None = None,
 ) -> CohortModel:
     """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
-    that hold the same base; ``ranks`` do a share of what this process computes."""
+    that hold the same base; ``ranks`` do a share of what this process computes, ``teachers`` are those of the runs."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
-        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks)
+        teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.whole else None
+        whole = teacher if isinstance(teacher, WholeTeacher) else None
+        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, whole)
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
@@ -106,6 +112,7 @@ def local_model(
         base.context_length,
         watch if isinstance(engine, ServerEngine) else None,
         notes,
+        teachers or {},
     )
 
 
@@ -153,6 +160,7 @@ class Bases:
         self._lanes: Lanes | None = None
         self._engine: LocalEngine | None = None
         self._server: tuple[str, ServerEngine] | None = None
+        self._others: dict[str, BaseModel] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -227,6 +235,20 @@ class Bases:
             self._lanes, self._targets = Lanes(self._base, config.lora.target_modules), targets
         return self._base, self._lanes
 
+    def beside(self, config: Config, name: str) -> BaseModel:
+        """A further model, of the base's device and number format, which stays beside the base until that goes; only
+        for forward passes. Raises ModelError when it cannot be had."""
+        if name not in self._others:
+            model = config.model
+            self._others[name] = load_base(
+                name,
+                local_files_only=model.local_files_only,
+                trust_remote_code=model.trust_remote_code,
+                devices=config.backend.device,
+                dtype=config.inference.dtype,
+            )
+        return self._others[name]
+
     def forget_adapters(self) -> None:
         """Let go of what the last cohort sampled with."""
         if self._engine is not None:
@@ -242,8 +264,9 @@ class Bases:
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""
         self._close_server()
-        if self._base is not None:
-            self._base.release()
+        for base in (*self._others.values(), *([] if self._base is None else [self._base])):
+            base.release()
+        self._others.clear()
         self._files = self._base = self._lanes = self._engine = None
 
     def _close_server(self) -> None:

@@ -59,6 +59,24 @@ class Dialect(Protocol):
         """The completion in the server's answer. Raises Faulty when there is none."""
         ...
 
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The request for the log-probabilities of these tokens themselves, at temperature 1, under the names of an
+        ``Ask``."""
+        ...
+
+    def read_prompt(self, payload: Any) -> Prompted:
+        """What the server says of them. Raises Faulty when it says nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """What a server says of the tokens of a prompt, in order; of the first, which nothing predicts, None. ``token_ids``
+    are None where it does not repeat them."""
+
+    logprobs: Sequence[float | None]
+    token_ids: Sequence[int] | None = None
+
 
 class OpenAI:
     """OpenAI's completions, with no keys but its own and the one that asks for token ids."""
@@ -102,6 +120,26 @@ class OpenAI:
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise Faulty(f"no completion with log-probabilities: {_clipped(payload)}") from error
+
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """See ``Dialect.prompt_body``: the prompt is repeated, and nothing follows it."""
+        return {
+            "model": model,
+            "prompt": list(token_ids),
+            "max_tokens": 0,
+            "temperature": 1.0,
+            "echo": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def read_prompt(self, payload: Any) -> Prompted:
+        """See ``Dialect.read_prompt``."""
+        try:
+            choice = payload["choices"][0]
+            return Prompted(choice["logprobs"]["token_logprobs"], choice.get("prompt_token_ids"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise Faulty(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 class VLLM(OpenAI):
@@ -164,6 +202,24 @@ class SGLang:
             return Answer([each[1] for each in drawn], [each[0] for each in drawn], str(kind))
         except (KeyError, IndexError, TypeError) as error:
             raise Faulty(f"no completion with log-probabilities: {_clipped(payload)}") from error
+
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """See ``Dialect.prompt_body``."""
+        return {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            **({} if model == base else {"lora_path": model}),
+        }
+
+    def read_prompt(self, payload: Any) -> Prompted:
+        """See ``Dialect.read_prompt``."""
+        try:
+            given = payload["meta_info"]["input_token_logprobs"]
+            return Prompted([each[0] for each in given], [each[1] for each in given])
+        except (KeyError, IndexError, TypeError) as error:
+            raise Faulty(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang": SGLang()}

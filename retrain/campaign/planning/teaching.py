@@ -1,0 +1,116 @@
+"""Where a teacher is, and what can be known to be wrong with it before anything is loaded. Nothing of torch is imported
+here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from retrain.config import Config
+from retrain.config.distillation import POLICY
+from retrain.errors import ModelError
+from retrain.files import read_json
+from retrain.models import find_file
+from retrain.models.directory import local_directory, model_fault
+from retrain.models.tokenizer import light_tokenizer
+from retrain.plugins import search_folders
+
+ADAPTER = "adapter_model.safetensors"
+BASE = "base"
+"""The teacher that is the frozen base itself."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What ``[distillation] teacher`` names: ``name`` is the directory of an adapter or model, a hub name, or what a
+    server calls it."""
+
+    kind: Literal["base", "policy", "adapter", "model", "server"]
+    name: str
+
+
+def place_of(config: Config, folder: Path) -> Place:
+    """Where the run's teacher is, looked for in the TOML's ``folder`` and the current directory.
+
+    Raises ModelError, whose text follows the teacher's name, when it is nowhere or cannot be loaded.
+    """
+    own = config.distillation
+    named = own.teacher or ""
+    if own.url is not None:
+        return Place("server", named)
+    if named in (BASE, POLICY):
+        return Place("base" if named == BASE else "policy", named)
+    found = (each / Path(named).expanduser() for each in search_folders(folder))
+    directory = next((path for path in found if path.is_dir()), None)
+    if directory is None:
+        directory = local_directory(named)
+    if directory is not None and (adapter := _adapter_in(directory)):
+        return Place("adapter", str(adapter))
+    if directory is not None and (finals := sorted(directory.glob(f"runs/*/final/{ADAPTER}"))):
+        raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent.parent}")
+    name = named if directory is None else str(directory)
+    if fault := model_fault(name, trust_remote_code=config.model.trust_remote_code):
+        either = "" if directory is None else ", nor an adapter"
+        raise ModelError(f"{fault}{either}")
+    return Place("model", name)
+
+
+def _adapter_in(directory: Path) -> Path | None:
+    """The adapter of a run's directory, its ``final/`` or else its newest checkpoint, or of an adapter directory."""
+    checkpoints = sorted((directory / "checkpoints").glob("step_*"), reverse=True)
+    places = (directory, directory / "final", *checkpoints)
+    return next((path for path in places if (path / ADAPTER).is_file()), None)
+
+
+def teacher_fault(config: Config, folder: Path) -> str:
+    """Why this run's teacher cannot be used, as far as files tell; "" where nothing is known to be wrong."""
+    try:
+        place = place_of(config, folder)
+    except ModelError as error:
+        return str(error)
+    if place.kind != "model":
+        return ""
+    if config.backend.shard != "none":
+        return (
+            f'it is a second model, which with shard = "{config.backend.shard}" rank 0 alone would compute while the '
+            "others wait: give an adapter of the same base, or serve it and give its url"
+        )
+    model = config.model
+    pairs = ((model.model, model.revision), (place.name, None))
+    if any(find_file(name, "tokenizer.json", revision) is None for name, revision in pairs):
+        return ""  # told once both are loaded
+    try:
+        own, other = (light_tokenizer(name, revision).tokenizer.get_vocab() for name, revision in pairs)
+    except ModelError as error:
+        return str(error)
+    return vocabulary_fault(own, other, model.model)
+
+
+def vocabulary_fault(own: Mapping[str, int], other: Mapping[str, int], name: str) -> str:
+    """What keeps a teacher with the vocabulary ``other`` (token → id) from reading the tokens of ``name``, which has
+    ``own``; "" where it reads each as the same text."""
+    wrong = [token for token, number in own.items() if other.get(token) != number]
+    if not wrong:
+        return ""
+    first = min(wrong, key=lambda token: own[token])
+    theirs = other.get(first)
+    what = "it does not have" if theirs is None else f"is its token {theirs}"
+    return (
+        f"its tokens are not those of {name}: {len(wrong)} of {len(own)} differ, such as {first!r}, token "
+        f"{own[first]}, which {what}; a teacher scores the very tokens that a student samples: both need one tokenizer"
+    )
+
+
+def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
+    """Fingerprint and number format of the base that an adapter was trained on, as its run recorded them; None where
+    nothing is recorded."""
+    for directory in (adapter, *list(adapter.parents)[:2]):
+        try:
+            content = read_json(directory / "config.json")
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and isinstance(content.get("base"), dict):
+            return content["base"].get("fingerprint"), (content.get("built") or {}).get("dtype")
+    return None, None

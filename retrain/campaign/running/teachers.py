@@ -1,0 +1,129 @@
+"""The teachers of a cohort's runs: adapters of the base in memory, further models beside it, or servers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
+from retrain.campaign.running.models import Bases
+from retrain.config import Config
+from retrain.engines.server.teacher import ServerTeacher, server_teacher
+from retrain.errors import ModelError, UsageError
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.base import BaseModel
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.memory import MemoryPlan
+from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
+
+
+def teachers_of(
+    specs: Sequence[RunSpec],
+    folder: Path,
+    base: BaseModel,
+    lanes: Lanes,
+    bases: Bases,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Teacher], int]:
+    """By a run's id who teaches it, one for all runs that want the same; and the bytes of further models in memory,
+    of which ``tell`` hears.
+
+    Raises ModelError when one cannot be had or has other tokens, UsageError when an adapter does not fit the base or a
+    server does not answer.
+    """
+    made: dict[tuple[Place, str], Teacher] = {}
+    teachers: dict[str, Teacher] = {}
+    for spec in specs:
+        own = spec.config.distillation
+        if not own.active:
+            continue
+        try:
+            place = place_of(spec.config, folder)
+        except ModelError as error:
+            raise ModelError(f'[distillation] teacher = "{own.teacher}": {error}') from error
+        key = place, repr((own.url, own.server, own.api_key_env))
+        if key not in made:
+            made[key] = _teacher(spec.config, place, base, lanes, bases)
+        teachers[spec.run_id] = made[key]
+    copies = 0
+    for teacher in made.values():
+        if isinstance(teacher, ModelTeacher):
+            copies += teacher.base.weight_bytes
+            tell(
+                f"teacher {teacher.base.name}: a second model of {_size(teacher.base.weight_bytes)} beside {base.name}"
+            )
+        elif isinstance(teacher, ServerTeacher):
+            tell(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
+    return teachers, copies
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**28 else f"{count / 2**20:.0f} MiB"
+
+
+def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases: Bases) -> Teacher:
+    own = config.distillation
+    what = f'[distillation] teacher = "{own.teacher}"'
+    if place.kind == "base":
+        return BaseTeacher(base.fingerprint)
+    if place.kind == "policy":
+        return PolicyTeacher()
+    if place.kind == "server":
+        return server_teacher(config)
+    if place.kind == "adapter":
+        return _adapter(Path(place.name), what, base, lanes)
+    try:
+        other = bases.beside(config, place.name)
+    except ModelError as error:
+        nowhere = "" if Path(place.name).is_dir() else "no directory of this name is here, nor below the file's; "
+        raise ModelError(f"{what}: {nowhere}{error}") from error
+    if fault := vocabulary_fault(base.tokenizer.get_vocab(), other.tokenizer.get_vocab(), base.name):
+        raise ModelError(f"{what}: {fault}")
+    if other.vocab_size < base.vocab_size:
+        raise ModelError(
+            f"{what}: its output layer has {other.vocab_size} tokens, fewer than the {base.vocab_size} that "
+            f"{base.name} may sample"
+        )
+    tokens = config.training.micro_batch_tokens
+    plan = MemoryPlan.of(base, other.weight_bytes)
+    return ModelTeacher(other, plan.micro_batch_tokens if tokens == "auto" else tokens, config.training.temperature)
+
+
+def _adapter(directory: Path, what: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
+    """The adapter as weights of these lanes; layers that it leaves alone have zeros. Raises UsageError where it does
+    not fit."""
+    fingerprint, dtype = recorded_base(directory)
+    if fingerprint and fingerprint != base.fingerprint and dtype == str(base.dtype).removeprefix("torch."):
+        raise UsageError(f"{what}: it was trained on other weights than those of {base.name}")
+    stored = read_adapter(directory)
+    shapes = {shape.name: shape for shape in lanes.shapes}
+    for name, (a, b) in stored.tensors.items():
+        shape = shapes.get(name)
+        if shape is None:
+            raise UsageError(
+                f"{what}: it changes the layer {name}, which has no adapter here: set [lora] target_modules to its own "
+                'layers, or "all-linear"'
+            )
+        if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
+            raise UsageError(f"{what}: its layer {name} is not one of {base.name}: it is an adapter of another model")
+    weights = _weights(stored.tensors, stored.scales, lanes)
+    digest = hashlib.sha256(weights.flat.cpu().numpy().tobytes()).hexdigest()[:16]
+    return AdapterTeacher(LocalSnapshot(weights, stored.config), f"adapter {digest}")
+
+
+def _weights(
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lanes: Lanes
+) -> LoraWeights:
+    """An adapter of any ranks and scales as one with scale 1: each B is multiplied by its own."""
+    rank = max((a.shape[0] for a, _ in tensors.values()), default=1)
+    adapter = lanes.new_adapter(rank, float(rank))
+    with torch.no_grad():
+        for name, (a, b) in tensors.items():
+            adapter.A[name][: a.shape[0]].copy_(a)
+            adapter.B[name][:, : a.shape[0]].copy_(b * scales[name])
+    return adapter.frozen()

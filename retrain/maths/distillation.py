@@ -1,0 +1,60 @@
+"""What a teacher's opinion of sampled tokens is worth: advantages per token, and divergences of whole distributions.
+
+On-policy distillation minimises the reverse KL divergence Σ_t KL(π ‖ π_teacher) on the student's own samples. Its
+policy gradient has the advantage −(ln π − ln π_teacher) of the token itself, with nothing of later tokens (discount 0;
+Thinking Machines, "On-Policy Distillation"; verl pull request 4897). The advantage is a constant: differentiated, the
+estimate k1 has no gradient in expectation, and k3 has that of the forward divergence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from retrain.maths.shapes import Floats_BT, Floats_M, Ids_Mk, Logs_MV, Logs_MW, Mask_BT
+
+LEAST_TAIL = 1e-7
+"""Nats below 0 that the tokens which are kept have together at most, so that the rest has a logarithm."""
+
+
+def distillation_advantages(
+    student_BT: Floats_BT, teacher_BT: Floats_BT, mask_BT: Mask_BT, weight: float, clamp: float | None = None
+) -> Floats_BT:
+    """weight · (ln π_teacher − ln π) of every token of the mask, 0 elsewhere; ``clamp`` bounds the difference.
+
+    No gradient. Raises ValueError for a negative weight or a clamp that is not above 0.
+    """
+    if weight < 0.0 or (clamp is not None and not clamp > 0.0):
+        raise ValueError(f"weight must not be negative and clamp be above 0: got {weight} and {clamp}")
+    gap_BT = (teacher_BT - student_BT).detach()
+    if clamp is not None:
+        gap_BT = gap_BT.clamp(-clamp, clamp)
+    return torch.where(mask_BT, weight * gap_BT, 0.0)
+
+
+def divergence(student_MV: Logs_MV, teacher_MV: Logs_MV, alpha: float) -> Floats_M:
+    """D_α of whole distributions, given as log-probabilities, at each of M places; the gradient reaches both.
+
+    α = 0 is the forward divergence KL(T ‖ S), α = 1 the reverse one KL(S ‖ T), between them the generalised
+    Jensen-Shannon divergence α·KL(T ‖ M) + (1 − α)·KL(S ‖ M) with M = αT + (1 − α)S, which goes to 0 at both ends: D
+    jumps there (OPSD, arXiv 2601.18734; SDPO, 2601.20802; GKD, 2306.13649). Raises ValueError for α outside [0, 1].
+    """
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must be in [0, 1]: got {alpha}")
+    if alpha == 0.0:
+        return (teacher_MV.exp() * (teacher_MV - student_MV)).sum(-1)
+    if alpha == 1.0:
+        return (student_MV.exp() * (student_MV - teacher_MV)).sum(-1)
+    mixed_MV = torch.logaddexp(teacher_MV + math.log(alpha), student_MV + math.log1p(-alpha))
+    of_teacher_M = (teacher_MV.exp() * (teacher_MV - mixed_MV)).sum(-1)
+    of_student_M = (student_MV.exp() * (student_MV - mixed_MV)).sum(-1)
+    return alpha * of_teacher_M + (1.0 - alpha) * of_student_M
+
+
+def with_tail(logprobs_MV: Logs_MV, ids_Mk: Ids_Mk) -> Logs_MW:
+    """Log-probabilities of the tokens ``ids_Mk`` and, last, of all others together: [M, k + 1]. A divergence of these
+    is at most that of the whole distributions, and the same where at most one token is left over."""
+    kept_Mk = logprobs_MV.gather(-1, ids_Mk)
+    rest_M = torch.log(-torch.expm1(torch.logsumexp(kept_Mk, -1).clamp(max=-LEAST_TAIL)))
+    return torch.cat([kept_Mk, rest_M.unsqueeze(-1)], -1)
