@@ -182,7 +182,7 @@ MISTAKES = [
     (conditions("model.model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
     (conditions("data.source = 'gsm8k'"), "graded in the same way"),
     (conditions("seed = 3"), "the seed is the replicate"),
-    (conditions("alpha = 0.3"), 'is a key of 2 sections: "lora.alpha" or "hicra.alpha"'),
+    (conditions("alpha = 0.3"), 'is a key of 3 sections: "lora.alpha" or "hicra.alpha" or "distillation.alpha"'),
     (conditions("lr = 1e-4\ntraining.lr = 1e-3"), "overrides training.lr a second time"),
     (conditions("learning_rate = 1e-4"), '"training.lr"'),
     (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
