@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -369,6 +370,7 @@ class Posts:
 class Told:
     def __init__(self):
         self.said = []
+        self.work = nullcontext
 
     def note(self, word):
         if word == "bad":
@@ -400,6 +402,8 @@ def test_an_error_that_cannot_be_sent_keeps_its_words(monkeypatch):
     posts = Posts(monkeypatch, None)
 
     class Desk:
+        work = nullcontext
+
         def note(self):
             raise Unsendable("this", "that")
 
@@ -465,5 +469,5 @@ def test_a_rank_with_another_base_is_refused(bases, folder):
 
     model = SimpleNamespace(identity=base.fingerprint, name=base.name)
     with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
-        assemble._on_all_ranks([spec], folder, Other(["gpu:1", "gpu:2"]), lambda: model)
-    assert assemble._on_all_ranks([spec], folder, None, lambda: model) is model
+        assemble._on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
+    assert assemble._on_all_ranks([spec], folder, Bases(), lambda: model) is model

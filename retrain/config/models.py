@@ -87,9 +87,10 @@ class Backend(Section):
     """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. With `shard`, and for
     `[campaign] executor = "processes"`, also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0",
     "gpu:2"]`."""
-    shard: Annotated[Literal["none", "dp"], Role.NAMES] = "none"
+    shard: Annotated[Literal["none", "dp", "fsdp2"], Role.NAMES] = "none"
     """`dp`: several processes, ranks, train each cohort together. Every rank holds the base; each samples and updates
-    with its share of the rollouts. See docs/sharding.md."""
+    with its share of the rollouts. `fsdp2`: the same, and every rank holds a part of the base, for one that does not
+    fit on a device. See docs/sharding.md."""
     ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
     """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`.
     Without torchrun retrain starts them itself."""
