@@ -99,6 +99,13 @@ class Backend(Section):
     one directory per run beneath it. The run directory's `final/` is written in any case."""
 
     @property
+    def parts(self) -> int:
+        """Over how many devices the base is cut, as far as this says; 1 where each has the whole of it."""
+        if self.shard != "fsdp2":
+            return 1
+        return max(1, len(self.named_gpus)) if self.ranks == "auto" else self.ranks
+
+    @property
     def named_gpus(self) -> list[str]:
         """The GPUs that `devices` names one by one; none for `auto`, `all` and `cpu`."""
         if isinstance(self.devices, list):

@@ -152,25 +152,35 @@ class Layer:
         qkv, out, gate_up, down = (projection.of(adapters, merge, pack) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
+    def beside(self, added: Sequence[Added]) -> Block:
+        """The block with what adapters add to each of its projections."""
+        given = zip(self.projections, added, strict=True)
+        products = [Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given]
+        return Block(*products, self.norm_in, self.norm_mlp, self.head_norms)
+
 
 class Passing:
-    """The blocks of layers whose weights come and go, each while it is its turn. ``added``: per layer what the adapters
-    add to its products."""
+    """The blocks of layers whose weights come and go, each while it is its turn: merged with ``merged``, or with what
+    adapters add beside, ``added`` per layer and product."""
 
-    def __init__(self, layers: Sequence[Layer], presence: Presence, added: Sequence[Sequence[Added]]):
-        self.layers, self.presence, self.added = layers, presence, added
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        presence: Presence,
+        added: Sequence[Sequence[Added]],
+        merged: Sequence[LoraWeights] = (),
+    ):
+        self.layers, self.presence, self.added, self.merged = layers, presence, added, merged
 
     def __iter__(self) -> Iterator[Block]:
         for place, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
             self.presence.layer(place)
-            given = zip(layer.projections, added, strict=True)
-            products = [Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given]
-            yield Block(*products, layer.norm_in, layer.norm_mlp, layer.head_norms)
+            yield layer.of(self.merged, True, False) if self.merged else layer.beside(added)
 
     def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Passing:
         """The blocks for the lanes that ``chosen`` takes of a table of all."""
         added = [[(chosen(a), chosen(b)) for a, b in own] for own in self.added]
-        return Passing(self.layers, self.presence, added)
+        return Passing(self.layers, self.presence, added, self.merged)
 
 
 Blocks = list[Block] | Passing
@@ -226,8 +236,8 @@ class DenseDecoder:
         self.presence = base.presence
         self.presence.ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
-        # Merging in half precision would lose the adapter's small numbers.
-        self.merges = base.copies and base.device.type == "cpu" and base.dtype in FULL
+        # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
+        self.merges = (base.copies or base.presence.shared) and base.device.type == "cpu" and base.dtype in FULL
         self.packs = base.packs
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
@@ -250,7 +260,7 @@ class DenseDecoder:
         with torch.no_grad():
             if self.presence.shared:
                 added = [[projection.beside(adapters) for projection in layer.projections] for layer in self.layers]
-                return Passing(self.layers, self.presence, added)
+                return Passing(self.layers, self.presence, added, adapters if merge else ())
             return [layer.of(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod

@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from retrain.errors import RankLost, RunFailed
+from retrain.errors import ModelError, RankLost, RunFailed
 from retrain.policy.budget import is_out_of_memory
 
-NOTHING = -1
-"""What a rank says that needs no weights any more."""
+NOTHING, READY = -1, -2
+"""What a rank says that needs no weights any more, and one that has taken its part of a base."""
 LOST = "the ranks that share the base's weights have lost each other"
+
+
+class NotReady(ModelError):
+    """Another rank has not taken its part of the base, and says why itself."""
 
 
 class Unit(Protocol):
@@ -61,7 +65,10 @@ class Company:
         """On rank 0, what has the others keep it company for work of its own."""
         self._units: list[Unit] = []
         self._there = set[int]()
-        self._open = self._lost = False
+        self._open = False
+        self.lost = False
+        """Whether another rank is gone, or this one could not do its part: nothing is gathered any more, and only the
+        end of this process tells ranks that wait for it."""
 
     @classmethod
     def form(cls, device: str, seconds: float) -> Company:
@@ -78,9 +85,12 @@ class Company:
         return dist.get_world_size(self.group)
 
     def share(self, units: Sequence[Unit]) -> None:
-        """These are the units from now on, the same on every rank, and none of them is whole now."""
+        """These are the units from now on, the same on every rank, and none of them is whole now. Raises NotReady when
+        a rank has ended its work without."""
         self._units = list(units)
         self._there.clear()
+        if NOTHING in self._hear(READY):
+            raise NotReady("another rank has not taken its part of the base")
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -103,8 +113,8 @@ class Company:
             self._there.clear()
 
     def need(self, place: int) -> None:
-        """Have the unit at this place whole, and no other passing one. Raises RankLost when another rank is gone, and
-        whatever an allocator raises."""
+        """Have the unit at this place whole, and no other passing one. Raises RankLost when another rank is gone or
+        nothing can be gathered any more, and whatever an allocator raises."""
         if place in self._there:
             return
         if not self._open:
@@ -116,39 +126,40 @@ class Company:
     def _accompany(self) -> None:
         """Gather what others need until nobody needs anything."""
         self._let_pass()
-        while not self._lost and self._agree(NOTHING):
+        while not self.lost and self._agree(NOTHING):
             pass
 
     def _agree(self, mine: int) -> bool:
         """Hear what everybody needs, and gather it together; whether anybody needed anything."""
-        if self._lost:
-            raise RankLost(LOST)
+        said = set(self._hear(mine))
         try:
-            said = [torch.empty(1, dtype=torch.int64) for _ in range(self.count)]
-            dist.all_gather(said, torch.tensor([mine]), group=self.group)
-            wanted = sorted({int(each) for each in said} - {NOTHING})
-            for place in wanted:
+            for place in sorted(said - {NOTHING, READY}):
                 self._units[place].gather()
                 if place == mine or self._units[place].stays:
                     self._there.add(place)
                 else:
                     self._units[place].let_go()
         except Exception as error:
-            self._part()
-            if is_out_of_memory(error):
-                raise
-            raise RankLost(f"{LOST} ({next(iter(str(error).splitlines()), type(error).__name__)})") from error
-        return bool(wanted)
+            raise self._parted(error) from error
+        return said != {NOTHING}
+
+    def _hear(self, mine: int) -> list[int]:
+        """What every rank says at this time."""
+        if self.lost:
+            raise RankLost(LOST)
+        try:
+            said = [torch.empty(1, dtype=torch.int64) for _ in range(self.count)]
+            dist.all_gather(said, torch.tensor([mine]), group=self.group)
+        except RuntimeError as error:
+            raise self._parted(error) from error
+        return [int(each) for each in said]
+
+    def _parted(self, error: Exception) -> RankLost:
+        self.lost = True
+        return RankLost(f"{LOST} ({next(iter(str(error).splitlines()), type(error).__name__)})")
 
     def _let_pass(self) -> None:
         """Let go of passing units."""
         for place in [place for place in self._there if not self._units[place].stays]:
             self._units[place].let_go()
             self._there.remove(place)
-
-    def _part(self) -> None:
-        """Close the connections, so that nobody waits for this rank in the middle of something."""
-        self._lost = True
-        for group in {id(each): each for each in (self.weights_group, self.group)}.values():
-            with suppress(RuntimeError, AssertionError, ValueError):
-                dist.destroy_process_group(group)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from retrain.errors import RankLost
-from retrain.policy.company import Company
+from retrain.policy.company import Company, NotReady
 
 T = TypeVar("T")
 JOIN_SECONDS = 600.0
@@ -93,6 +93,10 @@ class Answers(Generic[T]):
         return self.own, self.others  # pyright: ignore[reportReturnType]
 
 
+FOLLOWED = f"exit status {RankLost.exit_status}"
+"""How a rank ends that has lost another one."""
+
+
 class Follower(Protocol):
     """What a rank other than 0 has a method of for everything that it may be asked."""
 
@@ -137,8 +141,9 @@ class Ranks:
             fault = error
         finally:
             self._asking = False
+        self._see_company(fault)
         answers, others = self._answers(asked)
-        if fault is None or isinstance(fault, RankLost):  # which follows from what another one has raised
+        if fault is None or isinstance(fault, NotReady):  # which follows from what another one has raised
             fault = others or fault
         self._tell_later()
         return Answers(result, answers, fault)
@@ -162,7 +167,8 @@ class Ranks:
         try:
             with self.company.work():
                 yield
-        except Exception:
+        except Exception as error:
+            self._see_company(error)
             self._answers(others)
             raise
         finally:
@@ -185,9 +191,19 @@ class Ranks:
             self.owing.remove(rank)
             if done:
                 answers[rank - 1] = answer
-            elif fault is None or isinstance(fault, RankLost):
+            elif fault is None or isinstance(fault, NotReady):
                 fault = answer
         return answers, fault
+
+    def _see_company(self, fault: Exception | None) -> None:
+        """Raise RankLost where the company is lost: others may wait for this process, which has to end."""
+        if self.company is None or not self.company.lost:
+            return
+        ends = {rank: how for rank in range(1, self.count) if (how := self.how_ended(rank))}
+        first = next((rank for rank, how in ends.items() if not how.endswith(FOLLOWED)), None)
+        if first is None and ends:
+            first = min(ends)
+        raise RankLost(str(fault) if first is None else f"rank {first} {ends[first]}") from fault
 
     def _tell_later(self) -> None:
         while self._later:
@@ -214,7 +230,7 @@ class Ranks:
 
 def follow(desk: Follower) -> None:
     """Do what rank 0 asks, one thing after the other, until it asks for the end; ``desk`` has a method for each. Raises
-    RankLost when rank 0 is gone."""
+    RankLost when rank 0 is gone, or another one that had a part in it."""
     fault: Exception | None = None
     while True:
         name, args, answered = receive(0)
@@ -225,6 +241,8 @@ def follow(desk: Follower) -> None:
             with desk.work() if answered else nullcontext():
                 if fault is None:
                     answer = getattr(desk, name)(*args)
+        except RankLost:
+            raise
         except Exception as error:
             fault = fault or _portable(error)
         if answered:

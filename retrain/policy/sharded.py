@@ -23,12 +23,10 @@ from torch import nn
 
 from retrain.errors import ModelError
 from retrain.models.directory import INDEX, WHOLE
+from retrain.models.sizes import held_weights
 from retrain.policy.company import Company, Unit
 
 INSTEAD = 'type [backend] shard = "dp"'
-GATHERING = 3
-"""What a layer takes at most while it is gathered and used, in layers: what the ranks send, the weights themselves, and
-those that decoding joins to one matrix."""
 
 
 class _Holder(nn.Module):
@@ -75,8 +73,7 @@ class Shared:
         self._ends = len(layers)
         units: list[Unit] = [*layers, ends]
         company.share(units)
-        widest = max(unit.nbytes for unit in layers)
-        self.passing_bytes = max(2 * ends.nbytes, ends.nbytes + GATHERING * widest)
+        self.passing_bytes = held_weights(0, ends.nbytes, max(unit.nbytes for unit in layers))
 
     def held_bytes(self, whole: int) -> int:
         """See ``Presence.held_bytes``."""
