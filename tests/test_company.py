@@ -166,7 +166,7 @@ def test_an_error_stays_one_ranks_own_and_the_next_request_works(ranks):
 
 
 def test_without_room_for_a_unit_a_rank_asks_nobody_for_it_and_frees_what_it_holds(ranks):
-    _, made = ranks(2)
+    table, made = ranks(2)
     held = []
 
     class Activations:
@@ -192,6 +192,7 @@ def test_without_room_for_a_unit_a_rank_asks_nobody_for_it_and_frees_what_it_hol
     found = at_once(lambda: runs_out(*made[0]), lambda: looks(*made[1]))
     assert isinstance(found[0], torch.OutOfMemoryError)
     assert found[1] is True
+    assert ("gather", 2) not in table.met
     assert at_once(*(lambda one=one: walk(*one, [2]) for one in made)) == [1, 1]
 
 

@@ -155,8 +155,8 @@ class Layer:
     def beside(self, added: Sequence[Added]) -> Block:
         """The block with what adapters add to each of its projections."""
         given = zip(self.projections, added, strict=True)
-        products = [Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given]
-        return Block(*products, self.norm_in, self.norm_mlp, self.head_norms)
+        qkv, out, gate_up, down = (Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given)
+        return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
 class Passing:
@@ -401,7 +401,8 @@ class DenseDecoder:
         """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights come and go in between."""
         self.presence.ends()
         compiled = self.device.type == "cpu" and not self.presence.shared
-        run, frame = compiled_decode_steps() if compiled else decode_steps, self.turned(kv_cache.capacity)
+        run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
+        frame = self.turned(kv_cache.capacity)
         return run(
             frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, columns, ragged, steps, self.in_any_order
         )
@@ -493,7 +494,8 @@ def _probe(
     """Logits [N, V] by prefill, a row at a time, then by ragged steps, and in which rows and columns they stand."""
     rows, width = ids_RT.shape
     read = width - PROBE_STEPS
-    row_R, blocks = torch.arange(rows, device=ids_RT.device), decoder.blocks([])
+    row_R = torch.arange(rows, device=ids_RT.device)
+    blocks: Any = decoder.blocks([])  # ``forward`` goes through them once, whatever they are
     kv_cache = KVCache(decoder, rows, width)
     x_RTH = decoder.hidden(ids_RT[:, :read], blocks, kv_cache, row_R, row_R)
     for row in row_R:

@@ -12,9 +12,10 @@ at a time, so that no process ever holds more than its own part and one unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,19 +247,29 @@ def _hook(
 ) -> None:
     """Whoever calls a module finds its weights there, and so does the backward pass of a layer."""
     for module in outer:
-        module.register_forward_pre_hook(lambda module, given: presence.ends())
+        module.register_forward_pre_hook(_asking(presence.ends))
     for place, layer in enumerate(layers):
-        inside = set(layer.modules())
+        ask, inside = partial(presence.layer, place), set(layer.modules())
         for module in [layer, *(owner for owner in owners if owner in inside)]:
-            module.register_forward_pre_hook(lambda module, given, place=place: presence.layer(place))
-        layer.register_forward_hook(lambda module, given, made, place=place: _ask_again(presence, place, made))
+            module.register_forward_pre_hook(_asking(ask))
+        layer.register_forward_hook(_asking_again(ask))
 
 
-def _ask_again(presence: Shared, place: int, made: Any) -> None:
-    """Before the gradient of what a layer has given goes back through it, its weights are there again."""
-    for out in _tensors(made):
-        if out.requires_grad:
-            out.register_hook(lambda gradient: presence.layer(place))
+def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, Any], None]:
+    """A hook before a forward pass."""
+    return lambda module, given: ask()
+
+
+def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook after a forward pass: before the gradient of what it has given goes back through it, the weights are there
+    again."""
+
+    def watch(module: nn.Module, given: Any, made: Any) -> None:
+        for out in _tensors(made):
+            if out.requires_grad:
+                out.register_hook(lambda gradient: ask())
+
+    return watch
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:
