@@ -89,13 +89,14 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
             logprobs.sum().backward()
     largest = max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers)
     ends = sum(w.numel() for w in (base.model.model.embed_tokens.weight, base.model.lm_head.weight))
+    assert adapter.flat.grad is not None
     found = {
         "fast": engine.fast,
         "whole": base.weight_bytes,
         "between": between,
         "after": storages(base),
         "held": base.held_bytes,
-        "own": base.presence.own_bytes,
+        "own": base.held_bytes - base.presence.passing_bytes,
         "layer": 4 * largest,
         "ends": 4 * ends,
         "loading": loading.bytes,
@@ -109,4 +110,4 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    measure(*map(int, sys.argv[1:4]), *sys.argv[4:6])
+    measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
