@@ -24,7 +24,7 @@ help:
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
-	@echo "make test-ranks  one run over several processes: deaths, torchrun, three ranks (10 minutes)"
+	@echo "make test-ranks  one run over several processes: deaths, torchrun, three ranks, a base in parts (20 minutes)"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
@@ -125,7 +125,7 @@ test-servers: $(VENV)/.dev build/servers/.ready
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
 
 test-ranks: $(VENV)/.dev
-	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py
+	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py tests/test_fsdp.py tests/test_company.py
 
 test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz_serving --requests 10000

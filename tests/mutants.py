@@ -473,7 +473,7 @@ MUTANTS = [
     ),
     Mutant(
         "bases: another precision shares the base", f"{RUNNING}/models.py",
-        "config.backend.device, config.inference.dtype,", "config.backend.device,",
+        "config.backend.device, config.inference.dtype,\n", "config.backend.device,\n",
         ("test_base.py::test_another_base_is_loaded_when_the_first_is_gone",),
     ),
     Mutant(

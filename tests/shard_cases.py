@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ several pieces, and more micro-batches than ranks."""
 SMALL = 0.01
 
 
-def on_ranks(count: int) -> list[str]:
+def on_ranks(count: int, shard: str = "dp") -> list[str]:
     """The settings for so many ranks."""
-    return ['backend.shard="dp"', f"backend.ranks={count}"] if count > 1 else ['backend.shard="none"']
+    return [f'backend.shard="{shard}"', f"backend.ranks={count}"] if count > 1 else ['backend.shard="none"']
 
 
 def planned(out: Path, sets: list[str]) -> Plan:
@@ -96,3 +97,10 @@ def _tensors_apart(one: tuple[str, str, bytes], other: tuple[str, str, bytes]) -
         return math.inf
     first, second = (np.frombuffer(each[2], np.float32).astype(np.float64) for each in (one, other))
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
+
+
+def anywhere_free() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

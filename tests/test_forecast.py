@@ -177,6 +177,28 @@ def test_workers_are_those_that_would_train():
     assert forecast(alone, TOY, fleet(64)).unused == 63
 
 
+def test_ranks_train_one_cohort_and_may_hold_a_part_of_the_base_each():
+    def made(shard, more="", devices=4):
+        specs = planned("seeds = [1, 2]", more=f'[backend]\nshard = "{shard}"\n{more}')
+        found = forecast(specs, TOY, fleet(devices))
+        return found, dict(forecast_lines(specs, found, fleet(devices), False))
+
+    whole, layers = 2 * TOY.parameters(), 2 * TOY.linear_parameters(TOY.experts)
+    ends = whole - layers
+    passing = max(2 * ends, ends + 3 * (layers // TOY.layers))
+    assert made("dp")[0].memory.base == made("fsdp2", devices=1)[0].memory.base == whole
+    for more, parts in (("", 4), ("ranks = 3\n", 3), ('devices = "gpu:0-7"\n', 8), ("ranks = 1\n", 1)):
+        assert made("fsdp2", more)[0].memory.base == (whole // parts + passing if parts > 1 else whole)
+    for shard in ("dp", "fsdp2"):
+        found, lines = made(shard)
+        assert (found.workers, found.unused, found.rounds) == (1, 0, 2)
+        assert found.idle_gpu_hours == pytest.approx(0, abs=1e-12)
+        assert "memory is that of each" in lines["ranks"]
+        assert "careful" not in lines
+    assert "ranks" not in made("none")[1]
+    assert "ranks" not in made("fsdp2", devices=1)[1]
+
+
 def test_servers_decode_elsewhere():
     served = forecast(planned("seeds = [1, 2]", more='[inference]\nengine = "vllm"\nurl = "http://a"\n'), TOY, fleet(2))
     assert (served.workers, served.cohorts, served.unused) == (1, [5, 5], 1)

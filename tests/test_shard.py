@@ -55,6 +55,13 @@ def two(folder) -> dict:
 
 
 @pytest.fixture(scope="module")
+def parted(folder) -> dict:
+    """What two ranks make of it that hold a part of the base each."""
+    assert execute(planned(folder / "parted", on_ranks(2, "fsdp2")), NullObserver()).exit_status == 0
+    return left_by(folder / "parted")
+
+
+@pytest.fixture(scope="module")
 def stopped(folder) -> Path:
     """What two ranks have done when they are asked to stop in the second step."""
     assert execute(planned(folder / "stopped", on_ranks(2)), StopAfter(3)).exit_status == 130
@@ -87,8 +94,18 @@ def test_a_difference_is_seen(one):
 
 @WHOLE
 def test_three_ranks_leave_what_one_process_leaves(one, folder):
-    assert execute(planned(folder / "three", on_ranks(3)), NullObserver()).exit_status == 0
-    assert distance(left_by(folder / "three"), one) <= EQUAL
+    found = {}
+    for shard in ("dp", "fsdp2"):
+        out = folder / f"three_{shard}"
+        assert execute(planned(out, on_ranks(3, shard)), NullObserver()).exit_status == 0
+        found[shard] = left_by(out)
+    assert distance(found["dp"], one) <= EQUAL
+    assert found["fsdp2"] == found["dp"]
+
+
+def test_ranks_with_parts_of_the_base_leave_what_ranks_with_the_whole_leave(one, two, parted):
+    assert parted == two
+    assert distance(parted, one) <= EQUAL
 
 
 def test_one_rank_is_one_process(one, folder):
@@ -112,7 +129,20 @@ def test_another_number_of_ranks_goes_on(stopped, one, ranks):
         assert "continues at step 2" in log.read_text()
 
 
-def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, monkeypatch):
+@WHOLE
+def test_parts_of_the_base_go_on_to_the_last_bit_and_a_run_goes_from_parts_to_wholes_and_back(folder, two, stopped):
+    out = folder / "halted"
+    assert execute(planned(out, on_ranks(2, "fsdp2")), StopAfter(3)).exit_status == 130
+    assert {len(read_jsonl(run / "metrics.jsonl")) for run in (out / "runs").iterdir()} == {2}
+    assert left_by(resumed(out, "halted_again")) == two
+    assert left_by(resumed(out, "halted_whole", 'backend.shard="dp"')) == two
+    assert left_by(resumed(stopped, "stopped_parted", 'backend.shard="fsdp2"')) == two
+    elsewhere = resumed(out, "halted_on_3", *on_ranks(3, "fsdp2"))
+    assert distance(left_by(elsewhere), two) <= EQUAL
+
+
+@pytest.mark.parametrize("shard", ["dp", pytest.param("fsdp2", marks=WHOLE)])
+def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, monkeypatch, shard):
     started = []
     popen = subprocess.Popen
 
@@ -124,10 +154,10 @@ def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, mon
 
     monkeypatch.setattr(team.subprocess, "Popen", start)
     killer = Heard(lambda spec, count: os.kill(started[0].pid, signal.SIGKILL) if count == 3 else None)
-    out = folder / "killed"
+    out = folder / f"killed_{shard}"
     begin = time.monotonic()
     with pytest.raises(RetrainError) as raised:
-        execute(planned(out, on_ranks(3)), killer)
+        execute(planned(out, on_ranks(3, shard)), killer)
     assert raised.value.exit_status == 1
     pid = started[0].pid
     assert f"rank 1 (process {pid}) was ended by SIGKILL, as when memory runs out" in str(raised.value)
@@ -135,16 +165,18 @@ def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, mon
     assert time.monotonic() - begin < 240
     assert [process.poll() is not None for process in started] == [True, True]
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"interrupted"}
-    assert execute(check(read_plan(out, on_ranks(2))), NullObserver()).exit_status == 0
+    assert execute(check(read_plan(out, on_ranks(2, shard))), NullObserver()).exit_status == 0
     assert distance(left_by(out), two) <= EQUAL
 
 
-def started_here(out: Path, *before: str, sets: str = 'backend.shard="dp"') -> subprocess.Popen[str]:
+def started_here(
+    out: Path, *before: str, sets: str = "campaign.max_steps=3", shard: str = "dp"
+) -> subprocess.Popen[str]:
     """``retrain train`` of this campaign in a process group of its own, ``before`` it words for Python."""
     planned(out, [])
     words = [*before, "-m", "retrain", "train", str(out.parent / f"{out.name}.toml"), "--out", str(out), "--plain"]
     return subprocess.Popen(
-        [sys.executable, *words, "--set", 'backend.shard="dp"', "--set", sets],
+        [sys.executable, *words, "--set", f'backend.shard="{shard}"', "--set", sets],
         env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"},  # on a busy machine a step takes its time
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -167,14 +199,15 @@ def until_step(process: subprocess.Popen[str], count: int) -> None:
 
 
 @WHOLE
-def test_torchrun_starts_the_ranks(folder, two):
-    out = folder / "torchrun"
-    process = started_here(out, *TORCHRUN)
+@pytest.mark.parametrize("shard", ["dp", "fsdp2"])
+def test_torchrun_starts_the_ranks(folder, two, shard):
+    out = folder / f"torchrun_{shard}"
+    process = started_here(out, *TORCHRUN, shard=shard)
     said, _ = process.communicate()
     assert process.returncode == 0, said
     assert said.count(f"directory   {out}") == 1
     assert left_by(out) == two
-    again = started_here(out, *TORCHRUN)  # nothing is left to do, and nobody waits for anybody
+    again = started_here(out, *TORCHRUN, shard=shard)  # nothing is left to do, and nobody waits for anybody
     said, _ = again.communicate(timeout=400)
     assert again.returncode == 0, said
     assert f"every run in {out} is done" in said
@@ -193,9 +226,10 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     assert left_by(out) == two
 
 
-def test_ctrl_c_saves_and_says_so_once(folder, two):
-    out = folder / "by_hand"
-    process = started_here(out, sets="backend.ranks=2")
+@pytest.mark.parametrize("shard", ["dp", pytest.param("fsdp2", marks=WHOLE)])
+def test_ctrl_c_saves_and_says_so_once(folder, two, shard):
+    out = folder / f"by_hand_{shard}"
+    process = started_here(out, sets="backend.ranks=2", shard=shard)
     until_step(process, 1)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=400)
@@ -224,15 +258,17 @@ def test_with_servers_ranks_share_the_update_alone(tmp_path, model, monkeypatch)
     served = ["inference.engine='vllm'", f"inference.url='{server.url}'", "training.micro_batch_tokens=40"]
     quiet = ["squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
     try:
-        for name, sets in (("alone", on_ranks(1)), ("together", on_ranks(2))):
+        for name, sets in (("alone", on_ranks(1)), ("together", on_ranks(2)), ("parted", on_ranks(2, "fsdp2"))):
             loaded = load(campaign(tmp_path, model, steps=2), [*quiet, *served, *sets])
             assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
             found.append({key: rows for key, rows in left_by(tmp_path / name).items() if "metrics" in key})
     finally:
         server.close()
-    assert set(asked) == {"load", "scores", "passes"}
-    assert asked.count("passes") == 8
-    assert distance(*found) < 1e-3  # what is sampled depends on what reaches the server together
+    assert set(asked) == {"load", "scores", "passes", "share_weights"}
+    assert asked.count("passes") == 2 * 8
+    assert (
+        max(distance(each, found[0]) for each in found) < 1e-3
+    )  # what is sampled depends on what reaches the server together
 
 
 def test_rank_0_uses_the_whole_machine_again_afterwards(monkeypatch):

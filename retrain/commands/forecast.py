@@ -80,6 +80,12 @@ def forecast_lines(specs: Sequence[RunSpec], found: Forecast, fleet: Fleet, one_
                 "several",
             )
         )
+    if config.backend.shard != "none" and fleet.count > 1:
+        words = (
+            "each run has all of them together ([backend] shard): memory is that of each, times are those of one by "
+            "itself, and what goes between them is not counted"
+        )
+        lines.append(("ranks", words))
     lines.append(("memory", memory_words(found, config.campaign.workers_per_gpu)))
     if found.refusal:
         return [*lines, ("careful", f"training would end at once: {found.refusal}")]

@@ -87,15 +87,23 @@ class Backend(Section):
     """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. With `shard`, and for
     `[campaign] executor = "processes"`, also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0",
     "gpu:2"]`."""
-    shard: Annotated[Literal["none", "dp"], Role.NAMES] = "none"
+    shard: Annotated[Literal["none", "dp", "fsdp2"], Role.NAMES] = "none"
     """`dp`: several processes, ranks, train each cohort together. Every rank holds the base; each samples and updates
-    with its share of the rollouts. See docs/sharding.md."""
+    with its share of the rollouts. `fsdp2`: the same, and every rank holds a part of the base, for one that does not
+    fit on a device. See docs/sharding.md."""
     ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
     """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`.
     Without torchrun retrain starts them itself."""
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the base is cut, as far as this says; 1 where each has the whole of it."""
+        if self.shard != "fsdp2":
+            return 1
+        return max(1, len(self.named_gpus)) if self.ranks == "auto" else self.ranks
 
     @property
     def named_gpus(self) -> list[str]:

@@ -132,6 +132,10 @@ def shard_rules(config: Config) -> Iterator[Finding]:
         words = f"{what}, and servers that are launched here would share GPUs with the ranks"
         fix = 'give the url of servers that run elsewhere, or shard = "none"'
         yield Finding(("backend.shard", "inference.launch"), words, fix)
+    if backend.shard == "fsdp2" and config.training.update_dtype == "bfloat16" and config.inference.dtype != "bfloat16":
+        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight on every rank'
+        fix = 'update_dtype = "model", or shard = "dp"'
+        yield Finding(("backend.shard", "training.update_dtype"), words, fix)
 
 
 def off_policy_rules(config: Config) -> Iterator[Finding]:

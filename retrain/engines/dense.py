@@ -17,7 +17,7 @@ from a copy whose layout suits products of few rows (``policy.arithmetic.packed`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
+from retrain.policy.presence import Presence
 from retrain.rng import generator
 
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
@@ -60,6 +61,10 @@ PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
 
 
+Added = tuple[torch.Tensor | None, torch.Tensor | None]
+"""What adapters add to a product: its ``a`` and ``b``."""
+
+
 class Projection:
     """Linear layers that read the same input, as one matrix product: weight [Σ out, in], cut into ``sizes``."""
 
@@ -67,29 +72,41 @@ class Projection:
         linears = [layer.base if isinstance(layer, LaneLinear) else layer for layer in layers]
         self.names = tuple(layer.name if isinstance(layer, LaneLinear) else None for layer in layers)
         self.sizes = [int(linear.weight.shape[0]) for linear in linears]  # pyright: ignore[reportArgumentType, reportIndexIssue]
-        self.weight = _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
+        self.dtype, self.device, self._linears = base.dtype, base.device, linears
+        self._joined = None if base.presence.shared else _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
         biases = [linear.bias for linear in linears]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
             self.bias = torch.cat(
                 [
-                    self.weight.new_zeros(size) if bias is None else bias.detach()  # pyright: ignore[reportCallIssue]
+                    torch.zeros(size, dtype=self.dtype, device=self.device) if bias is None else bias.detach()  # pyright: ignore[reportCallIssue]
                     for bias, size in zip(biases, self.sizes, strict=True)
                 ]
             )
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight; of weights that come and go a copy where there are several."""
+        if self._joined is not None:
+            return self._joined
+        weights: list[Any] = [linear.weight.detach() for linear in self._linears]  # pyright: ignore[reportCallIssue]
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
+
     def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Product:
         """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
         base's own. ``pack``: the copy, or one of the weight, is laid out for few rows."""
-        used = [name for name in self.names if name is not None]
-        if merge and used and adapters:
+        if merge and adapters and any(name is not None for name in self.names):
             return Product(self._merged(adapters[0], pack), self.bias, None, None)
-        weight = packed(self.weight) if pack else self.weight
+        return Product(packed(self.weight) if pack else self.weight, self.bias, *self.beside(adapters))
+
+    def beside(self, adapters: Sequence[LoraWeights]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``a`` and ``b`` of a ``Product`` with what these adapters add."""
+        used = [name for name in self.names if name is not None]
         if not (used and adapters):
-            return Product(weight, self.bias, None, None)
-        rank, dtype, lanes = max(adapter.rank for adapter in adapters), self.weight.dtype, len(adapters)
+            return None, None
+        rank, dtype, lanes = max(adapter.rank for adapter in adapters), self.dtype, len(adapters)
         a = torch.cat([Lanes.padded([ad.A[name].t() for ad in adapters], rank, 1) for name in used], dim=2).to(dtype)
-        b = torch.zeros(lanes, a.shape[2], len(self.weight), dtype=dtype, device=self.weight.device)
+        b = torch.zeros(lanes, a.shape[2], sum(self.sizes), dtype=dtype, device=self.device)
         begin = row = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             if name is not None:
@@ -97,7 +114,7 @@ class Projection:
                 b[:, row : row + rank, begin : begin + size] = own
                 row += rank
             begin += size
-        return Product(weight, self.bias, a.contiguous(), b)
+        return a.contiguous(), b
 
     def _merged(self, adapter: LoraWeights, pack: bool) -> torch.Tensor:
         """The weight plus what the adapter adds to it, in a copy."""
@@ -134,6 +151,40 @@ class Layer:
         """The block with what these adapters add."""
         qkv, out, gate_up, down = (projection.of(adapters, merge, pack) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
+
+    def beside(self, added: Sequence[Added]) -> Block:
+        """The block with what adapters add to each of its projections."""
+        given = zip(self.projections, added, strict=True)
+        qkv, out, gate_up, down = (Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given)
+        return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
+
+
+class Passing:
+    """The blocks of layers whose weights come and go, each while it is its turn: merged with ``merged``, or with what
+    adapters add beside, ``added`` per layer and product."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        presence: Presence,
+        added: Sequence[Sequence[Added]],
+        merged: Sequence[LoraWeights] = (),
+    ):
+        self.layers, self.presence, self.added, self.merged = layers, presence, added, merged
+
+    def __iter__(self) -> Iterator[Block]:
+        for place, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
+            self.presence.layer(place)
+            yield layer.of(self.merged, True, False) if self.merged else layer.beside(added)
+
+    def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Passing:
+        """The blocks for the lanes that ``chosen`` takes of a table of all."""
+        added = [[(chosen(a), chosen(b)) for a, b in own] for own in self.added]
+        return Passing(self.layers, self.presence, added, self.merged)
+
+
+Blocks = list[Block] | Passing
+"""The blocks of a decoder, in their order."""
 
 
 class KVCache:
@@ -182,9 +233,11 @@ class DenseDecoder:
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
+        self.presence = base.presence
+        self.presence.ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
-        # Merging in half precision would lose the adapter's small numbers.
-        self.merges = base.copies and base.device.type == "cpu" and base.dtype in FULL
+        # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
+        self.merges = (base.copies or base.presence.shared) and base.device.type == "cpu" and base.dtype in FULL
         self.packs = base.packs
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
@@ -201,26 +254,33 @@ class DenseDecoder:
             activation=config.hidden_act,
         )
 
-    def blocks(self, adapters: Sequence[LoraWeights]) -> list[Block]:
+    def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
         """The blocks with what these adapters add, prepared once for many decode steps."""
         merge = self.merges and len(adapters) == 1
         with torch.no_grad():
+            if self.presence.shared:
+                added = [[projection.beside(adapters) for projection in layer.projections] for layer in self.layers]
+                return Passing(self.layers, self.presence, added, adapters if merge else ())
             return [layer.of(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod
-    def of_lanes(blocks: list[Block], places: Sequence[int], lanes: int) -> list[Block]:
+    def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
         """The blocks for some of the lanes, by their places."""
         if len(places) == lanes:
             return blocks
         first, last = places[0], places[-1] + 1
         whole = list(places) == list(range(first, last))
 
-        def chosen(given: Product) -> Product:
-            if given.a is None:
-                return given
-            index = slice(first, last) if whole else torch.tensor(places, device=given.a.device)
-            return given._replace(a=given.a[index], b=None if given.b is None else given.b[index])
+        def taken(table: torch.Tensor | None) -> torch.Tensor | None:
+            if table is None:
+                return None
+            return table[slice(first, last) if whole else torch.tensor(places, device=table.device)]
 
+        def chosen(given: Product) -> Product:
+            return given if given.a is None else given._replace(a=taken(given.a), b=taken(given.b))
+
+        if isinstance(blocks, Passing):
+            return blocks.of_lanes(taken)
         return [
             block._replace(
                 qkv=chosen(block.qkv), out=chosen(block.out), gate_up=chosen(block.gate_up), down=chosen(block.down)
@@ -247,7 +307,7 @@ class DenseDecoder:
         self,
         ids_RT: torch.Tensor,
         last_R: torch.Tensor,
-        blocks: list[Block],
+        blocks: Blocks,
         kv_cache: KVCache,
         rows_S: torch.Tensor,
         source_S: torch.Tensor,
@@ -259,7 +319,7 @@ class DenseDecoder:
     def hidden(
         self,
         ids_RT: torch.Tensor,
-        blocks: list[Block],
+        blocks: Blocks,
         kv_cache: KVCache,
         rows_S: torch.Tensor,
         source_S: torch.Tensor,
@@ -270,6 +330,7 @@ class DenseDecoder:
         Causal attention alone keeps a row's real tokens from seeing its padding.
         """
         rows, width = ids_RT.shape
+        self.presence.ends()
         frame = self.turned(width)
         cos, sin = frame.cos[:width].unsqueeze(1), frame.sin[:width].unsqueeze(1)
         x = F.embedding(ids_RT.reshape(-1), frame.embedding)
@@ -290,7 +351,7 @@ class DenseDecoder:
         ids_RT: torch.Tensor,
         start_R: torch.Tensor,
         last_R: torch.Tensor,
-        blocks: list[Block],
+        blocks: Blocks,
         kv_cache: KVCache,
         rows: Sequence[int],
         real_R: torch.Tensor,
@@ -298,6 +359,7 @@ class DenseDecoder:
         """More tokens of rows whose first ``start_R`` columns are there, padded on the right → logits [R, V] at
         ``last_R``. Only what is real is written to the cache; ``rows`` of the others is any row."""
         count, width = ids_RT.shape
+        self.presence.ends()
         rows_R = torch.tensor(rows, device=self.device)
         together = list(rows) == list(range(rows[0], rows[0] + count))
         from_rows = slice(rows[0], rows[0] + count) if together else rows_R  # a slice copies nothing
@@ -328,7 +390,7 @@ class DenseDecoder:
 
     def decode_steps(
         self,
-        blocks: list[Block],
+        blocks: Blocks,
         rows: Rows,
         sampled: Sampled,
         kv_cache: KVCache,
@@ -336,11 +398,11 @@ class DenseDecoder:
         ragged: bool,
         steps: int,
     ) -> int:
-        """See ``engines.step.decode_steps``; on a CPU it runs compiled."""
-        run, frame = (
-            compiled_decode_steps() if self.device.type == "cpu" else decode_steps,
-            self.turned(kv_cache.capacity),
-        )
+        """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights come and go in between."""
+        self.presence.ends()
+        compiled = self.device.type == "cpu" and not self.presence.shared
+        run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
+        frame = self.turned(kv_cache.capacity)
         return run(
             frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, columns, ragged, steps, self.in_any_order
         )
@@ -432,7 +494,8 @@ def _probe(
     """Logits [N, V] by prefill, a row at a time, then by ragged steps, and in which rows and columns they stand."""
     rows, width = ids_RT.shape
     read = width - PROBE_STEPS
-    row_R, blocks = torch.arange(rows, device=ids_RT.device), decoder.blocks([])
+    row_R = torch.arange(rows, device=ids_RT.device)
+    blocks: Any = decoder.blocks([])  # ``forward`` goes through them once, whatever they are
     kv_cache = KVCache(decoder, rows, width)
     x_RTH = decoder.hidden(ids_RT[:, :read], blocks, kv_cache, row_R, row_R)
     for row in row_R:

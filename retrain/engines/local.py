@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from retrain.engines.dense import DenseDecoder, dense_decoder
+from retrain.engines.dense import Blocks, DenseDecoder, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.kept import KeptSequences
 from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import COLUMNS, SlotBatch
-from retrain.engines.step import Block
 from retrain.errors import ModelError, RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
@@ -66,14 +65,14 @@ class LocalEngine:
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
-        self.graphs = StepGraphs.of(base.device, tell)
+        self.graphs = StepGraphs(None, tell) if base.presence.shared else StepGraphs.of(base.device, tell)
         self.decoder = dense_decoder(base) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
         self.keeps_blocks = False
         """Whether the products of base and adapters stay in memory from one ``sample`` to the next."""
-        self._blocks: tuple[list[LoraWeights], list[Block]] | None = None
+        self._blocks: tuple[list[LoraWeights], Blocks] | None = None
 
     @property
     def fast(self) -> bool:
@@ -230,7 +229,7 @@ class LocalEngine:
             waves = [wave for piece in pieces for wave in _waves(requests, piece, rows)]
             self.workers.map(lambda wave: self._plain(requests, wave, weights, keep), waves)
 
-    def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> list[Block]:
+    def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> Blocks:
         if self._blocks is not None and self._blocks[0] == weights:
             return self._blocks[1]
         self._blocks = None  # not two at once
@@ -245,7 +244,7 @@ class LocalEngine:
         requests: Sequence[LaneRequest],
         work: list[Row],
         lanes: list[int],
-        blocks: list[Block],
+        blocks: Blocks,
         rows: int,
         keep: Finished,
     ) -> None:

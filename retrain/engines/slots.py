@@ -14,12 +14,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from retrain.engines.dense import DenseDecoder, KVCache
+from retrain.engines.dense import Blocks, DenseDecoder, KVCache
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.kept import Kept, KeptSequences
 from retrain.engines.protocol import Finished, PolicyRef
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
-from retrain.engines.step import Block, Rows, Sampled, note
+from retrain.engines.step import Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_COLUMNS
@@ -54,7 +54,7 @@ class SlotBatch:
         requests: Sequence[LaneRequest],
         work: Sequence[Row],
         lanes_used: Sequence[int],
-        blocks: list[Block],
+        blocks: Blocks,
         max_rows: int,
         finished: Finished,
         graphs: StepGraphs,

@@ -14,6 +14,10 @@ engine."""
 LOGITS_COPIES = 5
 """What a sampled token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
 
+GATHERED = 3
+"""What a layer takes that is gathered from several devices and used, in layers: what these send, its weights, and those
+of them that decoding joins to one matrix. Embedding and output layer are used as they are."""
+
 USABLE_SHARE = 0.85
 """Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
 LEAST_ROWS = 8
@@ -66,6 +70,12 @@ def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
     """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: what is
     trained, the versions that were published, and the copy in the base's precision that decoding reads."""
     return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
+
+
+def held_weights(own: int, ends: int, layer: int) -> int:
+    """Bytes of weights on a device at most at a time, of a base that is cut over several: its ``own`` part, and by
+    turns what is gathered of it, which are the ``ends`` (embedding and output layer) and one decoder ``layer``."""
+    return own + max(2 * ends, ends + GATHERED * layer)
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:

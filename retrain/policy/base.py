@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,11 @@ from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.device import resolve_device, resolve_dtype, set_up, total_memory
+from retrain.policy.presence import Presence, Whole
 from retrain.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from retrain.policy.company import Company
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,6 +44,8 @@ class BaseModel:
     eos_ids: tuple[int, ...]
     pad_id: int
     fingerprint: str
+    presence: Presence = field(default_factory=Whole, repr=False)
+    """Whether its weights are all here, or in parts on several ranks."""
     backbone: Any = field(default=None, repr=False)
     """How the update runs the model, once that is known (``policy.backbone``)."""
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -72,7 +78,7 @@ class BaseModel:
     @cached_property
     def copies(self) -> bool:
         """Whether memory holds a second copy of the weights beside the first."""
-        return self.weight_bytes <= COPY_SHARE * total_memory(self.device)
+        return not self.presence.shared and self.weight_bytes <= COPY_SHARE * total_memory(self.device)
 
     @cached_property
     def packs(self) -> bool:
@@ -90,6 +96,11 @@ class BaseModel:
         """Bytes of all weights."""
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of them on this device at most at a time."""
+        return self.presence.held_bytes(self.weight_bytes)
+
     @cached_property
     def text(self) -> Tokenizer:
         """The tokenizer as everything but the model sees it."""
@@ -105,18 +116,22 @@ def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def _fingerprint(model: Any) -> str:
-    """Hash of names, shapes, a strided sample and the sum of all bits of every weight.
+def _fingerprint(parts: Iterable[bytes]) -> str:
+    """Hash of what ``_part_of_fingerprint`` says of every tensor of a model's state."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _part_of_fingerprint(name: str, tensor: torch.Tensor) -> bytes:
+    """Name, shape, a strided sample and the sum of all bits of a weight.
 
     A single number that is another one changes the sum; 16 GB are read where they lie, without a copy.
     """
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
-        digest.update(f"{name}{tuple(tensor.shape)}{_sum_of_bits(flat)}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
+    return f"{name}{tuple(tensor.shape)}{_sum_of_bits(flat)}".encode() + sample.numpy().tobytes()
 
 
 def _sum_of_bits(flat: torch.Tensor) -> int:
@@ -155,8 +170,9 @@ def load_base(
     return load_weights(_look(name, revision, local_files_only, trust_remote_code), devices, dtype)
 
 
-def load_weights(files: ModelFiles, devices: str, dtype: str) -> BaseModel:
-    """``load_base`` of files that were looked at."""
+def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company | None = None) -> BaseModel:
+    """``load_base`` of files that were looked at; each rank of ``company``, all of which load it at the same time, has
+    a part of it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -166,18 +182,28 @@ def load_weights(files: ModelFiles, devices: str, dtype: str) -> BaseModel:
     torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
+    presence: Presence = Whole()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
+        if company is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
+            model.to(device).eval().requires_grad_(False)
+            parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
+        else:
+            from retrain.policy.sharded import load_shared
+
+            own = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
+            model, presence, parts = own.model, own.presence, own.parts
+    except ModelError as error:
+        raise ModelError(f"cannot load model {name!r}: {error}") from error
     except Exception as error:  # as in _look
         raise _cannot_load(name, error) from error
-    model.to(device).eval().requires_grad_(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products in fp32
     eos_ids = _end_ids(model, tokenizer)
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     kept = model.dtype if dtype == "stored" else torch_dtype
-    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(model))
+    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(parts), presence)
 
 
 def look_at(config: Config) -> ModelFiles:

@@ -85,7 +85,7 @@ class MemoryPlan:
         """For lanes that take ``lane_bytes`` together; a function of these, of the base's shapes and of the size of its
         device."""
         kind = base.device.type
-        room, kept = max(0, total_memory(base.device) - base.weight_bytes - lane_bytes), kept_bytes(base)
+        room, kept = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
         if kind == "cpu":
             tokens = sizes.cpu_token_budget(base.weight_bytes)
         else:

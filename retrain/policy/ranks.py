@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from retrain.errors import RankLost
+from retrain.policy.company import Company, NotReady
 
 T = TypeVar("T")
 JOIN_SECONDS = 600.0
@@ -91,12 +93,26 @@ class Answers(Generic[T]):
         return self.own, self.others  # pyright: ignore[reportReturnType]
 
 
+FOLLOWED = f"exit status {RankLost.exit_status}"
+"""How a rank ends that has lost another one."""
+
+
+class Follower(Protocol):
+    """What a rank other than 0 has a method of for everything that it may be asked."""
+
+    def work(self) -> AbstractContextManager[None]:
+        """Around everything that is answered."""
+        ...
+
+
 class Ranks:
     """Rank 0's end of the others. ``places`` are the devices of these, rank 1's first; ``how_ended`` says of a rank
     that is gone what is known of its end, "" where nothing is. Not for several threads at once."""
 
     def __init__(self, places: Sequence[str], how_ended: Callable[[int], str] = lambda rank: ""):
         self.places, self.count, self.how_ended = list(places), 1 + len(places), how_ended
+        self.company: Company | None = None
+        """There where the ranks hold parts of the same weights: then all of them have part in whatever is asked."""
         self.owing = set[int]()
         """Who has not answered yet, as when rank 0 gives up in between; nothing can be sent to them."""
         self._asking = False
@@ -112,28 +128,82 @@ class Ranks:
     def ask(self, name: str, args: Sequence[tuple[Any, ...] | None], own: Callable[[], T]) -> Answers[T]:
         """Have rank r + 1 do something with ``args[r]`` (None: it need not) while this one does ``own``. All answers
         have come when this returns, whoever raised something."""
-        asked = [rank for rank, each in enumerate(args, start=1) if each is not None]
+        asked = [rank for rank, each in enumerate(args, start=1) if each is not None or self.company is not None]
         for rank in asked:
-            self._send(rank, (name, args[rank - 1], True))
-            self.owing.add(rank)
+            each = args[rank - 1]
+            self._ask(rank, *(("accompany", ()) if each is None else (name, each)))
         result, fault = None, None
         self._asking = True
         try:
-            result = own()
+            with nullcontext() if self.company is None else self.company.work():
+                result = own()
         except Exception as error:
             fault = error
         finally:
             self._asking = False
-        answers: list[Any] = [None for _ in args]
+        self._see_company(fault)
+        answers, others = self._answers(asked)
+        if fault is None or isinstance(fault, NotReady):  # which follows from what another one has raised
+            fault = others or fault
+        self._tell_later()
+        return Answers(result, answers, fault)
+
+    def share_weights(self) -> None:
+        """From now on the ranks hold parts of the same weights, which they gather whenever one of them needs some."""
+        device = "cpu" if self.places[0] == "cpu" else "cuda"
+        form = partial(Company.form, device, ANSWER_SECONDS)
+        company, _ = self.ask("share_weights", [(device,) for _ in self.places], form).whole()
+        company.alone = self.accompanied
+        self.company = company
+
+    @contextmanager
+    def accompanied(self) -> Iterator[None]:
+        """Work of rank 0 alone, in which the others take part as far as gathering weights goes."""
+        assert self.company is not None
+        others = range(1, self.count)
+        for rank in others:
+            self._ask(rank, "accompany", ())
+        self._asking = True
+        try:
+            with self.company.work():
+                yield
+        except Exception as error:
+            self._see_company(error)
+            self._answers(others)
+            raise
+        finally:
+            self._asking = False
+        _, fault = self._answers(others)
+        self._tell_later()
+        if fault is not None:
+            raise fault
+
+    def _ask(self, rank: int, name: str, args: tuple[Any, ...]) -> None:
+        self._send(rank, (name, args, True))
+        self.owing.add(rank)
+
+    def _answers(self, asked: Sequence[int]) -> tuple[list[Any], Exception | None]:
+        """The answers of all others (None of those that were not asked, or have raised something), and what the first
+        of them has raised."""
+        answers, fault = [None for _ in range(1, self.count)], None
         for rank in asked:
             done, answer = self._receive(rank)
             self.owing.remove(rank)
             if done:
                 answers[rank - 1] = answer
-            else:
-                fault = fault or answer
-        self._tell_later()
-        return Answers(result, answers, fault)
+            elif fault is None or isinstance(fault, NotReady):
+                fault = answer
+        return answers, fault
+
+    def _see_company(self, fault: Exception | None) -> None:
+        """Raise RankLost where the company is lost: others may wait for this process, which has to end."""
+        if self.company is None or not self.company.lost:
+            return
+        ends = {rank: how for rank in range(1, self.count) if (how := self.how_ended(rank))}
+        first = next((rank for rank, how in ends.items() if not how.endswith(FOLLOWED)), None)
+        if first is None and ends:
+            first = min(ends)
+        raise RankLost(str(fault) if first is None else f"rank {first} {ends[first]}") from fault
 
     def _tell_later(self) -> None:
         while self._later:
@@ -158,20 +228,23 @@ class Ranks:
         return RankLost(f"rank {rank} {how}") if how else error
 
 
-def follow(desk: object) -> None:
+def follow(desk: Follower) -> None:
     """Do what rank 0 asks, one thing after the other, until it asks for the end; ``desk`` has a method for each. Raises
-    RankLost when rank 0 is gone."""
+    RankLost when rank 0 is gone, or another one that had a part in it."""
     fault: Exception | None = None
     while True:
         name, args, answered = receive(0)
         if name == "end":
             return
         answer = None
-        if fault is None:
-            try:
-                answer = getattr(desk, name)(*args)
-            except Exception as error:
-                fault = _portable(error)
+        try:
+            with desk.work() if answered else nullcontext():
+                if fault is None:
+                    answer = getattr(desk, name)(*args)
+        except RankLost:
+            raise
+        except Exception as error:
+            fault = fault or _portable(error)
         if answered:
             send((True, answer) if fault is None else (False, fault), 0)
             fault = None

@@ -57,9 +57,10 @@ class Workers:
 
 
 def workers_for(base: BaseModel) -> Workers:
-    """One worker per core for a small model (torch itself then uses one thread), else one worker."""
+    """One worker per core for a small model (torch itself then uses one thread), else one worker, and where several
+    ranks hold the weights, which they gather for one piece of work each."""
     cores = torch.get_num_threads()
-    if not base.small or cores == 1:
+    if not base.small or cores == 1 or base.presence.shared:
         return Workers(1)
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)

@@ -22,6 +22,7 @@ from retrain.models.sizes import (
     critic_bytes,
     decoding_copies,
     gpu_token_budget,
+    held_weights,
     update_copy,
 )
 
@@ -265,11 +266,15 @@ def estimate_run(
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
+    base, parts = weights * width, config.backend.parts
+    if parts > 1:
+        layers = architecture.linear_parameters(architecture.experts) * width
+        base = held_weights(base // parts, base - layers, layers // architecture.layers)
     stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
     if device.kind == "cpu":
         budget = cpu_token_budget(width * weights)
     elif device.memory:
-        room = max(0, device.memory - weights * width - lanes * stays)
+        room = max(0, device.memory - base - lanes * stays)
         budget = gpu_token_budget(room, architecture.kept_bytes(width))
     else:
         budget = ASSUMED_MICRO_BATCH_TOKENS
@@ -277,12 +282,12 @@ def estimate_run(
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
     served = config.inference.served
-    if device.kind == "cpu":
+    if device.kind == "cpu" and parts == 1:
         blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
         head = architecture.vocab * architecture.hidden
         block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
     memory = Memory(
-        base=weights * width,
+        base=base,
         adapter=stays,
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],

@@ -45,7 +45,6 @@ from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import objective_of
-from retrain.policy.ranks import Ranks
 from retrain.policy.threads import Workers, workers_for
 from retrain.pressure import Pressure
 from retrain.record.base_evaluations import BaseEvaluations
@@ -93,7 +92,7 @@ def assemble(
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
     load = partial(model_of, specs, folder, data, bases, stack, observer, directory)
-    model = _on_all_ranks(specs, folder, bases.ranks, load)
+    model = _on_all_ranks(specs, folder, bases, load)
     if not _is_local(first):
         data = askable(data, first, longest, model.tokenizer.source, context=0)
     shared = _Shared(directory, folder, model, data, observer, stack)
@@ -164,14 +163,9 @@ def use_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
-def _on_all_ranks(
-    specs: Sequence[RunSpec], folder: Path, ranks: Ranks | None, own: Callable[[], CohortModel]
-) -> CohortModel:
+def _on_all_ranks(specs: Sequence[RunSpec], folder: Path, bases: Bases, own: Callable[[], CohortModel]) -> CohortModel:
     """The model of these runs, while other ranks load it too. Raises ModelError where theirs is another one."""
-    if ranks is None:
-        return own()
-    runs = [spec.to_json() for spec in specs]
-    model, identities = ranks.ask("load", [(runs, str(folder), place) for place in ranks.places], own).whole()
+    model, identities = bases.with_ranks(specs, folder, own)
     for rank, identity in enumerate(identities, start=1):
         if identity != model.identity:
             raise ModelError(

@@ -18,5 +18,6 @@ def tried_servers(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
-    for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
-        yield found.words
+    with base.presence.alone():
+        for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+            yield found.words

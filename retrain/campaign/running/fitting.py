@@ -41,7 +41,7 @@ def check_memory(
     # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
-    usable = int(USABLE_SHARE * available_memory(base.device))
+    usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.presence.passing_bytes))
     weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
     copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
     copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more

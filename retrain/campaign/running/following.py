@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodingAsked
 from retrain.maths.losses import Loss
 from retrain.policy.budget import is_out_of_memory
+from retrain.policy.company import Company
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
+from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.threads import Workers
@@ -41,6 +43,17 @@ class Desk:
     def __init__(self, bases: Bases):
         self.bases, self._cohort = bases, ExitStack()
         self.losses: dict[str, Loss] = {}
+
+    def work(self) -> AbstractContextManager[None]:
+        """See ``Follower.work``: where ranks hold parts of the weights, they have company in it."""
+        return nullcontext() if self.bases.company is None else self.bases.company.work()
+
+    def share_weights(self, device: str) -> None:
+        """Hold parts of the weights from now on, on devices of this type."""
+        self.bases.company = Company.form(device, ANSWER_SECONDS)
+
+    def accompany(self) -> None:
+        """Nothing but to have part in what others do."""
 
     def load(self, runs: Sequence[Mapping[str, Any]], folder: str, place: str) -> str:
         """Take the base of these runs, on the device ``place``; the fingerprint of its weights."""

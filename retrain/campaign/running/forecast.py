@@ -131,7 +131,7 @@ class Forecast:
 def workers_on(specs: Sequence[RunSpec], devices: int, one_process: bool = False) -> int:
     """How many workers train these runs on so many GPUs; ``one_process``: the one that was started, and no other."""
     config = specs[0].config
-    if one_process or not specs[0].is_campaign or config.inference.served:
+    if one_process or not specs[0].is_campaign or config.inference.served or config.backend.shard != "none":
         return 1
     campaign = config.campaign
     most = min(devices, len(config.backend.named_gpus) or devices) * campaign.workers_per_gpu
@@ -147,6 +147,7 @@ def forecast(
 ) -> Forecast:
     """That of these runs. ``prompt_tokens`` are those of a usual prompt; ``one_process`` trains all of them in the
     process that was started."""
+    specs = [_with_parts(spec, fleet.count) for spec in specs]
     workers = workers_on(specs, fleet.count, one_process)
     share = specs[0].config.campaign.workers_per_gpu if workers > 1 else 1
     of = _Costs(architecture, _part(fleet.device, share), prompt_tokens)
@@ -170,6 +171,8 @@ def forecast(
     likely, step = spans[LIKELY], of.time(largest, LIKELY)
     trained = [span for span in likely if isinstance(span.job, CohortJob)]
     busy = sum(span.end - span.begin for span in likely) / share
+    together = specs[0].config.backend.shard != "none"  # all devices do what one does
+    used = fleet.count if together else len({span.slot % fleet.count for span in likely})
     return replace(
         start,
         memory=of.memory(largest),
@@ -181,12 +184,21 @@ def forecast(
         cohort_seconds=Range.of(lambda reached: of.time(largest, reached).seconds),
         seconds=Range.of(lambda reached: ends[reached]),
         gpu_hours=Range.of(lambda reached: fleet.count * ends[reached] / HOUR),
-        unused=fleet.count - len({span.slot % fleet.count for span in likely}),
-        idle_gpu_hours=(fleet.count * ends[LIKELY] - busy) / HOUR,
+        unused=fleet.count - used,
+        idle_gpu_hours=(fleet.count * ends[LIKELY] - busy * (fleet.count if together else 1)) / HOUR,
         trained_after=max(span.end for span in trained),
         squeezes=[(span.begin, span.end) for span in likely if isinstance(span.job, SqueezeJob)],
         first_look=_first_look(specs, trained),
     )
+
+
+def _with_parts(spec: RunSpec, devices: int) -> RunSpec:
+    """The run on so many devices, over all of which its base is cut where it is cut and nothing else is said."""
+    backend = spec.config.backend
+    if backend.shard != "fsdp2" or backend.ranks != "auto" or backend.named_gpus:
+        return spec
+    own = spec.config.model_copy(update={"backend": backend.model_copy(update={"ranks": devices})})
+    return replace(spec, config=own)
 
 
 def _part(device: Device, workers: int) -> Device:

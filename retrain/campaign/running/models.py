@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
+from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, ModelFiles, load_base, load_weights, look_at
 from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.policy.local import LocalPolicy
@@ -36,6 +37,8 @@ from retrain.policy.teacher import Teacher, WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -154,6 +157,8 @@ class Bases:
 
     def __init__(self, load: Callable[[Config], BaseModel] | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks
+        self.company = None if ranks is None else ranks.company
+        """There where this process holds but a part of the weights."""
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
@@ -223,7 +228,7 @@ class Bases:
         else:
             files = self.look(config)
             if self._base is None:
-                self._base = load_weights(files, config.backend.device, config.inference.dtype)
+                self._base = load_weights(files, config.backend.device, config.inference.dtype, self.company)
                 larger = self._base.device.type == "cpu" and not self._base.small
                 if larger and (advice := bfloat16_advice(config.inference.dtype)):
                     tell(advice)
@@ -233,6 +238,8 @@ class Bases:
             self._lanes = self._engine = None
             self._base.release()
             self._lanes, self._targets = Lanes(self._base, config.lora.target_modules), targets
+        if self._base.presence.shared:
+            backbone_of(self._base)  # now, while all ranks are at it
         return self._base, self._lanes
 
     def beside(self, config: Config, name: str) -> BaseModel:
@@ -248,6 +255,14 @@ class Bases:
                 dtype=config.inference.dtype,
             )
         return self._others[name]
+
+    def with_ranks(self, specs: Sequence[RunSpec], folder: Path, own: Callable[[], T]) -> tuple[T, list[str]]:
+        """``own()``, while all ranks take the base of these runs, whose modules are in ``folder``; and the fingerprints
+        of theirs."""
+        if self.ranks is None:
+            return own(), []
+        runs = [spec.to_json() for spec in specs]
+        return self.ranks.ask("load", [(runs, str(folder), place) for place in self.ranks.places], own).whole()
 
     def forget_adapters(self) -> None:
         """Let go of what the last cohort sampled with."""

@@ -60,7 +60,7 @@ class Team:
         RankLost when they do not come."""
         places = self._places()
         if self._ranks is None and len(places) > 1:
-            self._ranks = self._meet(places)
+            self._meet(places)
         return self._ranks
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Team:
             )
         return [gpus[rank % here] for rank in range(count)]
 
-    def _meet(self, places: list[str]) -> Ranks:
+    def _meet(self, places: list[str]) -> None:
         import torch
 
         from retrain.policy.ranks import Ranks, join
@@ -130,7 +130,9 @@ class Team:
         else:
             store = self._start(count)
             join(0, count, store)
-        return Ranks(places[1:], self._how_ended)
+        ranks = self._ranks = Ranks(places[1:], self._how_ended)
+        if self.config.backend.shard == "fsdp2":
+            ranks.share_weights()
 
     def _start(self, count: int) -> TCPStore:
         """Start the other ranks and wait until they are there."""

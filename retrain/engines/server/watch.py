@@ -41,7 +41,8 @@ class Watch:
         """Why they differ, in words: the weights of another version, none at all, or precision."""
         assert isinstance(weights, LocalSnapshot), "servers are given LoRA adapters"
         named = {f"version {v}": s.weights for v, s in others if isinstance(s, LocalSnapshot)}
-        return likely_cause(self.base, self.lanes, samples, weights.weights, named, self.temperature)
+        with self.base.presence.alone():
+            return likely_cause(self.base, self.lanes, samples, weights.weights, named, self.temperature)
 
 
 def by_version(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:

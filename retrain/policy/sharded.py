@@ -1,0 +1,277 @@
+"""A base whose matrices are cut over the ranks of one run by torch's FSDP2, layer by layer.
+
+``fully_shard`` cuts every matrix along its rows and gathers those of a unit at once; when that happens is decided by
+``policy.company`` alone, so what it puts on a model are holders beside the decoder's layers, and none of its own hooks.
+A unit is one decoder layer, or all that is in none of them. Norms and biases, which are small, stay whole everywhere.
+
+A gathered weight is one tensor for good, whose memory comes and goes: whatever keeps it (a saved tensor of a backward
+pass, the decoder's frame) reads it again as soon as it has been asked for. Weights are read from safetensors one tensor
+at a time, so that no process ever holds more than its own part and one unit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrain.errors import ModelError
+from retrain.models.directory import INDEX, WHOLE
+from retrain.models.sizes import held_weights
+from retrain.policy.company import Company, Unit
+
+INSTEAD = 'type [backend] shard = "dp"'
+
+
+class _Holder(nn.Module):
+    """What is cut and gathered together; never called."""
+
+
+class FsdpUnit:
+    """See ``Unit``: the modules of a holder."""
+
+    def __init__(self, modules: Sequence[nn.Module], company: Company, device: torch.device, stays: bool):
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.stays, self.device = stays, device
+        holder = _Holder()
+        for place, module in enumerate(modules):
+            holder.add_module(str(place), module)
+        small = {weight for weight in holder.parameters() if weight.dim() < 2}
+        self.nbytes = sum(weight.nbytes for weight in holder.parameters() if weight.dim() >= 2)
+        mesh = DeviceMesh.from_group(company.weights_group, device.type)
+        self._held = fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=small)
+
+    def make_room(self) -> None:
+        """See ``Unit.make_room``; an allocator that does not promise more than there is has nothing to be asked."""
+        if self.device.type == "cuda":
+            torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def gather(self) -> None:
+        """See ``Unit.gather``."""
+        self._held.unshard()
+
+    def let_go(self) -> None:
+        """See ``Unit.let_go``."""
+        self._held.reshard()
+
+
+class Shared:
+    """See ``Presence``: decoder layers are units 0, 1, …, all the rest is the last one."""
+
+    shared = True
+
+    def __init__(self, company: Company, layers: Sequence[FsdpUnit], ends: FsdpUnit, own_bytes: int):
+        self.company, self.own_bytes = company, own_bytes
+        self._ends = len(layers)
+        units: list[Unit] = [*layers, ends]
+        company.share(units)
+        self.passing_bytes = held_weights(0, ends.nbytes, max(unit.nbytes for unit in layers))
+
+    def held_bytes(self, whole: int) -> int:
+        """See ``Presence.held_bytes``."""
+        return self.own_bytes + self.passing_bytes
+
+    def layer(self, place: int) -> None:
+        """See ``Presence.layer``."""
+        self.company.need(place)
+
+    def ends(self) -> None:
+        """See ``Presence.ends``."""
+        self.company.need(self._ends)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See ``Presence.alone``."""
+        return self.company.alone()
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """A model of which this rank has a part. ``parts`` is what every tensor of its state says in a fingerprint, in the
+    order of its names."""
+
+    model: Any
+    presence: Shared
+    parts: list[bytes]
+
+
+def load_shared(
+    source: str,
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    company: Company,
+    fingerprint: Any,
+) -> SharedModel:
+    """The model of ``source`` (with ``from_pretrained``'s options), frozen, this rank's part of it on ``device``. Every
+    rank calls this at the same time. ``fingerprint(name, tensor)`` is asked of every whole tensor, in ``dtype``.
+
+    Raises ModelError for a model that cannot be cut, and what transformers raises for one that cannot be loaded.
+    """
+    model = _empty_model(source, options, dtype)
+    layers = _layers(model)
+    inner = [set(layer.modules()) for layer in layers]
+    owners = [module for module in model.modules() if any(weight.dim() >= 2 for weight in module.parameters(False))]
+    outer = [module for module in owners if not any(module in own for own in inner)]
+    if any(layers[0] in module.modules() for module in outer):
+        raise ModelError(f"{type(model).__name__} has weights beside its layers that cannot be cut: {INSTEAD}")
+    files, said = _Files.find(source, options), dict[str, bytes]()
+    reader = _Reader(model, files, dtype, device, lambda name, tensor: said.setdefault(name, fingerprint(name, tensor)))
+    units = []
+    for layer in layers:
+        reader.fill(layer)
+        units.append(FsdpUnit([layer], company, device, stays=False))
+    reader.fill(model)
+    reader.fill_buffers()
+    ends = FsdpUnit(outer, company, device, stays=True)
+    own = sum(getattr(weight, "to_local", lambda weight=weight: weight)().nbytes for weight in model.parameters())
+    presence = Shared(company, units, ends, own)
+    _hook(presence, layers, owners, outer)
+    model.eval().requires_grad_(False)
+    return SharedModel(model, presence, [said[name] for name in model.state_dict()])
+
+
+def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The model with its buffers, as ``from_pretrained`` makes it, and parameters that have a shape alone."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(source, **options)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"a quantised model cannot be cut: {INSTEAD}")
+    remote = bool(options.get("trust_remote_code"))
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+    model.tie_weights()
+    if dtype.itemsize < 4 and getattr(model, "_keep_in_fp32_modules", None):
+        raise ModelError(f"{type(model).__name__} keeps some layers in float32, and cannot be cut: {INSTEAD}")
+    with suppress(OSError):  # where it has none, what its configuration says
+        model.generation_config = GenerationConfig.from_pretrained(source, **options)
+    return model
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder's layers. Raises ModelError where there are none to be found."""
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ModelError(f"{type(model).__name__} has no list of layers that could be cut: {INSTEAD}")
+    return list(layers)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """In which file every tensor of a model is."""
+
+    places: Mapping[str, str]
+
+    @classmethod
+    def find(cls, source: str, options: Mapping[str, Any]) -> _Files:
+        """Those of a model, downloaded where they are not here."""
+        from safetensors import safe_open
+        from transformers.utils.hub import cached_file
+
+        asked = {key: value for key, value in options.items() if key != "trust_remote_code"}
+        missing: dict[str, Any] = {
+            "_raise_exceptions_for_missing_entries": False,
+            "_raise_exceptions_for_connection_errors": False,
+        }
+        if whole := cached_file(source, WHOLE, **asked, **missing):
+            with safe_open(whole, framework="pt") as file:
+                return cls(dict.fromkeys(file.keys(), whole))
+        index = cached_file(source, INDEX, **asked, **missing)
+        if not index:
+            raise ModelError(f"it has neither {WHOLE} nor {INDEX}, and others cannot be read in parts: {INSTEAD}")
+        names: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
+        paths = {name: str(cached_file(source, name, **asked)) for name in set(names.values())}
+        return cls({name: paths[file] for name, file in names.items()})
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        from safetensors import safe_open
+
+        with safe_open(self.places[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+class _Reader:
+    """Fills parameters and buffers that a file has, one after another; ``tell`` hears of every name and tensor."""
+
+    def __init__(self, model: Any, files: _Files, dtype: torch.dtype, device: torch.device, tell: Any):
+        self.model, self.files, self.dtype, self.device, self.tell = model, files, dtype, device, tell
+        self._names: dict[int, list[str]] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(weight), []).append(name)
+
+    def fill(self, module: nn.Module) -> None:
+        """Fill the parameters under this module that are empty yet. Raises ModelError for what no file has."""
+        for weight in list(module.parameters()):
+            if weight.is_meta:
+                self._fill(weight, self._names[id(weight)])
+
+    def fill_buffers(self) -> None:
+        """Fill the buffers that a file has, and put all of them on the device."""
+        state = self.model.state_dict()
+        for module_name, module in self.model.named_modules():
+            for leaf, tensor in list(module.named_buffers(recurse=False)):
+                name = f"{module_name}.{leaf}".lstrip(".")
+                filled = self.files.read(name).to(tensor.dtype) if name in self.files.places else tensor
+                module._buffers[leaf] = filled.to(self.device)
+                if name in state:
+                    self.tell(name, filled)
+
+    def _fill(self, weight: nn.Parameter, names: list[str]) -> None:
+        name = next((name for name in names if name in self.files.places), None)
+        if name is None:
+            raise ModelError(f"{names[0]} is under no such name in the model's files, which have to be read: {INSTEAD}")
+        tensor = self.files.read(name).to(self.dtype)
+        if tensor.shape != weight.shape:
+            raise ModelError(f"{name} is {tuple(tensor.shape)} in the model's files, and {tuple(weight.shape)} in it")
+        filled = nn.Parameter(tensor.to(self.device).contiguous(), requires_grad=False)
+        for place in names:
+            self.tell(place, tensor)
+            parent, _, leaf = place.rpartition(".")
+            self.model.get_submodule(parent).register_parameter(leaf, filled)
+
+
+def _hook(
+    presence: Shared, layers: Sequence[nn.Module], owners: Sequence[nn.Module], outer: Sequence[nn.Module]
+) -> None:
+    """Whoever calls a module finds its weights there, and so does the backward pass of a layer."""
+    for module in outer:
+        module.register_forward_pre_hook(_asking(presence.ends))
+    for place, layer in enumerate(layers):
+        ask, inside = partial(presence.layer, place), set(layer.modules())
+        for module in [layer, *(owner for owner in owners if owner in inside)]:
+            module.register_forward_pre_hook(_asking(ask))
+        layer.register_forward_hook(_asking_again(ask))
+
+
+def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, Any], None]:
+    """A hook before a forward pass."""
+    return lambda module, given: ask()
+
+
+def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook after a forward pass: before the gradient of what it has given goes back through it, the weights are there
+    again."""
+
+    def watch(module: nn.Module, given: Any, made: Any) -> None:
+        for out in _tensors(made):
+            if out.requires_grad:
+                out.register_hook(lambda gradient: ask())
+
+    return watch
+
+
+def _tensors(made: Any) -> Iterator[torch.Tensor]:
+    given = made if isinstance(made, tuple | list) else [made]
+    yield from (each for each in given if isinstance(each, torch.Tensor))

@@ -1,0 +1,113 @@
+"""One of several processes that hold a model together, by itself: what it holds when, in bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+WATCH_SECONDS = 0.005
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that no file stands for."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+class Peak:
+    """The most that this process has held in the block beyond what it held before."""
+
+    def __enter__(self):
+        self.before = self.most = anonymous()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(WATCH_SECONDS):
+            self.most = max(self.most, anonymous())
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def bytes(self) -> int:
+        return self.most - self.before
+
+
+def storages(base) -> int:
+    """Bytes of the memory behind the model's weights as they are now."""
+    found = {}
+    for weight in base.model.parameters():
+        own = getattr(weight, "to_local", lambda weight=weight: weight)().untyped_storage()
+        found[own.data_ptr()] = own.nbytes()
+    return sum(found.values())
+
+
+def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
+    """Load the model as one of ``count`` ranks, sample a token, make one pass forward and back, and write down what was
+    held."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from retrain.config import parse_dict
+    from retrain.engines.local import LocalEngine
+    from retrain.engines.protocol import PolicyRef, SampleRequest
+    from retrain.policy.backbone import backbone_of
+    from retrain.policy.base import load_weights, look_at
+    from retrain.policy.company import Company
+    from retrain.policy.local import LocalSnapshot
+    from retrain.policy.logprobs import collate, token_logprobs
+    from retrain.policy.lora import Lanes
+    from retrain.policy.ranks import join, leave
+    from retrain.types import Sample
+
+    torch.set_num_threads(1)
+    join(rank, count, dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False))
+    company = Company.form("cpu", 120.0)
+    files = look_at(parse_dict({"model": {"model": model}}))
+    with Peak() as loading, company.work():
+        base = load_weights(files, "cpu", "float32", company)
+    between = storages(base)
+    with Peak() as working:
+        with company.work():
+            lanes = Lanes(base)
+            backbone_of(base)
+            engine = LocalEngine(base, lanes)
+            adapter = lanes.new_adapter(2, 4.0).initialise(1)
+            engine.publish(ref := PolicyRef("a", 0), LocalSnapshot(adapter.frozen(), {}))
+            (((action,),),) = [engine.sample([SampleRequest(ref, (3, 4, 5), 1, 2, 1.0, ("x",))])]
+        tokens, zeros = list(action.token_ids), np.zeros(len(action.token_ids))
+        with company.work(), lanes.single(adapter):
+            sample = Sample.single_turn([3, 4, 5], tokens, zeros, zeros)
+            logprobs, _ = token_logprobs(base, collate([sample], base), 1.0)
+            logprobs.sum().backward()
+    largest = max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers)
+    ends = sum(w.numel() for w in (base.model.model.embed_tokens.weight, base.model.lm_head.weight))
+    assert adapter.flat.grad is not None
+    found = {
+        "fast": engine.fast,
+        "whole": base.weight_bytes,
+        "between": between,
+        "after": storages(base),
+        "held": base.held_bytes,
+        "own": base.held_bytes - base.presence.passing_bytes,
+        "layer": 4 * largest,
+        "ends": 4 * ends,
+        "loading": loading.bytes,
+        "working": working.bytes,
+        "logprobs": logprobs.sum().item(),
+        "sampled": float(np.sum(action.logprobs_T)),
+        "gradient": adapter.flat.grad.norm().item(),
+    }
+    Path(out).write_text(json.dumps(found))
+    leave()
+
+
+if __name__ == "__main__":
+    measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
