@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Want(StrEnum):
-    """What a policy can say of the tokens that were sampled."""
+    """What can be said of the tokens that were sampled: by a policy, and ``TEACHER`` by a teacher."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"
