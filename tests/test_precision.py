@@ -429,12 +429,12 @@ def other_rotation(power: float) -> Callable[[DenseDecoder], None]:
 
 def swapped_gate_and_up(decoder: DenseDecoder) -> None:
     for layer in decoder.layers:
-        layer.gate_up.weight = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+        layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
 
 
 def one_swapped(decoder: DenseDecoder) -> None:
     layer = decoder.layers[-1]
-    layer.gate_up.weight = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+    layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
 
 
 def no_head_norms(decoder: DenseDecoder) -> None:

@@ -268,7 +268,7 @@ def there(nodes, *sets: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> dict:
-    return alone(world, tmp_path_factory.mktemp("whole") / "out")
+    return alone(world, tmp_path_factory.mktemp("whole") / "out", ["backend.devices=cpu"])
 
 
 def test_a_campaign_that_loses_a_worker_and_a_node_leaves_what_one_process_leaves(tmp_path, world, whole, nodes):
@@ -288,7 +288,8 @@ def test_a_campaign_that_loses_a_worker_and_a_node_leaves_what_one_process_leave
     deaths = [text for text in heard.messages if "its job begins again" in text]
     assert sum(f"(process {killed[0]}) was ended by SIGKILL" in text for text in deaths) == 1
     assert len(deaths) >= 2
-    assert {worker.split()[0] for each in heard.workers.values() for worker in each} == {"1", "2"}
+    trained_by = {worker.split()[0] for each in heard.workers.values() for worker in each}
+    assert trained_by >= {"1", "2"}  # the new node's may be a third
     assert list(out.glob("runs/*/.lease")) == []
 
 

@@ -535,7 +535,7 @@ def test_a_short_soak_of_workers(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert (report["wrong"], report["campaigns"], report["runs"]) == ([], 1, 8)
+    assert (report["wrong"], report["runs"]) == ([], 8 * report["campaigns"])
     assert report["kills"] >= 3
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from timing_keys import is_timing_key
@@ -24,9 +26,9 @@ def planned(world: Path, out: Path, sets=(), **settings) -> Plan:
     return check(Plan.of(load(path, mine), out))
 
 
-def alone(world: Path, out: Path) -> dict:
+def alone(world: Path, out: Path, sets=()) -> dict:
     """What one process leaves behind."""
-    assert execute(planned(world, out, ["backend.devices=cpu"]), NullObserver()).exit_status == 0
+    assert execute(planned(world, out, sets), NullObserver()).exit_status == 0
     return contents(out)
 
 
@@ -79,3 +81,12 @@ class Heard(NullObserver):
 def writer(out: Path, run_id: str) -> int:
     """The process that trains a run."""
     return read_json(out / "runs" / run_id / LEASE)["pid"]
+
+
+def a_writer(out: Path) -> int:
+    """A process that trains some run, as soon as there is one."""
+    for _ in range(6000):
+        with suppress(OSError, ValueError, StopIteration):
+            return writer(out, next(out.glob(f"runs/*/{LEASE}")).parent.name)
+        time.sleep(0.01)
+    raise TimeoutError(f"nobody trains in {out}")

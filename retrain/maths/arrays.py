@@ -21,6 +21,10 @@ Doubles_N = Float64[np.ndarray, "N"]
 Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
 """One number per replicate: a seed, a problem, a pair of runs."""
 Doubles_S = Float64[np.ndarray, "S"]
+Evaluations = Sequence[float] | Num[np.ndarray, "_"]
+"""One number for each evaluation of a run."""
+Seeds_SE = Sequence[Sequence[float]] | Num[np.ndarray, "_ _"]
+"""A row of them for each seed."""
 Table = Num[np.ndarray, "..."]
 """Of any shape."""
 Marks = Bool[np.ndarray, "..."]

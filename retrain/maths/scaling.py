@@ -15,12 +15,13 @@ been seen to level off it reaches to the limit instead of promising a ceiling (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from retrain.maths.arrays import Evaluations, Seeds_SE
 from retrain.maths.statistics import Interval, _t_quantile
 
 MIN_EVALUATIONS = 5
@@ -33,7 +34,6 @@ SCANNED = 8
 """Values at which an interval's end is looked for on each side, before it is halved."""
 HALVINGS = 8
 
-Floats = Sequence[float] | np.ndarray
 Parameter = Literal["asymptote", "midpoint"]
 _PLACES: dict[Parameter, int] = {"asymptote": 0, "midpoint": 1}
 
@@ -54,7 +54,9 @@ class Sigmoid:
         return self.start + (self.asymptote - self.start) / (1.0 + (self.midpoint / compute) ** self.exponent)
 
 
-def fit_sigmoid(compute: Floats, scores: Floats, start: float, limits: tuple[float, float] = (0.0, 1.0)) -> Sigmoid:
+def fit_sigmoid(
+    compute: Evaluations, scores: Evaluations, start: float, limits: tuple[float, float] = (0.0, 1.0)
+) -> Sigmoid:
     """The curve with the least squares through ``scores`` at rising ``compute`` above 0, from ``start``, whose
     asymptote lies within ``limits``. Raises ValueError for fewer than ``MIN_EVALUATIONS`` points, or compute that does
     not rise."""
@@ -65,8 +67,8 @@ def fit_sigmoid(compute: Floats, scores: Floats, start: float, limits: tuple[flo
 
 
 def sigmoid_interval(
-    compute: Floats,
-    scores: Sequence[Sequence[float]] | np.ndarray,
+    compute: Evaluations,
+    scores: Seeds_SE,
     start: float,
     what: Parameter,
     limits: tuple[float, float] = (0.0, 1.0),
@@ -94,7 +96,7 @@ def sigmoid_interval(
     return Interval(found, low, high)
 
 
-def _points(compute: Floats) -> np.ndarray:
+def _points(compute: Evaluations) -> np.ndarray:
     x = np.asarray(compute, dtype=float)
     if len(x) < MIN_EVALUATIONS or not (x[0] > 0.0 and (np.diff(x) > 0.0).all()):
         raise ValueError(f"a curve needs {MIN_EVALUATIONS} evaluations at rising compute above 0: got {list(compute)}")
