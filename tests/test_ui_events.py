@@ -68,7 +68,9 @@ def test_another_worker_is_told(library, tmp_path):
 
 def test_a_new_comparison_is_told(library, tmp_path):
     findings = Findings(library)
+    findings.comparison(library.home("one"), 60.0)
     seen = look(library, findings, "one")
+    append_jsonl(tmp_path / "one/runs/grpo+none_s1/evals.jsonl", [evaluation(6, 0.5)])
     findings.comparison(library.home("one"), 60.0)
     assert {"place": "one", "what": ["comparison"]} in told(library, findings, seen)[0]
 
