@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.spawning as spawning
 
@@ -54,6 +56,12 @@ class Nodes:
             except Exception as error:
                 if not left or "timed out" not in str(error):
                     raise
+
+    def of(self, pid: int) -> int:
+        """The number of the node that has this process."""
+        above = {process.pid for process in psutil.Process(pid).parents()}
+        raylets = [node.all_processes["raylet"][0].process.pid for node in self.members]
+        return next(number for number, raylet in enumerate(raylets) if raylet in above)
 
     def remove(self, number: int) -> None:
         """Have a node vanish, as with its power cut."""

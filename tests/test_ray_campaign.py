@@ -16,7 +16,7 @@ import pytest
 from ray_cases import ApartHost, StubHost, cluster_of
 from toycampaign import StopAfter
 from toymodels import campaign_head
-from worker_cases import Heard, alone, contents, differing, planned, writer
+from worker_cases import Heard, a_writer, alone, contents, differing, planned, writer
 
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.workers as waiting
@@ -279,7 +279,10 @@ def test_a_campaign_that_loses_a_worker_and_a_node_leaves_what_one_process_leave
             killed.append(writer(out, spec.run_id))
             os.kill(killed[0], signal.SIGKILL)
         if count == 8:
-            nodes.remove(0)
+            busy = a_writer(out)
+            os.kill(busy, signal.SIGSTOP)  # however fast it is
+            nodes.remove(nodes.of(busy))
+            os.kill(busy, signal.SIGCONT)
             nodes.add(**NODE)
 
     heard = Heard(disturb)

@@ -16,6 +16,7 @@ from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
+from retrain.ownership import process_start
 from retrain.record.observer import NullObserver
 
 
@@ -86,7 +87,9 @@ def writer(out: Path, run_id: str) -> int:
 def a_writer(out: Path) -> int:
     """A process that trains some run, as soon as there is one."""
     for _ in range(6000):
-        with suppress(OSError, ValueError, StopIteration):
-            return writer(out, next(out.glob(f"runs/*/{LEASE}")).parent.name)
+        for lease in out.glob(f"runs/*/{LEASE}"):
+            with suppress(OSError, ValueError):
+                if process_start(pid := writer(out, lease.parent.name)) is not None:
+                    return pid
         time.sleep(0.01)
     raise TimeoutError(f"nobody trains in {out}")
