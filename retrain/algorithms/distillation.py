@@ -7,7 +7,7 @@ groups nor discounted; and completions whose reward could not be had take no par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,61 +48,48 @@ def distil(groups: Sequence[Group], credit: C, own: Distillation, scores: Scores
     students = scores.logprobs if own.student == "trainer" else [rollout.logprobs_T for rollout in rollouts]
     assert students is not None, "the policy was asked"
     found = zip(rollouts, students, scores.teacher, strict=True)
-    credited = [each for each in found if each[0].token_advantages_T is not None]
-    known = [each for each in credited if len(each[2])]
-    spoken = {rollout for rollout, _, _ in known}
-    for group in groups:
-        taught = any(rollout in spoken for rollout in group.rollouts)
-        if taught and group.discarded == "zero_advantage":
-            group.discarded = None
-        elif own.alone and not taught and group.discarded is None:
-            group.discarded = "zero_advantage"
-    share = {"distillation/taught_frac": len(known) / len(credited) if credited else None}
-    for rollout, _, _ in credited:
-        assert rollout.token_advantages_T is not None
-        rollout.token_advantages_T = own.reward_weight * rollout.token_advantages_T
-    if not known:
-        _note_means(rollout for rollout, _, _ in credited)
-        return replace(credit, metrics={**credit.metrics, **share})
-    student_1T = torch.from_numpy(np.concatenate([mine_T for _, mine_T, _ in known])).double()[None]
-    teacher_1T = torch.from_numpy(np.concatenate([theirs_T for _, _, theirs_T in known])).double()[None]
+    said = [each for each in found if each[0].token_advantages_T is not None and len(each[2])]
+    spoken = {rollout for rollout, _, _ in said}
+    credit = _weighed(groups, credit, own, lambda rollout: rollout in spoken)
+    if not said:
+        return credit
+    student_1T = torch.from_numpy(np.concatenate([mine_T for _, mine_T, _ in said])).double()[None]
+    teacher_1T = torch.from_numpy(np.concatenate([theirs_T for _, _, theirs_T in said])).double()[None]
     if not bool(torch.isfinite(teacher_1T).all()):
         raise RunFailed(f"the teacher {own.teacher} gives a sampled token a log-probability that is not finite")
     mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)
     advantages_1T = distillation_advantages(student_1T, teacher_1T, mask_1T, own.weight, own.clamp)
-    parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout, _, _ in known])[:-1])
-    for (rollout, _, _), part_T in zip(known, parts, strict=True):
+    parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout, _, _ in said])[:-1])
+    for (rollout, _, _), part_T in zip(said, parts, strict=True):
         assert rollout.token_advantages_T is not None
         rollout.token_advantages_T = rollout.token_advantages_T + part_T
-    _note_means(rollout for rollout, _, _ in credited)
+        rollout.advantage = float(rollout.token_advantages_T.mean())
     numbers = _numbers(student_1T, teacher_1T, mask_1T, advantages_1T, own)
-    return replace(credit, metrics={**credit.metrics, **share, **numbers})
+    return replace(credit, metrics={**credit.metrics, **numbers})
 
 
 def compare_whole(groups: Sequence[Group], credit: C, own: Distillation) -> C:
     """Where a term of the loss compares whole distributions, tokens keep reward_weight · A, and groups train in which
     some completion has a teacher (``teacher_prompt``)."""
+    return _weighed(groups, credit, own, lambda rollout: rollout.teacher_prompt is not None)
+
+
+def _weighed(groups: Sequence[Group], credit: C, own: Distillation, taught: Callable[[Rollout], bool]) -> C:
+    """Every token's advantage times ``reward_weight``, and which groups train: those in which somebody is ``taught``
+    do whatever their rewards are, and where the teacher is alone no others do."""
     credited = [one for group in groups for one in group.rollouts if one.token_advantages_T is not None]
+    spoken = {one for one in credited if taught(one)}
     for group in groups:
-        own_ones = [one for one in group.rollouts if one.token_advantages_T is not None]
-        taught = any(one.teacher_prompt is not None for one in own_ones)
-        if taught and group.discarded == "zero_advantage":
-            group.discarded = None
-        elif own.alone and not taught and group.discarded is None:
-            group.discarded = "zero_advantage"
+        if not spoken.isdisjoint(group.rollouts):
+            group.discarded = None if group.discarded == "zero_advantage" else group.discarded
+        elif own.alone:
+            group.discarded = group.discarded or "zero_advantage"
     for rollout in credited:
         assert rollout.token_advantages_T is not None
         rollout.token_advantages_T = own.reward_weight * rollout.token_advantages_T
-    _note_means(credited)
-    share = sum(one.teacher_prompt is not None for one in credited) / len(credited) if credited else None
-    return replace(credit, metrics={**credit.metrics, "distillation/taught_frac": share})
-
-
-def _note_means(rollouts: Iterable[Rollout]) -> None:
-    """The advantage of a rollout is the mean over its tokens."""
-    for rollout in rollouts:
-        assert rollout.token_advantages_T is not None
         rollout.advantage = float(rollout.token_advantages_T.mean()) if len(rollout) else 0.0
+    share = len(spoken) / len(credited) if credited else None
+    return replace(credit, metrics={**credit.metrics, "distillation/taught_frac": share})
 
 
 def _numbers(
