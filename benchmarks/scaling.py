@@ -20,13 +20,15 @@ from retrain.maths.scaling import Sigmoid, sigmoid_interval
 START, CEILING, STEPS = 0.35, 0.8, np.arange(10.0, 61.0, 10.0)
 
 
-def evaluations(curve: Sigmoid, seeds: int, problems: int, rng: np.random.Generator) -> np.ndarray:
+def evaluations(
+    curve: Sigmoid, seeds: int, problems: int, rng: np.random.Generator, steps: np.ndarray = STEPS
+) -> np.ndarray:
     """Scores of so many seeds, [seeds, evaluations]."""
     rows = []
     for _ in range(seeds):
         pace = curve.midpoint * math.exp(0.15 * rng.standard_normal())
         own = Sigmoid(curve.start, curve.asymptote + 0.02 * rng.standard_normal(), curve.exponent, pace)
-        rows.append(rng.binomial(problems, np.clip([own.at(step) for step in STEPS], 0.0, 1.0)) / problems)
+        rows.append(rng.binomial(problems, np.clip([own.at(step) for step in steps], 0.0, 1.0)) / problems)
     return np.array(rows)
 
 

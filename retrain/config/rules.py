@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from retrain.config.base import Finding, Section, is_plugin
 from retrain.config.describe import no_effect, toml
+from retrain.config.distillation import distillation_rules
 from retrain.config.evaluation import CUTS, EvaluationSet
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.schedule import deciding_rules
@@ -294,80 +295,6 @@ def critic_rules(config: Config) -> Iterator[Finding]:
         what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
         keys = ("critic.warmup_steps", "training.max_steps")
         yield Finding(keys, what, f"warmup_steps = {config.training.max_steps // 10}")
-
-
-def distillation_rules(config: Config) -> Iterator[Finding]:
-    """What goes together with a teacher, and what has no effect where it alone gives advantages."""
-    own, algorithm, training = config.distillation, config.algorithm, config.training
-    if not own.active:
-        return
-    teacher = "distillation.teacher"
-    if is_plugin(config.backend.backend):
-        what = f'is "{own.teacher}", and backend = "{config.backend.backend}" says nothing of tokens that were sampled'
-        yield Finding((teacher, "backend.backend"), what, "remove the line")
-    if training.dynamic_sampling:
-        keys = ("training.dynamic_sampling", teacher)
-        yield Finding(keys, "drops groups from which a teacher's student learns as from all others", "remove the line")
-    if not algorithm.discard_group_zero_advantage:
-        keys = ("algorithm.discard_group_zero_advantage", teacher)
-        yield Finding(keys, "has no effect with a teacher: every completion with a reward trains", "remove the line")
-    if own.student == "sampler" and (training.max_off_policy_steps or config.inference.served):
-        behind = "rollouts are behind the policy" if training.max_off_policy_steps else "servers sample"
-        what = f'is "sampler", and {behind}: the teacher is compared with another policy than the one that trains'
-        keys = ("distillation.student", "training.max_off_policy_steps", "inference.engine")
-        yield Finding(keys, what, 'student = "trainer"', warning=True)
-    if own.url is not None:
-        whole = type(training).model_fields
-        for key in ("temperature", *CUTS):
-            value = getattr(training, key)
-            if value != whole[key].default:
-                what = (
-                    f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
-                )
-                fix = f'remove the line, or give the teacher\'s directory in place of url = "{own.url}"'
-                yield Finding((f"training.{key}", "distillation.url"), what, fix)
-    if own.whole:
-        yield from _vocabulary_findings(config)
-    if own.context != "none" and (config.environment.hosted or config.environment.turns != 1):
-        what = f'is "{own.context}", which is shown in prompts of single answers, and episodes may have several turns'
-        yield Finding(("distillation.context", "environment.max_turns"), what, 'context = "none"')
-    if own.context == "sibling" and training.group_size == 1:
-        keys = ("distillation.context", "training.group_size")
-        yield Finding(keys, 'is "sibling", and with group_size = 1 no completion has one', "group_size = 8")
-    if own.alone:
-        yield from _unrewarded(config)
-
-
-def _vocabulary_findings(config: Config) -> Iterator[Finding]:
-    """Whole distributions are there in this process alone, and over the whole vocabulary."""
-    estimate, what = "distillation.estimate", 'is "vocabulary"'
-    if config.distillation.url is not None:
-        words = f"{what}, and a server says nothing of tokens that were not sampled"
-        yield Finding((estimate, "distillation.url"), words, 'estimate = "sampled"')
-    if config.backend.shard != "none":
-        words = f'{what}, and with shard = "{config.backend.shard}" ranks have no teacher'
-        yield Finding((estimate, "backend.shard"), words, 'estimate = "sampled"')
-    for key in CUTS:
-        if getattr(config.training, key) != type(config.training).model_fields[key].default:
-            words = f"{what}, and {key} leaves tokens out of what is sampled from"
-            yield Finding((estimate, f"training.{key}"), words, 'estimate = "sampled"')
-
-
-def _unrewarded(config: Config) -> Iterator[Finding]:
-    """What only says how the reward is credited, while it counts nothing."""
-    algorithm, mode, weight = config.algorithm, config.algorithm.transform_mode, "distillation.reward_weight"
-    if algorithm.critic:
-        keys = ("algorithm.advantage_mode", weight)
-        yield Finding(
-            keys, 'is "gae", and with reward_weight = 0 its critic trains for nothing', 'advantage_mode = "grpo"'
-        )
-    if mode not in ("none", "entropy_mask"):
-        keys = ("algorithm.transform_mode", weight)
-        yield Finding(keys, f'is "{mode}", which has no effect with reward_weight = 0', 'transform_mode = "none"')
-    if algorithm.turn_credit != "episode":
-        keys = ("algorithm.turn_credit", weight)
-        what = f'is "{algorithm.turn_credit}", which has no effect with reward_weight = 0'
-        yield Finding(keys, what, 'turn_credit = "episode"')
 
 
 def schedule_rules(config: Config) -> Iterator[Finding]:

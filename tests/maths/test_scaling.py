@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from retrain.maths.scaling import Sigmoid, fit_sigmoid, sigmoid_interval
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from scaling import evaluations
 
 PAPER = Sigmoid(0.3, 0.61, 1.92, 2542.0)
 
@@ -45,16 +51,6 @@ def test_no_other_curve_is_nearer():
             assert sum((other.at(c) - y) ** 2 for c, y in zip(compute, scores, strict=True)) >= least - 1e-12
 
 
-def seeds_of(curve: Sigmoid, compute: np.ndarray, count: int, rng: np.random.Generator, problems: int = 200):
-    """Seeds that differ in their ceiling and in their pace, each evaluated on so many problems."""
-    rows = []
-    for _ in range(count):
-        pace = curve.midpoint * np.exp(0.15 * rng.standard_normal())
-        own = Sigmoid(curve.start, curve.asymptote + 0.02 * rng.standard_normal(), curve.exponent, pace)
-        rows.append(rng.binomial(problems, np.clip([own.at(c) for c in compute], 0, 1)) / problems)
-    return np.array(rows)
-
-
 @pytest.mark.parametrize(
     ("what", "midpoint", "seeds"), [("asymptote", 12.0, 4), ("asymptote", 40.0, 8), ("midpoint", 20.0, 4)]
 )
@@ -64,7 +60,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(what, midpoint, seeds):
     compute, curve = np.arange(10.0, 61.0, 10.0), Sigmoid(0.35, 0.8, 1.5, midpoint)
     held = 0
     for _ in range(25):
-        found = sigmoid_interval(compute, seeds_of(curve, compute, seeds, rng), 0.35, what)
+        found = sigmoid_interval(compute, evaluations(curve, seeds, 200, rng, compute), 0.35, what)
         truth = curve.asymptote if what == "asymptote" else curve.midpoint
         low, high = found.low or 0.0, found.high or np.inf
         assert low <= found.estimate <= high
@@ -75,9 +71,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say(what, midpoint, seeds):
 def test_a_curve_that_has_levelled_off_says_where_and_one_that_rises_does_not():
     rng = np.random.default_rng(2)
     compute = np.arange(10.0, 121.0, 10.0)
-    flat = sigmoid_interval(compute, seeds_of(Sigmoid(0.3, 0.7, 2.0, 15.0), compute, 8, rng), 0.3, "asymptote")
+    flat = sigmoid_interval(compute, evaluations(Sigmoid(0.3, 0.7, 2.0, 15.0), 8, 200, rng, compute), 0.3, "asymptote")
     assert 0.66 < flat.low < flat.estimate < flat.high < 0.74
-    rising = sigmoid_interval(compute, seeds_of(Sigmoid(0.3, 0.9, 1.2, 200.0), compute, 8, rng), 0.3, "asymptote")
+    rising = sigmoid_interval(
+        compute, evaluations(Sigmoid(0.3, 0.9, 1.2, 200.0), 8, 200, rng, compute), 0.3, "asymptote"
+    )
     assert rising.high is None
     assert rising.low is not None
 
