@@ -125,7 +125,7 @@ test-servers: $(VENV)/.dev build/servers/.ready
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
 
 test-ranks: $(VENV)/.dev
-	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py tests/test_fsdp.py tests/test_company.py
+	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py tests/test_fsdp.py tests/test_company.py tests/test_worker_ranks.py
 
 test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz_serving --requests 10000

@@ -14,7 +14,8 @@ from pathlib import Path
 from retrain.errors import DeviceLost
 
 OWN_GPU = "RETRAIN_OWN_GPU"
-"""Set in the environment of a process that has been given one GPU, the only one that it sees."""
+"""Set in the environment of a process that has been given its GPUs, the only ones that it sees; a rank that it starts
+is told which of them."""
 MEMORY_SHARE = "RETRAIN_MEMORY_SHARE"
 """Set in the environment of a process that shares its device with others: the part of the device's memory, a GPU's or
 the machine's, that it plans with, in (0, 1]."""

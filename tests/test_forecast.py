@@ -172,6 +172,8 @@ def test_workers_are_those_that_would_train():
     assert workers_on(planned('seeds = [1]\nexecutor = "processes"\ngpus_per_cohort = 0.25'), 2) == 8
     named = planned('seeds = [1]\nexecutor = "processes"', more='[backend]\ndevices = "gpu:0-2"\n')
     assert workers_on(named, 64) == 3
+    four = planned('seeds = [1]\nexecutor = "ray"\ngpus_per_cohort = 4', more='[backend]\nshard = "dp"\n')
+    assert [workers_on(four, devices) for devices in (64, 7, 3)] == [16, 1, 1]
     alone = plan(parse_dict(tomllib.loads(TRAINING + HEAD)))
     assert workers_on(alone, 64) == 1
     assert forecast(alone, TOY, fleet(64)).unused == 63
@@ -197,6 +199,24 @@ def test_ranks_train_one_cohort_and_may_hold_a_part_of_the_base_each():
         assert "careful" not in lines
     assert "ranks" not in made("none")[1]
     assert "ranks" not in made("fsdp2", devices=1)[1]
+
+
+def test_the_ranks_of_a_worker_are_its_devices():
+    """Two cohorts side by side, each over two of four devices."""
+
+    def made(rest, seeds="[1, 2]"):
+        specs = planned(f'seeds = {seeds}\nexecutor = "processes"\n{rest}', more='[backend]\nshard = "fsdp2"\n')
+        found = forecast(specs, TOY, fleet(4))
+        return found, dict(forecast_lines(specs, found, fleet(4), False))
+
+    halves, lines = made("gpus_per_cohort = 2")
+    assert (halves.workers, halves.unused, halves.cohorts) == (2, 0, [5, 5])
+    assert halves.idle_gpu_hours == pytest.approx(0, abs=1e-12)
+    assert lines["ranks"].startswith("each run has 2 of them together")
+    thirds, _ = made("gpus_per_cohort = 3")
+    assert (thirds.workers, thirds.unused) == (1, 1)
+    assert thirds.idle_gpu_hours == pytest.approx(thirds.seconds.likely / 3600)
+    assert thirds.memory.base < halves.memory.base
 
 
 def test_servers_decode_elsewhere():

@@ -16,7 +16,8 @@ import retrain.campaign.running.spawning as boot
 import retrain.campaign.running.workers as waiting
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.executors import executor_of, slots_of
+from retrain.campaign.running import team
+from retrain.campaign.running.executors import executor_of, gpus_of, slots_of
 from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, StepDone, Tick
 from retrain.campaign.running.workers import Workers
@@ -274,6 +275,49 @@ def test_several_cohorts_on_a_gpu_have_their_part_of_it_each(monkeypatch):
         slots_of(config("auto", gpus_per_cohort=0.5))
 
 
+def test_ranks_of_a_worker_have_a_gpu_each(monkeypatch):
+    visible(monkeypatch, 5)
+    monkeypatch.setattr("retrain.campaign.running.executors.cores", lambda: 8)
+
+    def slots(devices, workers="auto", ranks="auto", **keys):
+        backend = {"devices": devices, "shard": "fsdp2", "ranks": ranks}
+        wanted = parse_dict({"campaign": {"executor": "processes", "workers": workers, **keys}, "backend": backend})
+        return [(slot.device, slot.visible, slot.threads, slot.memory) for slot in slots_of(wanted)]
+
+    two = [("gpu:0,1", "0,1", 4, 1.0), ("gpu:2,3", "2,3", 4, 1.0)]
+    assert slots("all", gpus_per_cohort=2) == slots("all", ranks=2) == slots("all", ranks=2, gpus_per_cohort=2) == two
+    assert slots("all", 1, gpus_per_cohort=2) == [("gpu:0,1", "0,1", 8, 1.0)]
+    assert slots(["gpu:4", "gpu:1", "gpu:0"], ranks=3) == [("gpu:4,1,0", "4,1,0", 8, 1.0)]
+    with pytest.raises(UsageError, match=r"workers = 3, and .* means 5 GPUs: a worker has 2 of them; type --workers 2"):
+        slots("all", 3, gpus_per_cohort=2)
+    with pytest.raises(UsageError, match=r"each worker has 8 GPUs .* means 5 GPUs; type --set campaign.gpus_per_coho"):
+        slots("all", gpus_per_cohort=8)
+    assert slots("cpu", 2, ranks=3) == [("cpu", "", 4, 0.5)] * 2
+    visible(monkeypatch, 0)
+    with pytest.raises(UsageError, match=r"gpus_per_cohort = 2 has no effect: this machine shows no GPU"):
+        slots("auto", gpus_per_cohort=2)
+
+
+def test_a_process_with_gpus_of_its_own_gives_each_rank_one_of_them(monkeypatch):
+    visible(monkeypatch, 2)
+    monkeypatch.setenv("RETRAIN_OWN_GPU", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
+    wanted = parse_dict(
+        {"campaign": {"executor": "processes", "gpus_per_cohort": 2}, "backend": {"devices": "gpu:0-7", "shard": "dp"}}
+    )
+    assert gpus_of(wanted) == [("gpu:0", "6"), ("gpu:1", "3")]
+    started = []
+
+    def start(words, **options):
+        started.append(options["env"])
+        raise BlockingIOError
+
+    monkeypatch.setattr(team.subprocess, "Popen", start)
+    with pytest.raises(BlockingIOError):
+        team.Team(wanted).ranks()
+    assert [(row.get("RETRAIN_OWN_GPU"), row["CUDA_VISIBLE_DEVICES"]) for row in started] == [(None, "6,3")]
+
+
 def test_workers_on_a_cpu_share_its_memory():
     assert [slot.memory for slot in slots_of(config("cpu", 4))] == [0.25] * 4
     assert [slot.memory for slot in slots_of(config("cpu"))] == [1.0]
@@ -320,12 +364,30 @@ def test_what_devices_name(devices, gpus, first, several):
             {"campaign": {"executor": "processes", "gpus_per_cohort": 0.5}, "backend": {"devices": "cpu"}},
             'campaign.gpus_per_cohort  has no effect with devices = "cpu"',
         ),
-        ({"campaign": {"executor": "processes", "gpus_per_cohort": 2}}, "is 2: a cohort trains on one GPU"),
-        ({"campaign": {"executor": "processes", "gpus_per_cohort": 2}}, "a cohort trains on one GPU"),
+        (
+            {"campaign": {"executor": "ray", "gpus_per_cohort": 0.5}, "backend": {"devices": "cpu"}},
+            'campaign.gpus_per_cohort  has no effect with devices = "cpu"',
+        ),
+        (
+            {"campaign": {"executor": "processes", "gpus_per_cohort": 2}},
+            'gpus_per_cohort  is 2, and with shard = "none" a cohort trains on one GPU: [backend] shard = "dp"',
+        ),
+        (
+            {"campaign": {"executor": "processes", "gpus_per_cohort": 1.5}},
+            "is 1.5: a cohort has a part of one GPU, or whole GPUs: gpus_per_cohort = 2",
+        ),
+        (
+            {"campaign": {"executor": "processes", "gpus_per_cohort": 0.5}, "backend": {"shard": "dp"}},
+            'each worker of executor = "processes" has one device: there is nothing to divide: [campaign] gpus_per',
+        ),
+        (
+            {"campaign": {"executor": "ray", "gpus_per_cohort": 4}, "backend": {"shard": "dp", "ranks": 2}},
+            "backend.ranks  is 2, and gpus_per_cohort = 4: each rank of a worker has one GPU: gpus_per_cohort = 2",
+        ),
         ({"campaign": {"executor": "processes", "gpus_per_cohort": 0}}, "gpus_per_cohort"),
         (
             {"campaign": {"executor": "slurm", "workers": 2, "gpus_per_cohort": 0.5}},
-            'campaign.gpus_per_cohort  has no effect with executor = "slurm"',
+            "campaign.gpus_per_cohort  is 0.5, and a job of Slurm's has whole GPUs: gpus_per_cohort = 1",
         ),
         (
             {"campaign": {"executor": "processes"}, "inference": {"engine": "vllm", "url": "http://x:1"}},

@@ -20,10 +20,10 @@ from retrain.errors import ConfigError, MissingExtra, UsageError
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def config(devices="auto", workers="auto", cpus=1, **ray):
-    campaign = {"executor": "ray", "seeds": [1], "max_steps": 1}
+def config(devices="auto", workers="auto", cpus=1, each=1.0, **backend):
+    campaign = {"executor": "ray", "seeds": [1], "max_steps": 1, "gpus_per_cohort": each}
     campaign |= {} if workers == "auto" else {"workers": workers}
-    return parse_dict({"campaign": campaign, "backend": {"devices": devices}, "ray": {"cpus": cpus, **ray}})
+    return parse_dict({"campaign": campaign, "backend": {"devices": devices, **backend}, "ray": {"cpus": cpus}})
 
 
 def nodes(*resources, dead=()):
@@ -45,6 +45,12 @@ HEAD, SMALL, LARGE = {}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 8.0}
         (nodes(HEAD, SMALL), {"workers": 30}, (30, True)),  # which wait for room
         (nodes({"CPU": 3.0}), {"workers": 30}, (30, False)),
         (nodes(HEAD), {"workers": 2, "devices": "all"}, (2, True)),  # nodes that are to come
+        (nodes(HEAD, SMALL, LARGE), {"each": 0.5}, (18, True)),
+        (nodes(HEAD, SMALL, LARGE), {"each": 0.25}, (4 + 16, True)),  # as many as there are CPUs for
+        (nodes(HEAD, SMALL, LARGE), {"each": 0.6}, (9, True)),
+        (nodes(HEAD, SMALL, LARGE), {"each": 3, "shard": "dp"}, (2, True)),  # never over two nodes
+        (nodes(HEAD, SMALL, LARGE), {"ranks": 4, "shard": "dp"}, (2, True)),
+        (nodes(HEAD, {"CPU": 4.0}), {"ranks": 2, "shard": "dp", "cpus": 2}, (2, False)),
     ],
 )
 def test_what_a_cluster_has_becomes_workers(cluster, asked, slots):
@@ -58,11 +64,18 @@ def test_what_a_cluster_has_becomes_workers(cluster, asked, slots):
         (nodes({"CPU": 3.0}), {"cpus": 4}, "4 CPUs,"),
         (nodes({"CPU": 3.0}), {"devices": "all"}, "1 CPU and 1 GPU,"),
         (nodes({"CPU": 1.0, "GPU": 1.0}), {"cpus": 2}, "2 CPUs and 1 GPU,"),
+        (nodes({"CPU": 1.0, "GPU": 1.0}), {"cpus": 2, "each": 0.5}, "2 CPUs and 0.5 of a GPU,"),
+        (nodes(HEAD, SMALL), {"each": 2, "shard": "dp"}, "1 CPU and 2 GPUs,"),
     ],
 )
 def test_a_cluster_without_room_for_anybody(cluster, asked, lacks):
-    with pytest.raises(UsageError, match=f"no node of the Ray cluster has {lacks} .* type|--workers 4"):
+    with pytest.raises(UsageError, match=f"no node of the Ray cluster has {lacks} .*--workers 4"):
         slots_in(cluster, config(**asked))
+
+
+def test_parts_of_gpus_that_a_cluster_does_not_have():
+    with pytest.raises(UsageError, match=r"gpus_per_cohort = 0.5 has no effect: the Ray cluster has no GPU"):
+        slots_in(nodes({"CPU": 4.0}), config(each=0.5))
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,27 @@ def test_a_node_that_vanishes_costs_its_worker(tmp_path, executor, nodes):
     assert {ends(list(workers.events()))[handle.id].status for handle in third[:1]} == {"done"}
 
 
+def test_workers_have_a_part_of_a_gpu_or_several(tmp_path, executor, nodes):
+    nodes.add(num_cpus=2, num_gpus=2)
+    for sets, seen in (
+        (["campaign.gpus_per_cohort=0.5", "campaign.workers=4"], {("0", "0.5"), ("1", "0.5")}),
+        (["campaign.gpus_per_cohort=2", 'backend.shard="dp"', "campaign.workers=1"], {("0,1", "1")}),
+    ):
+        workers = executor(*sets)
+        handles = [workers.submit(job(tmp_path, f"wait-{number}")) for number in range(workers.slots)]
+        rows = []
+        for event in workers.events():
+            if isinstance(event, StepDone):
+                rows.append((event.row["CUDA_VISIBLE_DEVICES"], event.row["RETRAIN_MEMORY_SHARE"]))
+            if len(rows) == workers.slots:
+                for handle in handles:
+                    handle.stop()
+        assert set(rows) <= seen | {("0", "0.5")}
+        assert len(rows) == workers.slots
+        workers.close()
+    nodes.remove(len(nodes.members) - 1)
+
+
 def test_no_cluster_and_no_room_are_one_line(tmp_path, executor, nodes, monkeypatch):
     with pytest.raises(UsageError, match=r"no node of the Ray cluster has 64 CPUs and 1 GPU.* --workers 4"):
         executor("ray.cpus=64")

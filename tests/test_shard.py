@@ -287,9 +287,6 @@ def test_rank_0_uses_the_whole_machine_again_afterwards(monkeypatch):
 
 
 WRONG = [
-    ('[campaign]\nexecutor = "processes"\n[[campaign.conditions]]\nadvantage_mode = "grpo"', "executor = "),
-    ('[campaign]\nexecutor = "ray"\n[[campaign.conditions]]\nadvantage_mode = "grpo"', "executor = "),
-    ('[campaign]\nexecutor = "slurm"\n[[campaign.conditions]]\nadvantage_mode = "grpo"', "executor = "),
     ('[inference]\nengine = "vllm"\nlaunch = "vllm serve {model} --enable-lora"', "servers that are launched here"),
 ]
 
@@ -332,6 +329,13 @@ def test_torchrun_without_shard_is_refused(tmp_path, monkeypatch):
     torchrun(monkeypatch, 2)
     with pytest.raises(UsageError, match=r'started 2 process\(es\), .* type --set backend.shard="dp"'):
         execute(planned(tmp_path / "out", []), NullObserver())
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_with_workers_is_refused(tmp_path, monkeypatch):
+    torchrun(monkeypatch, 2)
+    with pytest.raises(UsageError, match=r'of executor = "processes" start their ranks themselves: start retrain with'):
+        execute(planned(tmp_path / "out", [*on_ranks(2), "campaign.executor=processes"]), NullObserver())
     assert not (tmp_path / "out").exists()
 
 

@@ -321,12 +321,15 @@ def test_all_workers_are_one_array_with_what_was_asked_for(tmp_path, workers, st
 
 
 def test_another_option_for_gpus_stands_alone(tmp_path):
-    def options(devices, **keys):
-        campaign = {"executor": "slurm", "workers": 2}
-        config = parse_dict({"campaign": campaign, "backend": {"devices": devices}, "slurm": keys})
+    def options(devices, ranks=None, **keys):
+        campaign = {"executor": "slurm", "workers": 2} | ({"gpus_per_cohort": ranks} if ranks else {})
+        backend = {"devices": devices} | ({"shard": "dp"} if ranks else {})
+        config = parse_dict({"campaign": campaign, "backend": backend, "slurm": keys})
         return slurm.sbatch_options(config, "x")
 
     assert options("auto")["gpus_per_node"] == 1
+    assert options("auto", ranks=4)["gpus_per_node"] == 4
+    assert options("auto", ranks=4, gpu_type="h100")["gpus_per_node"] == "h100:4"
     assert "gpus_per_node" not in options("cpu")
     assert "gpus_per_node" not in options("auto", extra={"gres": "gpu:1"})
     more = options("auto", extra={"gres": "gpu:1"})["additional_parameters"]

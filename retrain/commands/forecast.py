@@ -81,8 +81,10 @@ def forecast_lines(specs: Sequence[RunSpec], found: Forecast, fleet: Fleet, one_
             )
         )
     if config.backend.shard != "none" and fleet.count > 1:
+        alone = one_process or config.campaign.executor == "inprocess"
+        having = "all of them" if alone else f"{min(fleet.count, config.gpus_per_worker)} of them"
         words = (
-            "each run has all of them together ([backend] shard): memory is that of each, times are those of one by "
+            f"each run has {having} together ([backend] shard): memory is that of each, times are those of one by "
             "itself, and what goes between them is not counted"
         )
         lines.append(("ranks", words))

@@ -42,11 +42,8 @@ def _measure(text: str) -> str:
 
 
 def _gpu_share(value: float) -> float:
-    if value > 1:
-        raise fault(
-            f"is {value:g}: a cohort trains on one GPU",
-            "gpus_per_cohort = 1",
-        )
+    if value > 1 and value % 1:
+        raise fault(f"is {value:g}: a cohort has a part of one GPU, or whole GPUs", f"gpus_per_cohort = {round(value)}")
     return value
 
 
@@ -143,8 +140,8 @@ class Campaign(Section):
     as are asked for. On a Ray cluster, `auto` is one for each GPU that it has, or for every `[ray] cpus` of its CPUs
     where it has none; a number waits for room. With `slurm`, how many are asked of it, which has to be said."""
     gpus_per_cohort: Annotated[float, Field(ge=0.01), AfterValidator(_gpu_share)] = 1.0
-    """Of a GPU, what a cohort gets: with 0.5 two workers train on each, each with half of its memory. For `processes`
-    on GPUs."""
+    """GPUs for each worker. With 0.5 two workers train on each GPU, each with half of its memory (not with `slurm`).
+    With 4 and `[backend] shard` a worker has four, and starts a rank on each."""
     max_restarts: Natural = 3
     """With `workers`: how often a cohort whose process died goes on in a new one, from its last checkpoints, before
     its runs have failed."""
@@ -195,8 +192,8 @@ class Campaign(Section):
 
     @property
     def workers_per_gpu(self) -> int:
-        """How many workers share a GPU, where there are several processes."""
-        return int(1 / self.gpus_per_cohort + 1e-9)
+        """How many workers share a GPU, where there are several processes; 1 where each has one or more to itself."""
+        return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
 def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
@@ -207,9 +204,12 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
         executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
         if executor == "inprocess" and campaign.workers != "auto":
             yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
-        if executor in ("inprocess", "ray", "slurm") and campaign.gpus_per_cohort != 1:
-            keys = ("campaign.gpus_per_cohort", "campaign.executor")
+        keys = ("campaign.gpus_per_cohort", "campaign.executor")
+        if executor == "inprocess" and campaign.gpus_per_cohort != 1:
             yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+        if executor == "slurm" and campaign.gpus_per_cohort < 1:
+            words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+            yield Finding(keys, words, "gpus_per_cohort = 1")
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:

@@ -92,18 +92,11 @@ class Backend(Section):
     with its share of the rollouts. `fsdp2`: the same, and every rank holds a part of the base, for one that does not
     fit on a device. See docs/sharding.md."""
     ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
-    """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`.
-    Without torchrun retrain starts them itself."""
+    """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`, or
+    of each worker's `[campaign] gpus_per_cohort`. Without torchrun retrain starts them itself."""
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
     """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
     one directory per run beneath it. The run directory's `final/` is written in any case."""
-
-    @property
-    def parts(self) -> int:
-        """Over how many devices the base is cut, as far as this says; 1 where each has the whole of it."""
-        if self.shard != "fsdp2":
-            return 1
-        return max(1, len(self.named_gpus)) if self.ranks == "auto" else self.ranks
 
     @property
     def named_gpus(self) -> list[str]:

@@ -93,6 +93,22 @@ class Config(Section):
         return self.model.lora_rank + (own and (self.critic.lora_rank or self.model.lora_rank))
 
     @property
+    def gpus_per_worker(self) -> int:
+        """How many GPUs each worker of an executor has, at least one: with ranks, as many as these."""
+        if self.backend.shard != "none" and self.backend.ranks != "auto":
+            return self.backend.ranks
+        return max(1, int(self.campaign.gpus_per_cohort))
+
+    @property
+    def base_parts(self) -> int:
+        """Over how many devices the base is cut, as far as this says; 1 where each has the whole of it."""
+        if self.backend.shard != "fsdp2":
+            return 1
+        if self.backend.ranks == "auto" and self.campaign.executor == "inprocess":
+            return max(1, len(self.backend.named_gpus))
+        return self.gpus_per_worker
+
+    @property
     def published_versions(self) -> int:
         """Versions of a run's adapter that are kept for sampling; of those that servers have one more, with which one
         that has not let go of it can be told."""

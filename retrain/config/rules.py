@@ -102,7 +102,7 @@ def executor_rules(config: Config) -> Iterator[Finding]:
         if config.is_campaign:
             fix += ', or executor = "processes" in [campaign]'
         yield Finding(("backend.devices", "campaign.executor"), words, fix)
-    if executor == "processes" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
+    if executor != "inprocess" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
         keys, fix = (
             ("campaign.gpus_per_cohort", "backend.devices"),
             "remove the line; workers says how many share a CPU",
@@ -118,14 +118,22 @@ def executor_rules(config: Config) -> Iterator[Finding]:
 
 
 def shard_rules(config: Config) -> Iterator[Finding]:
-    """Ranks belong to one process, whose base is retrain's own and whose GPUs they have for themselves."""
+    """Ranks compute with retrain's own base, and have their GPUs for themselves."""
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
+        if config.gpus_per_worker > 1:
+            words = f'is {config.gpus_per_worker}, and with shard = "none" a cohort trains on one GPU'
+            yield Finding(("campaign.gpus_per_cohort", "backend.shard"), words, '[backend] shard = "dp"')
         return
     what = f'is "{backend.shard}"'
-    if executor != "inprocess":
-        words = f'{what}, and the workers of executor = "{executor}" train one cohort each, in one process'
-        yield Finding(("backend.shard", "campaign.executor"), words, 'executor = "inprocess", or shard = "none"')
+    each, keys = config.campaign.gpus_per_cohort, ("backend.ranks", "campaign.gpus_per_cohort")
+    if executor != "inprocess" and config.gpus_per_worker == 1:
+        words = f'{what}, and each worker of executor = "{executor}" has one device: there is nothing to divide'
+        fix = "[campaign] gpus_per_cohort = 2, or ranks = 2 on CPUs"
+        yield Finding(("backend.shard", "campaign.gpus_per_cohort"), words, fix)
+    elif executor != "inprocess" and backend.ranks != "auto" and each not in (1, backend.ranks):
+        words = f"is {backend.ranks}, and gpus_per_cohort = {each:g}: each rank of a worker has one GPU"
+        yield Finding(keys, words, f"gpus_per_cohort = {backend.ranks}")
     if is_plugin(backend.backend):
         words = f"{what}, and {backend.backend} computes its updates itself"
         yield Finding(("backend.shard", "backend.backend"), words, 'shard = "none"')

@@ -22,7 +22,7 @@ ALLOCATOR = "expandable_segments:True"
 
 
 def resolve_device(devices: str) -> torch.device:
-    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. A process that has been given one GPU uses that one.
+    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. A process that has been given its GPUs uses the first.
 
     Raises UsageError when that GPU is not there, or when a torch that was built for GPUs cannot use the machine's and
     nobody asked for the CPU.

@@ -266,7 +266,7 @@ def estimate_run(
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
-    base, parts = weights * width, config.backend.parts
+    base, parts = weights * width, config.base_parts
     if parts > 1:
         layers = architecture.linear_parameters(architecture.experts) * width
         base = held_weights(base // parts, base - layers, layers // architecture.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.executor import InProcess
@@ -14,6 +14,7 @@ from retrain.campaign.running.slurm import workers_of
 from retrain.campaign.running.team import Team, torchrun_rank
 from retrain.config import Config
 from retrain.errors import UsageError
+from retrain.gpus import OWN_GPU
 from retrain.wording import plural
 
 
@@ -26,6 +27,11 @@ def executor_of(plan: Plan) -> Executor:
             f'torchrun has started {os.environ["WORLD_SIZE"]} process(es), and with [backend] shard = "none" one '
             'trains: type --set backend.shard="dp", or start retrain without torchrun'
         )
+    if torchrun_rank() is not None and config.campaign.executor != "inprocess":
+        raise UsageError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} process(es), and workers of executor = "
+            f'"{config.campaign.executor}" start their ranks themselves: start retrain without torchrun'
+        )
     return EXECUTORS[config.campaign.executor](plan)
 
 
@@ -33,7 +39,7 @@ def slots_of(config: Config) -> list[Slot]:
     """One slot for each worker: a GPU or the asked part of one each, or an equal share of this machine's cores and
     memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
-    gpus = gpus_of(config)
+    gpus, size = gpus_of(config), config.gpus_per_worker
     if not gpus:
         if share != 1:
             raise UsageError(
@@ -42,15 +48,32 @@ def slots_of(config: Config) -> list[Slot]:
             )
         count = 1 if asked == "auto" else asked
         return [Slot("cpu", max(1, cores() // count), memory=1 / count)] * count
-    count = each * len(gpus) if asked == "auto" else asked
-    if count > each * len(gpus):
+    groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+    if not groups:
         raise UsageError(
-            f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: a GPU has "
-            f"{plural(each, 'worker')}{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers "
-            f"{each * len(gpus)}"
+            f"each worker has {size} GPUs ([campaign] gpus_per_cohort, [backend] ranks), and [backend] devices means "
+            f"{plural(len(gpus), 'GPU')}; type --set campaign.gpus_per_cohort={len(gpus)}"
         )
-    threads = max(1, cores() // count)
-    return [Slot(name, threads, visible, share) for name, visible in (gpus * each)[:count]]
+    most = each * len(groups)
+    count = most if asked == "auto" else asked
+    if count > most:
+        has = f"a worker has {size} of them" if size > 1 else f"a GPU has {plural(each, 'worker')}"
+        raise UsageError(
+            f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: {has}"
+            f"{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers {most}"
+        )
+    threads, memory = max(1, cores() // count), min(1.0, share)
+    return [Slot(_named(group), threads, _seen(group), memory) for group in (groups * each)[:count]]
+
+
+def _named(gpus: Sequence[tuple[str, str]]) -> str:
+    """What a person calls these GPUs."""
+    return "gpu:" + ",".join(name.removeprefix("gpu:") for name, _ in gpus)
+
+
+def _seen(gpus: Sequence[tuple[str, str]]) -> str:
+    """As ``CUDA_VISIBLE_DEVICES`` has them."""
+    return ",".join(visible for _, visible in gpus)
 
 
 def cores() -> int:
@@ -59,8 +82,9 @@ def cores() -> int:
 
 
 def gpus_of(config: Config) -> list[tuple[str, str]]:
-    """The GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU."""
-    backend = config.backend
+    """The GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU. In a
+    process that has been given its GPUs, all that it sees."""
+    backend, own = config.backend, bool(os.environ.get(OWN_GPU))
     if backend.devices == "cpu":
         return []
     import torch
@@ -68,12 +92,12 @@ def gpus_of(config: Config) -> list[tuple[str, str]]:
     from retrain.policy.device import resolve_device
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count and not backend.named_gpus:
+    if not count and (own or not backend.named_gpus):
         if backend.devices == "all":
             raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
         resolve_device("auto")  # says why, where there is one that cannot be used
         return []
-    names = backend.named_gpus or [f"gpu:{index}" for index in range(count)]
+    names = (not own and backend.named_gpus) or [f"gpu:{index}" for index in range(count)]
     if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
         raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
     given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -131,11 +131,22 @@ class Forecast:
 def workers_on(specs: Sequence[RunSpec], devices: int, one_process: bool = False) -> int:
     """How many workers train these runs on so many GPUs; ``one_process``: the one that was started, and no other."""
     config = specs[0].config
-    if one_process or not specs[0].is_campaign or config.inference.served or config.backend.shard != "none":
+    if one_process or not specs[0].is_campaign or config.inference.served:
         return 1
     campaign = config.campaign
-    most = min(devices, len(config.backend.named_gpus) or devices) * campaign.workers_per_gpu
+    there = min(devices, len(config.backend.named_gpus) or devices)
+    most = max(1, there // _devices_each(specs, devices)) * campaign.workers_per_gpu
     return most if campaign.workers == "auto" else min(most, campaign.workers)
+
+
+def _devices_each(specs: Sequence[RunSpec], devices: int, one_process: bool = False) -> int:
+    """With how many of so many devices a worker trains."""
+    config = specs[0].config
+    if config.backend.shard == "none":
+        return 1
+    if one_process or not specs[0].is_campaign or config.campaign.executor == "inprocess":
+        return devices
+    return min(devices, config.gpus_per_worker)
 
 
 def forecast(
@@ -147,7 +158,8 @@ def forecast(
 ) -> Forecast:
     """That of these runs. ``prompt_tokens`` are those of a usual prompt; ``one_process`` trains all of them in the
     process that was started."""
-    specs = [_with_parts(spec, fleet.count) for spec in specs]
+    each = _devices_each(specs, fleet.count, one_process)
+    specs = [_with_parts(spec, each) for spec in specs]
     workers = workers_on(specs, fleet.count, one_process)
     share = specs[0].config.campaign.workers_per_gpu if workers > 1 else 1
     of = _Costs(architecture, _part(fleet.device, share), prompt_tokens)
@@ -171,8 +183,7 @@ def forecast(
     likely, step = spans[LIKELY], of.time(largest, LIKELY)
     trained = [span for span in likely if isinstance(span.job, CohortJob)]
     busy = sum(span.end - span.begin for span in likely) / share
-    together = specs[0].config.backend.shard != "none"  # all devices do what one does
-    used = fleet.count if together else len({span.slot % fleet.count for span in likely})
+    used = each * len({span.slot % (fleet.count // each) for span in likely})
     return replace(
         start,
         memory=of.memory(largest),
@@ -185,7 +196,7 @@ def forecast(
         seconds=Range.of(lambda reached: ends[reached]),
         gpu_hours=Range.of(lambda reached: fleet.count * ends[reached] / HOUR),
         unused=fleet.count - used,
-        idle_gpu_hours=(fleet.count * ends[LIKELY] - busy * (fleet.count if together else 1)) / HOUR,
+        idle_gpu_hours=(fleet.count * ends[LIKELY] - busy * each) / HOUR,
         trained_after=max(span.end for span in trained),
         squeezes=[(span.begin, span.end) for span in likely if isinstance(span.job, SqueezeJob)],
         first_look=_first_look(specs, trained),

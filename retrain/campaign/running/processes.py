@@ -24,8 +24,9 @@ FOLDER = "workers"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a worker computes: ``device`` is "cpu" or a GPU such as "gpu:1", ``visible`` that GPU as
-    ``CUDA_VISIBLE_DEVICES`` has it, ``threads`` its share of the cores, ``memory`` its part of the device's memory."""
+    """Where a worker computes: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3", ``visible`` these as
+    ``CUDA_VISIBLE_DEVICES`` has them, ``threads`` its share of the cores, ``memory`` its part of the
+    device's memory."""
 
     device: str
     threads: int

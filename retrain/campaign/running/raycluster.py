@@ -53,14 +53,15 @@ LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*
 @dataclass(frozen=True)
 class Seating:
     """What a worker's actor has to know: its ``number``, the campaign's ``directory`` and its ``owner`` (the id in its
-    mark), the controller's working directory ``cwd``, the worker's ``threads``, and whether the directory has a copy
-    (``copied``), so that nodes need not share it."""
+    mark), the controller's working directory ``cwd``, the worker's ``threads``, its part of a GPU's ``memory``, and
+    whether the directory has a copy (``copied``), so that nodes need not share it."""
 
     number: int
     directory: str
     owner: str
     cwd: str
     threads: str
+    memory: float = 1.0
     copied: bool = False
 
 
@@ -146,7 +147,8 @@ class Host:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
         own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
         sys.path[:] = [path for path in sys.path if not path.startswith(own)]
-        return Process(seating.number, Slot(f"{node} {device}", int(seating.threads), visible), directory)
+        slot = Slot(f"{node} {device}", int(seating.threads), visible, seating.memory)
+        return Process(seating.number, slot, directory)
 
 
 def _sees(directory: Path, owner: str) -> bool:
@@ -164,7 +166,7 @@ def _sees(directory: Path, owner: str) -> bool:
 class Cluster:
     """The cluster that this process is connected to. ``gpus`` and ``cpus`` are what a worker asks for."""
 
-    gpus: int
+    gpus: float
     cpus: int
     ours: bool
     """Whether this executor has connected, and so disconnects."""
@@ -179,7 +181,8 @@ class Cluster:
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         for slot in slots:
             copied = self.plan.specs[0].config.logging.mirror is not None
-            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads, copied)
+            memory = min(1.0, self.gpus) if self.gpus else 1.0
+            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads, memory, copied)
             self.links.append(Actor(self, seating))
             yield slot, self.links[-1]
 
@@ -188,7 +191,7 @@ class Cluster:
         ray = _ray()
         total, free = ray.cluster_resources(), ray.available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
-        asks = " and ".join(plural(count, kind) for kind, count in kinds.items() if count)
+        asks = " and ".join(_count(count, kind) for kind, count in kinds.items() if count)
         has = ", ".join(f"{free.get(kind, 0):g} of {plural(int(total.get(kind, 0)), kind)}" for kind in kinds)
         return f"it asks for {asks}, and of what the cluster has are free: {has}"
 
@@ -325,7 +328,7 @@ def ray_workers(plan: Plan) -> Workers:
         if ours:
             _ray().shutdown()
         raise
-    cluster = Cluster(int(gpus), config.ray.cpus, ours, plan)
+    cluster = Cluster(_gpus_asked(config) if gpus else 0, config.ray.cpus, ours, plan)
     return Workers(slots, gpus, cluster.start, cluster.close)
 
 
@@ -333,18 +336,33 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """How many workers there will be, and whether each has a GPU. ``nodes`` are as Ray lists them."""
     asked, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
     has = [(int(each.get("CPU", 0)) // cpus, int(each.get("GPU", 0))) for each in _resources(nodes)]
-    with_gpu = sum(min(room, gpus) for room, gpus in has)
+    each, size = config.campaign.workers_per_gpu, config.gpus_per_worker
+    with_gpu = sum(min(room, each * (gpus // size)) for room, gpus in has)
     gpus = devices == "all" or (devices != "cpu" and any(gpus for _, gpus in has))
+    if not gpus and config.campaign.gpus_per_cohort != 1:
+        raise UsageError(
+            f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
+            "GPU; remove the line, or type --set campaign.gpus_per_cohort=1"
+        )
     if asked != "auto":
         return asked, gpus
     count = with_gpu if gpus else sum(room for room, _ in has)
     if not count:
-        what = f"{plural(cpus, 'CPU')} and 1 GPU" if gpus else plural(cpus, "CPU")
+        what = f"{plural(cpus, 'CPU')} and {_count(_gpus_asked(config), 'GPU')}" if gpus else plural(cpus, "CPU")
         raise UsageError(
             f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
             "where nodes come when they are asked for, say how many workers: --workers 4"
         )
     return count, gpus
+
+
+def _gpus_asked(config: Config) -> float:
+    """What a worker asks for where there are GPUs."""
+    return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
+
+
+def _count(count: float, kind: str) -> str:
+    return f"{count:g} of a {kind}" if count % 1 else plural(int(count), kind)
 
 
 def _line(**facts: Any) -> bytes:

@@ -419,6 +419,7 @@ def workers_of(plan: Plan, cores: int) -> Workers:
 def sbatch_options(config: Config, name: str) -> dict[str, Any]:
     """What submitit's Slurm executor is given for workers of this campaign."""
     slurm = config.slurm
+    gpus = config.gpus_per_worker
     own_gpu = config.backend.devices != "cpu" and not any(option in slurm.extra for option in GPU_OPTIONS)
     options = {
         "job_name": f"retrain-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)}",
@@ -427,7 +428,7 @@ def sbatch_options(config: Config, name: str) -> dict[str, Any]:
         "account": slurm.account,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
-        "gpus_per_node": (f"{slurm.gpu_type}:1" if slurm.gpu_type else 1) if own_gpu else None,
+        "gpus_per_node": (f"{slurm.gpu_type}:{gpus}" if slurm.gpu_type else gpus) if own_gpu else None,
         "cpus_per_task": slurm.cpus,
         "mem": slurm.memory,
         # To the task's submitit, which otherwise expects SIGUSR2, and to Slurm.

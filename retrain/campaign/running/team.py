@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from retrain.campaign.running.spawning import end_words
 from retrain.config import Config
 from retrain.errors import RankLost, UsageError
-from retrain.gpus import MEMORY_SHARE, memory_share
+from retrain.gpus import MEMORY_SHARE, OWN_GPU, memory_share
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -142,6 +142,7 @@ class Team:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not lead to it
         store = self._store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
         environment = dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        environment.pop(OWN_GPU, None)  # theirs is the one that they are told
         for rank in range(1, count):
             words = [str(rank), str(count), str(store.port), json.dumps(sys.path)]
             self._processes[rank] = subprocess.Popen(

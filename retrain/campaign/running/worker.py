@@ -27,6 +27,7 @@ from retrain.campaign.running.executor import InProcess, Submitted
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.mirror import of_job
 from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, RunEnded, SqueezeJob, from_json, to_json
+from retrain.campaign.running.team import Team
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
 from retrain.ownership import claim, remove_leftovers
 
@@ -42,6 +43,7 @@ class Worker:
         self.commands = os.fdopen(commands, "rb")
         self.answers = os.fdopen(answers, "wb", buffering=0)
         self.executor = InProcess()
+        """Gets the ranks of its jobs with the first of them."""
         self.ending = False
         """Whether no further job is begun."""
         self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
@@ -84,6 +86,9 @@ class Worker:
 
     def _do(self, name: str, job: Job) -> None:
         end = JobEnded(name)
+        config = _specs(job)[0].config
+        if self.executor.team is None and config.backend.shard != "none":
+            self.executor.team = Team(config)
         self._say(name, begun=True)
         with (
             _leases(job) as locks,
@@ -130,8 +135,7 @@ def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
     half-written there, and where the job writes besides, is removed."""
     campaign = Path(job.directory)
     owner = claim(campaign)
-    specs = [RunSpec.from_json(run) for run in (job.runs if isinstance(job, CohortJob) else [job.run])]
-    places = [(run_directory(campaign, spec), owner.at(run_place(spec))) for spec in specs]
+    places = [(run_directory(campaign, spec), owner.at(run_place(spec))) for spec in _specs(job)]
     while True:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
@@ -147,6 +151,10 @@ def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
                 remove_leftovers(directory)
             yield locks
             return
+
+
+def _specs(job: Job) -> list[RunSpec]:
+    return [RunSpec.from_json(run) for run in (job.runs if isinstance(job, CohortJob) else [job.run])]
 
 
 def end_with_parent(parent: int) -> None:

@@ -236,7 +236,7 @@ class Workers:
     def _take_fault(self, seat: Seat, fault: dict[str, str]) -> None:
         """A worker cannot do its job: on a lost device a new worker may, otherwise the campaign ends."""
         kind = getattr(retrain.errors, fault["kind"], RetrainError)
-        if kind is DeviceLost:
+        if issubclass(kind, DeviceLost):
             seat.dying = fault["text"]
             return
         error = kind.__new__(kind)  # some take more than their text
