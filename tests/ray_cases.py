@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 import retrain.campaign.running.raycluster as raycluster
+import retrain.campaign.running.rayconnect as rayconnect
 import retrain.campaign.running.spawning as spawning
 
 TESTS = Path(__file__).parent
@@ -25,7 +26,7 @@ class StubHost(raycluster.Host):
     def __init__(self, seating: raycluster.Seating):
         stub = TESTS / "stubworker.py"
         spawning.BOOT = f"import runpy; runpy.run_path({str(stub)!r}, run_name='__main__')"
-        raycluster.SHARED_SECONDS = 1.0
+        rayconnect.SHARED_SECONDS = 1.0
         super().__init__(seating)
 
 
@@ -33,7 +34,7 @@ class ApartHost(raycluster.Host):
     """On a machine that does not see the campaign's directory: what it keeps lies in a new folder beside that."""
 
     def __init__(self, seating: raycluster.Seating):
-        raycluster._sees = lambda *_: False
+        raycluster.sees = lambda *_: False
         folder = Path(seating.cwd, seating.directory).parent / f"node_{seating.number}_{os.getpid()}"
         folder.mkdir()
         tempfile.tempdir = str(folder)

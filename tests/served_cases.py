@@ -32,9 +32,9 @@ def engine_of(base: BaseModel, urls: Sequence[str], folder: Path, dialect: str =
     settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
         key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
     }
-    servers = [Server(url, DIALECTS[dialect], **settings) for url in urls]
     words = Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length)
-    engine = ServerEngine(base.name, servers, AdapterStore(folder, base.name), words, **keys)
+    store = AdapterStore(folder, base.name)
+    engine = ServerEngine(base.name, urls, lambda url: Server(url, DIALECTS[dialect], **settings), store, words, **keys)
     try:
         engine.open()
     except Exception:

@@ -389,10 +389,6 @@ def test_what_devices_name(devices, gpus, first, several):
             {"campaign": {"executor": "slurm", "workers": 2, "gpus_per_cohort": 0.5}},
             "campaign.gpus_per_cohort  is 0.5, and a job of Slurm's has whole GPUs: gpus_per_cohort = 1",
         ),
-        (
-            {"campaign": {"executor": "processes"}, "inference": {"engine": "vllm", "url": "http://x:1"}},
-            "one process alone uses the servers",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_said(data, says):

@@ -82,7 +82,6 @@ def test_parts_of_gpus_that_a_cluster_does_not_have():
     ("data", "says"),
     [
         ({"campaign": {"executor": "ray"}, "backend": {"devices": "gpu:0-3"}}, "the cluster says which GPU a worker"),
-        ({"campaign": {"executor": "ray"}, "inference": {"engine": "vllm", "url": "http://x:1"}}, "one process alone"),
         ({"campaign": {}, "ray": {"address": "ray://head:10001"}}, "the address of a Ray client"),
         ({"campaign": {}, "ray": {"address": "head"}}, '"auto", "local" or host:port'),
         ({"campaign": {}, "ray": {"address": ":6379"}}, '"auto", "local" or host:port'),

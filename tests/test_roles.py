@@ -21,7 +21,7 @@ def expanded(*names: str) -> set[str]:
 
 WHERE = (
     "inference.url", "inference.launch", "inference.launch_gpus", "inference.api_key_env", "inference.adapter_dir",
-    "inference.upload",
+    "inference.upload", "inference.replicas",
 )  # fmt: skip
 """Where servers are: it changes nothing that is computed."""
 TEACHERS = ("distillation.url", "distillation.server", "distillation.api_key_env")

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from retrain.config.base import Count, Role, Section, fault
+from retrain.config.base import Count, NotNegative, Role, Section, fault
 
 
 def _address(value: str) -> str:
@@ -32,6 +32,10 @@ class Ray(Section):
     cpus: Count = 1
     """CPUs that each worker asks the cluster for, and threads that it computes with. A worker holds a base model of its
     own: where a node has little memory for its CPUs, ask for more of them."""
+    server_gpus: NotNegative = 1.0
+    """GPUs that each server of `[inference] launch` asks the cluster for, where workers have GPUs; parts too."""
+    server_cpus: Count = 1
+    """CPUs that each such server asks for."""
     ship: bool = True
     """Whether nodes of other machines get this code, and the files beside the campaign's file, through Ray's
     `runtime_env`; turned off, retrain has to be installed on them. `ray job submit` ships what it is told itself."""

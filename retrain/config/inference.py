@@ -66,11 +66,16 @@ class Inference(Section):
     ] = None
     """Address of a server such as `http://gpu1:8000`, or a list of several that share the load."""
     launch: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """Command of a server that is started here, watched, started again when it dies, and ended with the campaign, in
-    place of `url`, such as `vllm serve {model} --enable-lora --max-lora-rank 32`. `{model}` and `{port}` are filled in;
-    without a port a free one is added. What it says goes to `server.log` of the run or campaign."""
+    """Command of a server that is started here, watched, started again when it dies or hangs, and ended with the
+    campaign, in place of `url`, such as `vllm serve {model} --enable-lora --max-lora-rank 32`. `{model}`, `{host}` and
+    `{port}` are filled in; where it has none, a free port and `--host 127.0.0.1` are added. What it says goes to
+    `server.log` of the run or campaign. With workers the controller starts it for all of them, and with `executor =
+    "ray"` Ray finds a node for it."""
+    replicas: Annotated[Count, Role.NAMES, UsedWhen("inference.engine", SERVERS)] = 1
+    """How many servers `launch` starts; they share the load, and their logs are `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """The GPUs of the launched server, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`. Unset: those that there are."""
+    """The GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
+    Unset: those that there are. Workers have the others."""
     api_key_env: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Environment variable that holds the servers' API key. The key itself is written nowhere."""
     adapter_dir: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
@@ -133,7 +138,14 @@ class Inference(Section):
                 yield Finding(
                     ("inference.url",), f'has "{address}", which is no address', f'url = "http://{address.lstrip("/")}"'
                 )
-        if self.launch_gpus is not None and self.launch is None:
+        for key, default in (("launch_gpus", None), ("replicas", 1)):
+            if self.launch is None and getattr(self, key) != default:
+                keys = (f"inference.{key}", "inference.launch")
+                yield Finding(keys, "has no effect without launch", "remove the line")
+        gpus = len((self.launch_gpus or "").split(","))
+        if self.launch_gpus is not None and gpus % self.replicas:
             yield Finding(
-                ("inference.launch_gpus", "inference.launch"), "has no effect without launch", "remove the line"
+                ("inference.launch_gpus", "inference.replicas"),
+                f"has {gpus}, which {self.replicas} replicas cannot divide up evenly",
+                f"replicas = {gpus}",
             )

@@ -111,10 +111,16 @@ def executor_rules(config: Config) -> Iterator[Finding]:
     if executor == "ray" and backend.named_gpus:
         words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
         yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4')
-    if executor != "inprocess" and config.inference.served:
-        what = f'is "{executor}", and with engine = "{config.inference.engine}" one process alone uses the servers'
-        fix = 'executor = "inprocess", or engine = "local"'
-        yield Finding(("campaign.executor", "inference.engine"), what, fix)
+    inference = config.inference
+    if executor == "slurm" and inference.launch is not None:
+        what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
+        yield Finding(("inference.launch", "campaign.executor"), what, "url, with the addresses of servers of your own")
+    if executor == "ray" and inference.launch_gpus is not None:
+        what = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
+        yield Finding(("inference.launch_gpus", "campaign.executor"), what, "[ray] server_gpus = 1")
+    if executor != "inprocess" and inference.sleep:
+        what = f'has servers sleep while one process trains, and executor = "{executor}" has several'
+        yield Finding(("inference.sleep", "campaign.executor"), what, "sleep = false")
 
 
 def shard_rules(config: Config) -> Iterator[Finding]:
@@ -137,7 +143,7 @@ def shard_rules(config: Config) -> Iterator[Finding]:
     if is_plugin(backend.backend):
         words = f"{what}, and {backend.backend} computes its updates itself"
         yield Finding(("backend.shard", "backend.backend"), words, 'shard = "none"')
-    if config.inference.launch:
+    if config.inference.launch and executor == "inprocess":
         words = f"{what}, and servers that are launched here would share GPUs with the ranks"
         fix = 'give the url of servers that run elsewhere, or shard = "none"'
         yield Finding(("backend.shard", "inference.launch"), words, fix)

@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
+from ray_cases import cluster_of
 from served_cases import apart, engine_of, ids, publish, requests, weights
 from standin import StandIn
 from toycampaign import StopAfter
@@ -255,6 +257,26 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step(tmp_path, kind):
     for run in (undisturbed / "runs").iterdir():
         twice = [read_jsonl(folder / "runs" / run.name / "metrics.jsonl") for folder in (undisturbed, tmp_path / "out")]
         assert [row["mean_reward"] for row in twice[0]] == [row["mean_reward"] for row in twice[1]]
+
+
+@real
+@pytest.mark.parametrize("executor", ["processes", "ray"])
+def test_two_workers_share_two_servers(tmp_path, executor):
+    """Started by their controller, or by Ray beside its workers; each worker has two runs."""
+    sets = ["campaign.seeds=[1,2]", "campaign.workers=2", "campaign.lanes=2", "backend.devices=cpu"]
+    sets += ["inference.replicas=2", f"campaign.executor={executor}"]
+    command = COMMAND if executor == "processes" else COMMAND.replace("127.0.0.1", "{host}")
+    told, out = KillInTheMiddle(tmp_path / "out/server_1.json"), tmp_path / "out"
+    with ExitStack() as stack:
+        if executor == "ray":
+            nodes = stack.enter_context(cluster_of({"num_cpus": 2}, {"num_cpus": 2}))
+            sets.append(f"ray.address={nodes.address}")
+        assert launch(load(file_of(tmp_path, f"launch = '{command}'", 3, 0), sets), out, told).exit_status == 0
+    assert any("has died (signal 9) and is started again" in line for line in told.lines)
+    assert len(mismatches(out)) == 12
+    assert max(mismatches(out)) < 1e-4
+    assert len([line for line in told.lines if line.startswith("canary")]) >= 2
+    assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"done"}
 
 
 @real

@@ -27,7 +27,7 @@ from retrain.record.writer import RecordFiles
 PLAN = "plan.json"
 HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
-    "ray.cpus", "ray.ship", "ray.runtime_env",
+    "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
 )  # fmt: skip
 """Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")

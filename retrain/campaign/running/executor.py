@@ -35,6 +35,7 @@ from retrain.record.observer import NullObserver, SpecLike
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
     from retrain.campaign.running.team import Team
+    from retrain.engines.server.fleet import Fleet
 
 
 class Outbox(NullObserver):
@@ -88,12 +89,13 @@ class Submitted:
 
 class InProcess:
     """See ``Executor``. The base stays in memory between jobs, until ``close``. Torch is imported when it
-    is first asked about GPUs, or given a job. ``team`` are processes that compute together with this one."""
+    is first asked about GPUs, or given a job. ``team`` are processes that compute together with this one; ``servers``
+    are kept by another one, which launches them."""
 
     slots = 1
 
-    def __init__(self, team: Team | None = None) -> None:
-        self.team = team
+    def __init__(self, team: Team | None = None, servers: Fleet | None = None) -> None:
+        self.team, self.servers = team, servers
         self._jobs: deque[Submitted] = deque()
         self._count = 0
         self._bases: Bases | None = None
@@ -202,5 +204,5 @@ class InProcess:
         from retrain.campaign.running.models import Bases
 
         if self._bases is None:
-            self._bases = Bases(ranks=None if self.team is None else self.team.ranks())
+            self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
         return self._bases

@@ -13,6 +13,7 @@ from retrain.campaign.running.raycluster import ray_workers
 from retrain.campaign.running.slurm import workers_of
 from retrain.campaign.running.team import Team, torchrun_rank
 from retrain.config import Config
+from retrain.engines.server.fleet import Fleet, Launches, Tell
 from retrain.errors import UsageError
 from retrain.gpus import OWN_GPU
 from retrain.wording import plural
@@ -39,7 +40,7 @@ def slots_of(config: Config) -> list[Slot]:
     """One slot for each worker: a GPU or the asked part of one each, or an equal share of this machine's cores and
     memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
-    gpus, size = gpus_of(config), config.gpus_per_worker
+    gpus, size = _left_by_servers(config, gpus_of(config)), config.gpus_per_worker
     if not gpus:
         if share != 1:
             raise UsageError(
@@ -64,6 +65,38 @@ def slots_of(config: Config) -> list[Slot]:
         )
     threads, memory = max(1, cores() // count), min(1.0, share)
     return [Slot(_named(group), threads, _seen(group), memory) for group in (groups * each)[:count]]
+
+
+def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those that servers which are started beside them do not have."""
+    asked, backend = config.inference, config.backend
+    if not gpus or asked.launch is None:
+        return gpus
+    if asked.launch_gpus is None:
+        raise UsageError(
+            "[inference] launch starts servers beside the workers, and nothing says which of "
+            f'{plural(len(gpus), "GPU")} are theirs: type --set inference.launch_gpus="{gpus[-1][1]}"'
+        )
+    theirs = [name.strip() for name in asked.launch_gpus.split(",")]
+    if both := [name for name, visible in gpus if backend.named_gpus and visible in theirs]:
+        raise UsageError(
+            f"[backend] devices has {both[0]}, which [inference] launch_gpus gives to the servers; leave it out of one"
+        )
+    left = [(name, visible) for name, visible in gpus if visible not in theirs]
+    if not left:
+        raise UsageError(
+            f"[inference] launch_gpus = {asked.launch_gpus} gives all {plural(len(gpus), 'GPU')} to the servers, and "
+            "none is left for workers"
+        )
+    return left
+
+
+def _fleet(plan: Plan) -> Callable[[Tell], Fleet] | None:
+    """What starts a plan's servers on this machine, where it says that they are to be launched."""
+    config = plan.specs[0].config
+    if config.inference.launch is None:
+        return None
+    return lambda tell: Launches(config, plan.directory, tell)
 
 
 def _named(gpus: Sequence[tuple[str, str]]) -> str:
@@ -112,7 +145,7 @@ def _in_process(plan: Plan) -> InProcess:
 
 EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
     "inprocess": _in_process,
-    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory),
+    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
     "ray": ray_workers,
     "slurm": lambda plan: workers_of(plan, cores()),
 }

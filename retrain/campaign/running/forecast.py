@@ -131,9 +131,9 @@ class Forecast:
 def workers_on(specs: Sequence[RunSpec], devices: int, one_process: bool = False) -> int:
     """How many workers train these runs on so many GPUs; ``one_process``: the one that was started, and no other."""
     config = specs[0].config
-    if one_process or not specs[0].is_campaign or config.inference.served:
-        return 1
     campaign = config.campaign
+    if one_process or not specs[0].is_campaign or (config.inference.served and campaign.executor == "inprocess"):
+        return 1
     there = min(devices, len(config.backend.named_gpus) or devices)
     most = max(1, there // _devices_each(specs, devices)) * campaign.workers_per_gpu
     return most if campaign.workers == "auto" else min(most, campaign.workers)

@@ -21,6 +21,7 @@ from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
@@ -153,10 +154,16 @@ def _built(
 
 class Bases:
     """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
-    one that is no model's own, the same for every configuration. ``ranks`` hold the same bases and sample with them."""
+    one that is no model's own, the same for every configuration. ``ranks`` hold the same bases and sample with them.
+    ``servers``: who keeps those that are to be launched, where this process does not."""
 
-    def __init__(self, load: Callable[[Config], BaseModel] | None = None, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        load: Callable[[Config], BaseModel] | None = None,
+        ranks: Ranks | None = None,
+        servers: Fleet | None = None,
+    ) -> None:
+        self.ranks, self.servers = ranks, servers
         self.company = None if ranks is None else ranks.company
         """There where this process holds but a part of the weights."""
         self._load, self._key, self._targets = load, "", ""
@@ -213,7 +220,7 @@ class Bases:
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
-            self._server = key, server_engine(config, base, directory, tell)
+            self._server = key, server_engine(config, base, directory, tell, self.servers)
         engine = self._server[1]
         engine.forget()
         engine.tell = tell

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import retrain.campaign.running.spawning as spawning
 from retrain.campaign.running.spawning import end_words, spawn, write_all
 from retrain.campaign.running.workers import Workers
+from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import StorageError
 from retrain.gpus import MEMORY_SHARE, OWN_GPU
 
@@ -98,12 +99,13 @@ class Process:
         return self.process.returncode is not None
 
 
-def processes(slots: Sequence[Slot], directory: Path) -> Workers:
-    """An executor with one process for each of ``slots``. ``directory`` is the campaign's, for the workers' logs."""
+def processes(slots: Sequence[Slot], directory: Path, fleet: Callable[[Tell], Fleet] | None = None) -> Workers:
+    """An executor with one process for each of ``slots``. ``directory`` is the campaign's, for the workers' logs.
+    ``fleet``: see ``Workers``."""
     on_gpu = any(slot.visible for slot in slots)
 
     def start(numbers: Sequence[int]) -> Iterator[tuple[int, Process]]:
         for number in numbers:
             yield number, Process(number + 1, slots[number], directory)
 
-    return Workers(len(slots), on_gpu, start)
+    return Workers(len(slots), on_gpu, start, fleet=fleet)

@@ -9,12 +9,8 @@ which all nodes share, decide who writes.
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
-import math
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -22,32 +18,26 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import retrain
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.mirror import after
 from retrain.campaign.running.processes import Process, Slot
 from retrain.campaign.running.protocol import Job, from_json
+from retrain.campaign.running.rayconnect import connect, first_line, last_line, ray_module, sees
+from retrain.campaign.running.rayfleet import RayFleet
 from retrain.campaign.running.workers import Workers
 from retrain.config import Config
 from retrain.errors import RetrainError, UsageError
-from retrain.extras import is_installed, missing
-from retrain.ownership import Owner, claim, owner_of
+from retrain.ownership import Owner, claim
 from retrain.wording import plural
 
 ROOM_SECONDS = 20.0
 """After so long without room for a worker the user is told."""
-SHARED_SECONDS = 15.0
-"""How long a node may take to see the campaign's directory: a network file system's caches lag behind."""
 KILL_SECONDS = 20.0
 """How long a worker may take to be killed, before its node counts as gone."""
-ANSWER_SECONDS = 10.0
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set for what ``ray job submit`` has started, whose own runtime_env holds."""
-LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
-"""What of the folder of a campaign's file is not sent to other machines."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ class Host:
         ``fault``."""
         if self.process is None:
             return {"fault": self.fault}
-        node = _ray().get_runtime_context().get_node_id()
+        node = ray_module().get_runtime_context().get_node_id()
         return {"name": self.process.name, "pid": self.process.process.pid, "node": node, "apart": bool(self.apart)}
 
     def post(self, command: dict[str, Any]) -> None:
@@ -127,10 +117,10 @@ class Host:
             self.process.kill()
 
     def _start(self, seating: Seating) -> Process:
-        ray = _ray()
+        ray = ray_module()
         directory = Path(seating.cwd, seating.directory)
         node = ray.util.get_node_ip_address()
-        if not _sees(directory, seating.owner):
+        if not sees(directory, seating.owner):
             if not seating.copied:
                 raise UsageError(
                     f"node {node} ({socket.gethostname()}) does not see {directory}: a campaign on a Ray cluster needs "
@@ -149,17 +139,6 @@ class Host:
         sys.path[:] = [path for path in sys.path if not path.startswith(own)]
         slot = Slot(f"{node} {device}", int(seating.threads), visible, seating.memory)
         return Process(seating.number, slot, directory)
-
-
-def _sees(directory: Path, owner: str) -> bool:
-    """Whether this is the campaign's directory here too, soon."""
-    pause = threading.Event()
-    for _ in range(math.ceil(SHARED_SECONDS)):
-        mark = owner_of(directory)
-        if mark is not None and mark.id == owner:
-            return True
-        pause.wait(1.0)
-    return False
 
 
 @dataclass
@@ -188,7 +167,7 @@ class Cluster:
 
     def room(self) -> str:
         """What a worker asks for, and what there is."""
-        ray = _ray()
+        ray = ray_module()
         total, free = ray.cluster_resources(), ray.available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
         asks = " and ".join(_count(count, kind) for kind, count in kinds.items() if count)
@@ -200,14 +179,14 @@ class Cluster:
         for link in self.links:
             link.wait(KILL_SECONDS)
         if self.ours:
-            _ray().shutdown()
+            ray_module().shutdown()
 
 
 class Actor:
     """See ``Link``: a worker on a node of the cluster."""
 
     def __init__(self, cluster: Cluster, seating: Seating):
-        ray = _ray()
+        ray = ray_module()
         self.cluster = cluster
         self.name = str(seating.number)
         self.ready = False
@@ -223,12 +202,12 @@ class Actor:
         """See ``Link.post``."""
         if "job" in command:
             self._jobs = {command["id"]: from_json(command["job"])}
-        with suppress(_ray().exceptions.RayError):
+        with suppress(ray_module().exceptions.RayError):
             self._actor.post.remote(dict(command))
 
     def lines(self) -> Iterator[bytes]:
         """See ``Link.lines``; before it is placed they say what keeps it from that."""
-        ray = _ray()
+        ray = ray_module()
         gone = ray.exceptions.RayError
         try:
             yield from self._place()
@@ -248,7 +227,7 @@ class Actor:
 
     def _place(self) -> Iterator[bytes]:
         """Wait until Ray has found room for it."""
-        ray = _ray()
+        ray = ray_module()
         begun = self._actor.begin.remote()
         while not ray.wait([begun], timeout=ROOM_SECONDS)[0]:
             if not self.cluster.told and not self._over.is_set():
@@ -258,11 +237,11 @@ class Actor:
         try:
             self._who = ray.get(begun)
         except ray.exceptions.RuntimeEnvSetupError as error:
-            yield _line(fault={"kind": "UsageError", "text": f"Ray could not set a node up: {_first(error)}"})
+            yield _line(fault={"kind": "UsageError", "text": f"Ray could not set a node up: {first_line(error)}"})
         except ray.exceptions.RayActorError as error:
             if not error.actor_init_failed:
                 raise
-            yield _line(fault={"kind": "UsageError", "text": f"a node cannot run a worker: {_last(error)}"})
+            yield _line(fault={"kind": "UsageError", "text": f"a node cannot run a worker: {last_line(error)}"})
         if fault := self._who.get("fault"):
             yield _line(fault=fault)
         elif self._who:
@@ -294,7 +273,7 @@ class Actor:
 
     def release(self) -> None:
         """See ``Link.release``."""
-        ray = _ray()
+        ray = ray_module()
         with suppress(ray.exceptions.RayError):
             if self.ready:
                 self._actor.release.remote()
@@ -303,7 +282,7 @@ class Actor:
 
     def kill(self) -> None:
         """See ``Link.kill``; one whose node does not answer is left to the lease that it renews no more."""
-        ray = _ray()
+        ray = ray_module()
         with suppress(ray.exceptions.RayError):
             if self.ready:
                 ray.get(self._actor.kill.options(concurrency_group="end").remote(), timeout=KILL_SECONDS)
@@ -319,23 +298,27 @@ def ray_workers(plan: Plan) -> Workers:
     """An executor whose workers are placed in the cluster of a plan's configuration. Raises UsageError when there is no
     such cluster, or nothing in it to train on."""
     config = plan.specs[0].config
-    ours = not _ray().is_initialized()
+    ours = not ray_module().is_initialized()
     if ours:
-        _connect(config, plan.folder)
+        connect(config, plan.folder)
     try:
-        slots, gpus = slots_in(_ray().nodes(), config)
+        slots, gpus = slots_in(ray_module().nodes(), config)
     except UsageError:
         if ours:
-            _ray().shutdown()
+            ray_module().shutdown()
         raise
     cluster = Cluster(_gpus_asked(config) if gpus else 0, config.ray.cpus, ours, plan)
-    return Workers(slots, gpus, cluster.start, cluster.close)
+    fleet = None
+    if config.inference.launch is not None:
+        fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0)
+    return Workers(slots, gpus, cluster.start, cluster.close, fleet)
 
 
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """How many workers there will be, and whether each has a GPU. ``nodes`` are as Ray lists them."""
     asked, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
-    has = [(int(each.get("CPU", 0)) // cpus, int(each.get("GPU", 0))) for each in _resources(nodes)]
+    left = _left_by_servers(_resources(nodes), config)
+    has = [(int(each.get("CPU", 0)) // cpus, int(each.get("GPU", 0))) for each in left]
     each, size = config.campaign.workers_per_gpu, config.gpus_per_worker
     with_gpu = sum(min(room, each * (gpus // size)) for room, gpus in has)
     gpus = devices == "all" or (devices != "cpu" and any(gpus for _, gpus in has))
@@ -356,6 +339,19 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     return count, gpus
 
 
+def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]]:
+    """What nodes have beside the servers that are to be launched, each where there is most room."""
+    left, inference = [dict(node) for node in nodes], config.inference
+    on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
+    asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
+    for _ in range(inference.replicas if inference.launch is not None else 0):
+        room = [node for node in left if all(node.get(kind, 0) >= count for kind, count in asks.items())]
+        for kind, count in asks.items() if room else ():
+            most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+            most[kind] = most.get(kind, 0) - count
+    return left
+
+
 def _gpus_asked(config: Config) -> float:
     """What a worker asks for where there are GPUs."""
     return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
@@ -372,71 +368,3 @@ def _line(**facts: Any) -> bytes:
 
 def _resources(nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [node["Resources"] for node in nodes if node["Alive"]]
-
-
-def _ray() -> Any:
-    """Ray, with nothing of it on standard output, and no report to its makers. Raises MissingExtra without it."""
-    if not is_installed("ray"):
-        raise missing('[campaign] executor = "ray"', "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else what a lost node logged last is printed here
-    import ray
-
-    return ray
-
-
-def _connect(config: Config, folder: Path) -> None:
-    """Connect to the cluster; nodes on other machines get this code and the files of ``folder``."""
-    ray, mine = _ray(), dict(config.ray.runtime_env)
-    address = _found(config.ray.address)
-    _init(address, mine)
-    elsewhere = any(node["Alive"] and node["NodeManagerHostname"] != socket.gethostname() for node in ray.nodes())
-    if elsewhere and config.ray.ship and JOB_CONFIG not in os.environ:
-        ray.shutdown()
-        package = str(Path(retrain.__file__).parent)
-        shipped = {"py_modules": [package], "working_dir": str(folder.absolute()), "excludes": LEFT_OUT}
-        _init(address, shipped | mine)
-
-
-def _found(address: str) -> str:
-    """The address of the head that is meant, once it answers; Ray itself would try for minutes. Raises UsageError."""
-    advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
-    try:
-        where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)
-    except (ConnectionError, ValueError, OSError) as error:
-        raise UsageError(f'there is no Ray cluster at address "{address}"; {advice}') from error
-    if where is None:
-        return address
-    host, _, port = where.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
-    except OSError as error:
-        raise UsageError(f'no Ray cluster answers at {where} (address "{address}"): {error}; {advice}') from error
-    return where
-
-
-def _init(address: str, runtime_env: dict[str, Any]) -> None:
-    ray = _ray()
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(
-            address=address,
-            runtime_env=runtime_env or None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **options,
-        )
-    except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
-        raise UsageError(f'the Ray cluster at address "{address}" cannot be used: {_first(error)}') from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
-
-
-def _first(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _last(error: Exception) -> str:
-    return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]

@@ -1,9 +1,9 @@
 """A worker: a process that does the jobs of a campaign's controller, one after the other, over one base in memory.
 
 Started as ``main(commands, answers)`` with two pipes of its own, so that what libraries print gets nowhere between:
-one JSON object a line, jobs and requests to stop on the first, events on the second. Standard output and error are the
-worker's log. It holds the lease of every run that it trains. When nobody is at the other end any more it ends after its
-step, with everything saved.
+one JSON object a line, jobs, requests to stop and servers' addresses on the first, events on the second. Standard
+output and error are the worker's log. It holds the lease of every run that it trains. When nobody is at the other end
+any more it ends after its step, with everything saved.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.mirror import of_job
 from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, RunEnded, SqueezeJob, from_json, to_json
 from retrain.campaign.running.team import Team
+from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
 from retrain.ownership import claim, remove_leftovers
 
@@ -42,7 +43,8 @@ class Worker:
             os.set_inheritable(descriptor, False)
         self.commands = os.fdopen(commands, "rb")
         self.answers = os.fdopen(answers, "wb", buffering=0)
-        self.executor = InProcess()
+        self.servers = Told()
+        self.executor = InProcess(servers=self.servers)
         """Gets the ranks of its jobs with the first of them."""
         self.ending = False
         """Whether no further job is begun."""
@@ -79,9 +81,13 @@ class Worker:
                 if "job" in command:
                     self._jobs.put((command["id"], from_json(command["job"])))
                     continue
+                if "servers" in command:
+                    self.servers.tell(command["servers"], command["gave_up"])
+                    continue
                 self._unwanted.add(command["id"])
                 if self._current is not None and command["id"] == self._name:
                     self._current.stop()
+        self.servers.tell(self.servers.urls, "whoever kept the servers is gone")
         self.end()
 
     def _do(self, name: str, job: Job) -> None:

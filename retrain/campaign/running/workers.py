@@ -27,6 +27,7 @@ from retrain.campaign.running.protocol import (
     from_json,
     to_json,
 )
+from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, RetrainError
 
 TICK_SECONDS = 0.25
@@ -95,24 +96,30 @@ class JobHandle:
 
 @dataclass(eq=False)
 class Seat:
-    """A worker and what it works on, which it has ``begun`` or not. ``dying`` is why it will end, where it said so."""
+    """A worker and what it works on, which it has ``begun`` or not. ``dying`` is why it will end, where it said so;
+    ``servers`` is the command by which it was told where these are."""
 
     link: Link
     job: JobHandle | None = None
     begun: bool = False
     dying: str = ""
+    servers: dict[str, Any] | None = None
 
 
 @dataclass
 class Workers:
     """See ``Executor``: ``start`` begins the workers of these slots, each with its slot, and leaves out slots that will
-    have none any more; it raises StorageError when what they write cannot be written. ``finish`` is called at the end,
-    when all workers have been released."""
+    have none any more; it raises StorageError when what they write cannot be written. ``fleet`` starts the servers that
+    all of them sample from, when there is something to do. ``finish`` is called at the end, when all workers have been
+    released."""
 
     slots: int
     gpus: bool
     start: Callable[[Sequence[int]], Iterable[tuple[int, Link]]]
     finish: Callable[[], None] = lambda: None
+    fleet: Callable[[Tell], Fleet] | None = None
+    _servers: Fleet | None = field(default=None, init=False)
+    _notes: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue, init=False)
     _seats: list[Seat | None] = field(default_factory=list, init=False)
     _waiting: deque[JobHandle] = field(default_factory=deque, init=False)
     _said: queue.SimpleQueue[tuple[Seat, bytes | None]] = field(default_factory=queue.SimpleQueue, init=False)
@@ -138,6 +145,8 @@ class Workers:
         try:
             while True:
                 yield from self._stopped_early()
+                yield from self._noted()
+                self._keep_servers()
                 self._assign()
                 busy = any(seat.job is not None for seat in self._alive())
                 if not busy and self._fault is not None:
@@ -166,6 +175,8 @@ class Workers:
         for seat in alive:
             if not seat.link.wait(PATIENCE_SECONDS):
                 seat.link.kill()
+        if self._servers is not None:
+            self._servers.close()
         self.finish()
 
     def _alive(self) -> list[Seat]:
@@ -187,7 +198,29 @@ class Workers:
             if self._waiting and seat.link.ready:
                 handle = self._waiting.popleft()
                 seat.job, seat.begun, handle.worker = handle, False, seat
+                self._tell_servers(seat)
                 seat.link.post({"id": handle.id, "job": to_json(handle.job)})
+
+    def _keep_servers(self) -> None:
+        """Have servers started before they are needed, and everybody who has been told of them told of others."""
+        if self.fleet is not None and self._servers is None and self._waiting:
+            self._servers = self.fleet(lambda text, level: self._notes.put(Message(text, level)))
+        for seat in self._alive():
+            if seat.servers is not None:
+                self._tell_servers(seat)
+
+    def _tell_servers(self, seat: Seat) -> None:
+        if self._servers is None:
+            return
+        now = {"servers": self._servers.urls, "gave_up": self._servers.gave_up}
+        if seat.servers != now:
+            seat.servers = now
+            seat.link.post(now)
+
+    def _noted(self) -> Iterator[Event]:
+        """What was said of servers."""
+        while not self._notes.empty():
+            yield self._notes.get()
 
     def _stopped_early(self) -> Iterator[Event]:
         """What was asked to stop before a worker had it; none may be there for hours."""

@@ -5,7 +5,8 @@ same. A name is given once and never to other weights: what a server caches unde
 become stale.
 
 Several processes may share the directory: each has one of its own in it, with a file that says who it is. What one left
-behind is swept only where its process ran on this machine and is no more; everything else there is somebody's.
+behind is swept only where its process ran on this machine and is no more; everything else there is somebody's. Whoever
+makes the directory marks it, and the last one to leave removes it then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM takes; SGLang takes any."""
 OWNED, OWNER = "retrain-", "owner.json"
 """A process's directory begins so, and says in this file whose it is."""
+MADE = ".made-by-retrain"
+"""In a shared directory that was not there before."""
 
 
 def server_rank(rank: int) -> int:
@@ -60,8 +63,8 @@ class Published:
 class LeftOver:
     """What a process that has ended left in its directory: ``names`` of adapters that servers may still have."""
 
-    def __init__(self, directory: Path, owner: dict[str, Any]):
-        self.directory, self.made = directory, owner.get("made") is True
+    def __init__(self, directory: Path):
+        self.directory = directory
         session = directory.name.removeprefix(OWNED)
         there = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
         self.names = [path.name for path in there if path.name.endswith(f".{session}") and path.name[0] != "."]
@@ -82,9 +85,12 @@ class AdapterStore:
         self.shared, self.base = directory.absolute(), base
         self._session, self._numbers = uuid4().hex[:8], itertools.count(1)
         self.directory = self.shared / f"{OWNED}{self._session}"
-        self._made, self._claimed, self._claiming = not self.shared.is_dir(), False, threading.Lock()
+        self._claimed, self._claiming = False, threading.Lock()
+        made = not self.shared.is_dir()
         try:
             prepare_directory(self.shared)
+            if made:
+                (self.shared / MADE).touch()
         except UsageError as error:
             raise UsageError(f"[inference] adapter_dir: {error}") from error
 
@@ -102,13 +108,8 @@ class AdapterStore:
             with contextlib.suppress(OSError, ValueError):
                 owner = read_json(directory / OWNER)
                 if has_ended(owner):
-                    found.append(LeftOver(directory, owner))
+                    found.append(LeftOver(directory))
         return found
-
-    def remove_left_over(self, found: LeftOver) -> None:
-        """Servers have been told."""
-        found.remove()
-        self._made = self._made or found.made
 
     def write(self, name: str, snapshot: LocalSnapshot) -> Path:
         """Write a PEFT directory, whole or not at all. Raises StorageError."""
@@ -129,7 +130,7 @@ class AdapterStore:
         """Say whose this is, before anything else is in it."""
         with self._claiming:
             if not self._claimed:
-                write_json(self.directory / OWNER, this_process() | {"made": self._made})
+                write_json(self.directory / OWNER, this_process())
                 self._claimed = True
 
     def remove(self, name: str) -> None:
@@ -138,11 +139,12 @@ class AdapterStore:
             shutil.rmtree(self.directory / name)
 
     def close(self) -> None:
-        """Remove what this process made, where nothing else is in it."""
+        """Remove what this process made, and the shared directory, where that was made and nothing else is in it."""
         with contextlib.suppress(OSError):
             if self._claimed:
-                LeftOver(self.directory, {}).remove()
-            if self._made:
+                LeftOver(self.directory).remove()
+            if [path.name for path in self.shared.iterdir()] == [MADE]:
+                (self.shared / MADE).unlink(missing_ok=True)
                 self.shared.rmdir()
 
     def _config(self, snapshot: LocalSnapshot, rank: int, names: list[str]) -> dict[str, Any]:

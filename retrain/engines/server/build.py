@@ -11,9 +11,8 @@ from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import Server
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine, Vocabulary
-from retrain.engines.server.launch import Launched
+from retrain.engines.server.fleet import Fleet, Launches
 from retrain.errors import UsageError
-from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel
 
 ADAPTERS = "adapters"
@@ -21,9 +20,14 @@ ADAPTERS = "adapters"
 
 
 def server_engine(
-    config: Config, base: BaseModel, directory: Path, tell: Callable[[str, str], None] = lambda text, level: None
+    config: Config,
+    base: BaseModel,
+    directory: Path,
+    tell: Callable[[str, str], None] = lambda text, level: None,
+    kept: Fleet | None = None,
 ) -> ServerEngine:
-    """The engine of ``config``, with its servers there: started in ``directory`` where it says so.
+    """The engine of ``config``, with its servers there. Those that it says are to be launched are ``kept`` by somebody,
+    or else started in ``directory``.
 
     Raises UsageError when a key is missing or a server does not answer.
     """
@@ -33,21 +37,17 @@ def server_engine(
         raise UsageError(f"[inference] api_key_env: ${asked.api_key_env} is not set: export {asked.api_key_env}=…")
     place = Path(asked.adapter_dir).expanduser() if asked.adapter_dir else directory / ADAPTERS
     store = AdapterStore(place, model)
-    launched, urls = None, [address.rstrip("/").removesuffix("/v1") for address in asked.url or ()]
-    if asked.launch is not None:
-        path = local_directory(model)
-        named = str(path.absolute()) if path else model
-        launched = Launched(asked.launch, named, directory, asked.launch_gpus, asked.sleep, tell)
-        urls = [launched.url]
+    fleet = None if asked.launch is None else kept or Launches(config, directory, tell)
     dialect = DIALECTS[asked.engine]
     engine = ServerEngine(
         model,
-        [Server(url, dialect, key, asked.timeout_s, asked.max_in_flight, asked.upload) for url in dict.fromkeys(urls)],
+        [address.rstrip("/").removesuffix("/v1") for address in asked.url or ()],
+        lambda url: Server(url, dialect, key, asked.timeout_s, asked.max_in_flight, asked.upload),
         store,
         Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length),
         tell,
         asked.patience_s,
-        launched,
+        fleet,
         asked.sleep,
     )
     try:

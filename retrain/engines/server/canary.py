@@ -93,7 +93,7 @@ def canaries(
     root mean square). Those that come later are tried before they are used.
 
     Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the cause that
-    fits them best, or when seeds do not repeat.
+    fits them best, or when seeds do not repeat; ServerFailed when no server comes.
     """
     prompt = tuple(base.tokenizer(TEXT)["input_ids"])
     tries: list[Again] = []
@@ -111,14 +111,17 @@ def canaries(
             ]
             tries.append(Again(asked, LocalSnapshot(weights, {}), table_TV, what, tolerance))
     engine.try_with(tries)
-    tried = 0
-    for server in engine.pool.servers:
-        if server.alive:
-            tried += 1
-            for kind in kinds:
-                yield canary(engine, base, lanes, *kind, server)
-    if not tried:
-        raise ModelError("no server is there to be tried: " + "; ".join(each.reason for each in engine.pool.servers))
+    tried = set[Server]()
+    while not tried & set(engine.pool.servers):
+        engine.wait_for_one()
+        while left := [each for each in engine.pool.servers if each.alive and each not in tried]:
+            tried.add(left[0])
+            try:
+                for kind in kinds:
+                    yield canary(engine, base, lanes, *kind, left[0])
+            except ModelError:
+                if left[0] in engine.pool.servers:
+                    raise  # else whoever keeps the servers has given it up, and another one is there or comes
 
 
 def canary(

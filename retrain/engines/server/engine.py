@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
-from retrain.engines.server.adapters import AdapterStore, Published
+from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
 from retrain.engines.server.dialects import Ask, Faulty
-from retrain.engines.server.launch import Launched
+from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.pool import Pool
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
@@ -91,9 +91,10 @@ class _Call:
 
 class ServerEngine:
     """Samples with servers that hold the base ``model`` (as the configuration names it). Several versions of a run may
-    be published at a time. ``tell(text, level)`` hears of servers that go and come back.
+    be published at a time. ``tell(text, level)`` hears of servers that go and come back. ``fleet``: somebody keeps the
+    servers alive, and says where they are; ``at`` makes the server of an address.
 
-    ``close`` ends it, and the server that it has launched.
+    ``close`` ends it, and lets go of the fleet.
     """
 
     gives_entropy = False
@@ -102,19 +103,20 @@ class ServerEngine:
     def __init__(
         self,
         model: str,
-        servers: Sequence[Server],
+        urls: Sequence[str],
+        at: Callable[[str], Server],
         store: AdapterStore,
         vocabulary: Vocabulary,
         tell: Callable[[str, str], None] = lambda text, level: None,
         patience_s: float = 600.0,
-        launched: Launched | None = None,
+        fleet: Fleet | None = None,
         sleeps: bool = False,
     ):
-        self.model, self.store, self.vocabulary, self.launched = model, store, vocabulary, launched
+        self.model, self.store, self.vocabulary, self.fleet = model, store, vocabulary, fleet
         self.tell, self.sleeps, self.patience_s = tell, sleeps, patience_s
         self.beside = not sleeps  # servers that free their GPU for us take turns with us
-        gave_up = (lambda: launched.gave_up) if launched is not None else (lambda: "")
-        self.pool = Pool(servers, patience_s, lambda text, level: self.tell(text, level), gave_up)
+        gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
+        self.pool = Pool(urls, at, model, patience_s, lambda text, level: self.tell(text, level), gave_up)
         self._published: dict[PolicyRef, Published] = {}
         self._dropping: set[Future[None]] = set()
         self._lock = threading.Lock()
@@ -132,7 +134,17 @@ class ServerEngine:
     def open(self) -> None:
         """Wait until the servers are there, and learn how they call the base. Raises UsageError when none answers,
         ModelError when one does not hold a model of this tokenizer's context."""
+        if self.fleet is not None:
+            self.fleet.wait(self.patience_s)
+            self._run(self.pool.follow(self.fleet.urls))
+            self.fleet.listen(self._follow)
         self._run(self._open())
+
+    def _follow(self, urls: Sequence[str]) -> None:
+        """The fleet has other addresses now; called from any thread."""
+        with self._lock:
+            if not self._closed:
+                asyncio.run_coroutine_threadsafe(self.pool.follow(urls), self._loop)
 
     def close(self) -> None:
         """Take all adapters away, and end the server that was launched. What is being sampled is given up."""
@@ -147,8 +159,8 @@ class ServerEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            if self.launched is not None:
-                self.launched.close()
+            if self.fleet is not None:
+                self.fleet.close()
             self.store.close()
 
     def give_up(self) -> None:
@@ -173,25 +185,23 @@ class ServerEngine:
             self._calls.discard(future)
 
     async def _open(self) -> None:
-        patience = self.patience_s if self.launched is not None else START_PATIENCE_S
-        waited, left_over = 0.0, await asyncio.to_thread(self.store.left_over)
-        for server in self.pool.servers:
-            server.model = self.model
-            await server.open()
-            for name in (name for found in left_over for name in found.names):
-                server.leave(name)
+        patience = self.patience_s if self.fleet is not None else START_PATIENCE_S
+        waited = 0.0
+        await self.pool.open()
+        left_over = await self._left_over()
         while True:
-            there = await asyncio.gather(*(server.check() for server in self.pool.servers))
-            if all(there) or (any(there) and waited > START_PATIENCE_S):
+            servers = self.pool.servers
+            there = await asyncio.gather(*(server.check() for server in servers))
+            if (there and all(there)) or (any(there) and waited > START_PATIENCE_S):
                 break
-            if self.launched is not None and self.launched.gave_up:
-                raise UsageError(f"[inference] launch: {self.launched.gave_up}")
+            if self.fleet is not None and self.fleet.gave_up:
+                raise UsageError(f"[inference] launch: {self.fleet.gave_up}")
             if waited > patience:
-                reasons = "\n".join(f"[inference] url {each.url}: {each.reason}" for each in self.pool.servers)
+                reasons = "\n".join(f"[inference] url {each.url}: {each.reason}" for each in servers)
                 raise UsageError(f"no server answers after {patience:g} s:\n{reasons}")
             await asyncio.sleep(0.5)
             waited += 0.5
-        for server, answers in zip(self.pool.servers, there, strict=True):
+        for server, answers in zip(servers, there, strict=True):
             if not answers:
                 self.pool.leave_out(server, server.reason)
                 continue
@@ -204,7 +214,15 @@ class ServerEngine:
                 there = [server.take_away() for server in self.pool.servers if server.alive]
                 await asyncio.gather(*there, return_exceptions=True)
         for found in left_over:
-            await asyncio.to_thread(self.store.remove_left_over, found)
+            await asyncio.to_thread(found.remove)
+
+    async def _left_over(self) -> list[LeftOver]:
+        """What processes have left that were killed; servers are to let go of it."""
+        left_over = await asyncio.to_thread(self.store.left_over)
+        for name in (name for found in left_over for name in found.names):
+            for server in self.pool.servers:
+                server.leave(name)
+        return left_over
 
     async def _close(self) -> None:
         try:
@@ -214,8 +232,11 @@ class ServerEngine:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSING_S):
                     dropping = [asyncio.wrap_future(each) for each in self._dropping]
+                    left_over = await self._left_over()
                     leaving = [server.unload_all() for server in self.pool.servers]
                     await asyncio.gather(*dropping, *leaving, return_exceptions=True)
+                    for found in left_over:
+                        await asyncio.to_thread(found.remove)
         finally:
             await self.pool.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -417,6 +438,10 @@ class ServerEngine:
         again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
+
+    def wait_for_one(self) -> None:
+        """Until a server is there. Raises ServerFailed when none comes."""
+        self._run(self.pool.someone())
 
     # -- trials -------------------------------------------------------------------------------------------------
 

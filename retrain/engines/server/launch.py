@@ -1,7 +1,8 @@
-"""A server that this process starts, watches, starts again when it dies, and ends.
+"""A server that this process starts, watches, starts again when it dies or hangs, and ends.
 
 It has a session of its own, so that Ctrl-C reaches this process alone, which then ends it; what it says goes into a
-file. Who it is stands beside the file, so that a server whose owner was killed is found, and ended, at the next start.
+file. A minder beside it ends it when this process is killed. Who it is stands beside the file, so that one whose minder
+was killed as well is found, and ended, at the next start.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
+from retrain.engines.server import minder
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
 
@@ -26,8 +32,11 @@ RESTARTS = 3
 """Times in a row that a server is started again; one that then dies is given up."""
 STEADY_S = 120.0
 """Seconds after which a death is not in a row with the one before."""
-GRACE_S = 15.0
-"""Seconds between asking it to end and ending it."""
+GRACE_S = minder.GRACE_S + 5.0
+"""Seconds between asking it to end and ending it: its minder does so before."""
+LOOK_S, ANSWER_S, HUNG_S = 5.0, 10.0, 120.0
+"""Seconds between two looks at whether it answers, for one answer, and without any before one that had answered counts
+as hung."""
 TAIL = 8
 """Lines of its log that an error repeats."""
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -37,9 +46,9 @@ SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 class Launched:
-    """One server process. ``command`` is as typed, with ``{port}`` and ``{model}`` to be filled in; without ``{port}``
-    and ``--port`` a free port is added. ``gpus``: CUDA_VISIBLE_DEVICES of the server. Raises UsageError when the
-    command cannot be started."""
+    """One server process. ``command`` is as typed, with ``{port}``, ``{host}`` and ``{model}`` to be filled in; a free
+    port and ``host`` are added where it has none of its own. ``gpus``: CUDA_VISIBLE_DEVICES of the server; ``name``:
+    that of its files. Raises UsageError when the command cannot be started."""
 
     def __init__(
         self,
@@ -49,20 +58,22 @@ class Launched:
         gpus: str | None,
         sleeps: bool,
         tell: Callable[[str, str], None],
+        *,
+        name: str = "server",
+        host: str = "127.0.0.1",
     ):
-        self.log, self._identity = directory / "server.log", directory / "server.json"
-        self.tell, self.gave_up, self.restarts = tell, "", 0
-        self.words, self.port = _filled(command, model)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.log, self._identity = directory / f"{name}.log", identity_of(directory, name)
+        self.tell, self.gave_up = tell, ""
+        self.words, self.port = _filled(command, model, host)
+        self.url = f"http://{host}:{self.port}"
         self._environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
         if gpus is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
-        if shutil.which(self.words[0]) is None:
-            raise UsageError(f"[inference] launch: there is no program {self.words[0]!r}; give its path")
+        _find(self.words[0])
         directory.mkdir(parents=True, exist_ok=True)
         self._end_left_over()
         self._closing = threading.Event()
-        self._started = 0.0
+        self._restarts = Restarts()
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
         self._watcher.start()
@@ -83,18 +94,20 @@ class Launched:
         atexit.unregister(self.close)
         self._watcher.join()
         _end(self._process.pid, self._process.poll)
+        _let_go(self._process)
         self._identity.unlink(missing_ok=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
         import psutil
 
+        _find(self.words[0])
         with open(self.log, "ab") as log:
             log.write(f"\n# {shlex.join(self.words)}\n".encode())
             log.flush()
             try:
                 process = subprocess.Popen(
-                    self.words,
-                    stdin=subprocess.DEVNULL,
+                    [sys.executable, minder.__file__, *self.words],
+                    stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._environment,
@@ -102,27 +115,31 @@ class Launched:
                 )
             except OSError as error:
                 raise UsageError(f"[inference] launch: {self.words[0]} cannot be started: {error}") from error
-        self._started = time.monotonic()
+        self._restarts.begun()
         with contextlib.suppress(psutil.Error):
             write_json(self._identity, {"pid": process.pid, "created": psutil.Process(process.pid).create_time()})
         return process
 
     def _watch(self) -> None:
+        health = Health(self.url)
         while not self._closing.wait(0.2):
             status = self._process.poll()
             if status is None:
-                continue
-            if time.monotonic() - self._started > STEADY_S:
-                self.restarts = 0
-            how = f"signal {-status}" if status < 0 else f"exit status {status}"
-            _end(self._process.pid, lambda: 0)  # what it has started and left behind
-            if self.restarts == RESTARTS:
+                if not health.hung():
+                    continue
+                _end(self._process.pid, self._process.poll)
+            how = f"no answer for {HUNG_S:.0f} s"
+            if status is not None:
+                how = f"signal {-status}" if status < 0 else f"exit status {status}"
+                _end(self._process.pid, lambda: 0)  # what it has started and left behind
+            _let_go(self._process)
+            health = Health(self.url)
+            if self._restarts.spent():
                 tail = "\n".join(self.tail().splitlines()[-TAIL:])
                 self.gave_up = (
                     f"the server died {RESTARTS + 1} times in a row, last by {how}; {self.log} ends with:\n{tail}"
                 )
                 return
-            self.restarts += 1
             try:
                 self.tell(f"the server has died ({how}) and is started again; what it said is in {self.log}", "warning")
                 self._process = self._start()
@@ -144,6 +161,66 @@ class Launched:
                 _end(known["pid"], lambda: None if process.is_running() and _lives(process) else 0)
 
 
+def identity_of(directory: Path, name: str) -> Path:
+    """The file that says which process a server of this directory is."""
+    return directory / f"{name}.json"
+
+
+class Restarts:
+    """How often in a row something has been started again."""
+
+    def __init__(self) -> None:
+        self.count, self._begun = 0, time.monotonic()
+
+    def begun(self) -> None:
+        """It starts now."""
+        self._begun = time.monotonic()
+
+    def spent(self) -> bool:
+        """It has ended: whether that was once too often. An end after a long time is not in a row."""
+        if time.monotonic() - self._begun > STEADY_S:
+            self.count = 0
+        self.count += 1
+        return self.count > RESTARTS
+
+
+class Health:
+    """Whether a server that has answered once goes on answering, whatever it says."""
+
+    def __init__(self, url: str):
+        self.url, self._looked, self._answered = url, time.monotonic(), 0.0
+
+    def hung(self) -> bool:
+        """Whether it has been silent for too long; looks now and then."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return False
+        if self._answers():
+            self._answered = time.monotonic()
+        self._looked = time.monotonic()
+        return bool(self._answered) and self._looked - self._answered > HUNG_S
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self.url}/health", timeout=ANSWER_S)
+        except urllib.error.HTTPError:
+            return True
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def _find(program: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"[inference] launch: there is no program {program!r}; give its path")
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipe to a minder that has ended."""
+    if process.stdin is not None:
+        process.stdin.close()
+
+
 def _lives(process: object) -> bool:
     return process.status() != "zombie"  # type: ignore[attr-defined]
 
@@ -162,7 +239,7 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
             time.sleep(0.2)  # its children end after it
 
 
-def _filled(command: str, model: str) -> tuple[list[str], int]:
+def _filled(command: str, model: str, host: str) -> tuple[list[str], int]:
     """The words of the command with its placeholders filled in, and the port that the server listens on."""
     try:
         words = shlex.split(command)
@@ -176,8 +253,10 @@ def _filled(command: str, model: str) -> tuple[list[str], int]:
         if given.isdigit():
             port, added = int(given), False
         added = added and "{port}" not in word
-    filled = [word.replace("{port}", str(port)).replace("{model}", model) for word in words]
-    return filled + (["--port", str(port)] if added else []), port
+    own_host = any(word == "--host" or word.startswith("--host=") or "{host}" in word for word in words)
+    values = {"{port}": str(port), "{host}": host, "{model}": model}
+    filled = [reduce(lambda text, pair: text.replace(*pair), values.items(), word) for word in words]
+    return filled + (["--port", str(port)] if added else []) + ([] if own_host else ["--host", host]), port
 
 
 def _free_port() -> int:

@@ -19,31 +19,63 @@ PROBE_S = (0.5, 10.0)
 
 
 class Pool:
-    """The servers of an engine; all methods belong to its event loop. ``gave_up`` says why waiting is no use any more
-    (a launched server that cannot be kept alive), "" while it is. ``trials`` raise for a server that computes otherwise
-    than those that were tried at the start."""
+    """The servers of an engine, at first those of ``urls``; ``at`` makes one, ``model`` is what they serve. All methods
+    belong to the engine's event loop. ``gave_up`` says why waiting is no use any more (launched servers that cannot be
+    kept alive), "" while it is. ``trials`` raise for a server that computes otherwise than those that were tried at the
+    start."""
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        urls: Sequence[str],
+        at: Callable[[str], Server],
+        model: str,
         patience_s: float,
         tell: Callable[[str, str], None],
         gave_up: Callable[[], str] = lambda: "",
     ):
-        self.servers, self.patience_s, self.tell, self.gave_up = list(servers), patience_s, tell, gave_up
+        self.servers, self._at, self._model = [at(url) for url in dict.fromkeys(urls)], at, model
+        self.patience_s, self.tell, self.gave_up = patience_s, tell, gave_up
+        self._is_open = False
         self.trials: list[Callable[[Server], Awaitable[None]]] = []
         self._homes: dict[Hashable, Server] = {}
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._back = asyncio.Condition()
 
+    async def open(self) -> None:
+        """Be ready to ask all of them."""
+        self._is_open = True
+        for server in self.servers:
+            await self._opened(server)
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """These are the servers from now on: one that is new is used when it answers and has been tried, and one that
+        is not among them any more is let go."""
+        known = {server.url for server in self.servers}
+        new = [self._at(url) for url in dict.fromkeys(urls) if url not in known]
+        gone = [server for server in self.servers if server.url not in urls]
+        self.servers = [server for server in self.servers if server not in gone] + new
+        for server in gone:
+            server.lost()
+            if probe := self._probes.pop(server, None):
+                probe.cancel()
+            await server.close()
+        for server in new if self._is_open else ():
+            await self._opened(server)
+            server.lost()
+            self._probes[server] = asyncio.create_task(self._probe(server, "has joined"))
+
+    async def _opened(self, server: Server) -> None:
+        server.model = self._model
+        await server.open()
+
     async def choose(self, key: Hashable, at: Server | None = None) -> Server:
         """The server for the rollouts of this key: ``at`` where it is given, the one they had, else the one with least
         to do. Raises ServerFailed when none comes back in time."""
-        await self._someone(self.servers if at is None else [at])
+        await self.someone(at)
         if at is not None:
             return at
         home = self._homes.get(key)
-        if home is None or not home.alive:
+        if home is None or not home.alive or home not in self.servers:
             home = min((each for each in self.servers if each.alive), key=lambda each: each.waiting)
             self._homes[key] = home
         return home
@@ -62,10 +94,12 @@ class Pool:
     def leave_out(self, server: Server, reason: str) -> None:
         """Use it no more until it answers again."""
         server.lost()
+        if server not in self.servers:
+            return  # whoever keeps them has let go of it
         self.tell(f"{server.url} is left out: {reason}", "warning")
-        self._probes[server] = asyncio.create_task(self._probe(server))
+        self._probes[server] = asyncio.create_task(self._probe(server, "is back"))
 
-    async def _probe(self, server: Server) -> None:
+    async def _probe(self, server: Server, then: str) -> None:
         pause, told = PROBE_S[0], ""
         while not await self._usable(server):
             if server.refused not in ("", told):
@@ -74,7 +108,7 @@ class Pool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PROBE_S[1])
         server.alive = True
-        self.tell(f"{server.url} is back", "info")
+        self.tell(f"{server.url} {then}", "info")
         async with self._back:
             self._back.notify_all()
 
@@ -96,10 +130,16 @@ class Pool:
             return False
         return True
 
-    async def _someone(self, servers: Sequence[Server]) -> None:
-        """Wait until one of these is there."""
+    async def someone(self, one: Server | None = None) -> None:
+        """Wait until some server is there, or this one. Raises ServerFailed when none comes in time, or this one is
+        none of them any more."""
         begin = time.monotonic()
-        while not any(server.alive for server in servers):
+        while True:
+            if one is not None and one not in self.servers:
+                raise ServerFailed(f"{one.url} is gone")
+            servers = self.servers if one is None else [one]
+            if any(server.alive for server in servers):
+                return
             if why := self.gave_up():
                 raise ServerFailed(why)
             if time.monotonic() - begin > self.patience_s:

@@ -1,0 +1,108 @@
+"""Ray itself, and the connection to a cluster: with what its nodes get of this code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import retrain
+from retrain.config import Config
+from retrain.errors import UsageError
+from retrain.extras import is_installed, missing
+from retrain.ownership import owner_of
+
+ANSWER_SECONDS = 10.0
+SHARED_SECONDS = 15.0
+"""How long a node may take to see the campaign's directory: a network file system's caches lag behind."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set for what ``ray job submit`` has started, whose own runtime_env holds."""
+LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
+"""What of the folder of a campaign's file is not sent to other machines."""
+
+
+def ray_module() -> Any:
+    """Ray, with nothing of it on standard output, and no report to its makers. Raises MissingExtra without it."""
+    if not is_installed("ray"):
+        raise missing('[campaign] executor = "ray"', "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else what a lost node logged last is printed here
+    import ray
+
+    return ray
+
+
+def connect(config: Config, folder: Path) -> None:
+    """Connect to the cluster; nodes on other machines get this code and the files of ``folder``."""
+    ray, mine = ray_module(), dict(config.ray.runtime_env)
+    address = _found(config.ray.address)
+    _init(address, mine)
+    elsewhere = any(node["Alive"] and node["NodeManagerHostname"] != socket.gethostname() for node in ray.nodes())
+    if elsewhere and config.ray.ship and JOB_CONFIG not in os.environ:
+        ray.shutdown()
+        package = str(Path(retrain.__file__).parent)
+        shipped = {"py_modules": [package], "working_dir": str(folder.absolute()), "excludes": LEFT_OUT}
+        _init(address, shipped | mine)
+
+
+def _found(address: str) -> str:
+    """The address of the head that is meant, once it answers; Ray itself would try for minutes. Raises UsageError."""
+    advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
+    try:
+        where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError, OSError) as error:
+        raise UsageError(f'there is no Ray cluster at address "{address}"; {advice}') from error
+    if where is None:
+        return address
+    host, _, port = where.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise UsageError(f'no Ray cluster answers at {where} (address "{address}"): {error}; {advice}') from error
+    return where
+
+
+def _init(address: str, runtime_env: dict[str, Any]) -> None:
+    ray = ray_module()
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address=address,
+            runtime_env=runtime_env or None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
+        raise UsageError(f'the Ray cluster at address "{address}" cannot be used: {first_line(error)}') from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without what follows."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def last_line(error: Exception) -> str:
+    """What the error says in whose words this one is told."""
+    return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+
+
+def sees(directory: Path, owner: str) -> bool:
+    """Whether this is the campaign's directory here too, soon."""
+    pause = threading.Event()
+    for _ in range(math.ceil(SHARED_SECONDS)):
+        mark = owner_of(directory)
+        if mark is not None and mark.id == owner:
+            return True
+        pause.wait(1.0)
+    return False

@@ -1,0 +1,216 @@
+"""The servers of ``[inference] launch`` in a Ray cluster: Ray finds a node for each, and brings it back elsewhere.
+
+An actor starts the server's process on its node, as ``engines.server.launch`` does here: watched, asked whether it
+answers, started again when it dies or hangs, ended with the actor. The controller asks the actors how they are; one
+that is gone, with its node perhaps, is replaced by another, and the workers are told the new address.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.rayconnect import last_line, ray_module, sees
+from retrain.config import Config
+from retrain.engines.server.fleet import Hear, Tell, named, names_of
+from retrain.engines.server.launch import Launched, Restarts, identity_of
+from retrain.errors import UsageError
+from retrain.ownership import claim
+from retrain.wording import plural
+
+LOOK_SECONDS = 1.0
+ROOM_SECONDS = 20.0
+"""After so long without room for a server the user is told."""
+CLOSE_SECONDS = 30.0
+PREFIX = "[inference] launch: "
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a server's actor has to know: the ``name`` of its files, the command and the model in ``config``, the
+    campaign's ``directory`` and its ``owner`` (the id in its mark), and the controller's working directory ``cwd``."""
+
+    name: str
+    config: Config
+    directory: str
+    owner: str
+    cwd: str
+
+
+class ServerHost:
+    """Runs a server on this node and says how it is; what Ray makes an actor of."""
+
+    def __init__(self, asked: Asked):
+        self.said: list[tuple[str, str]] = []
+        self.fault = ""
+        self.server: Launched | None = None
+        try:
+            self.server = self._start(asked)
+        except UsageError as error:
+            self.fault = str(error).removeprefix(PREFIX)
+
+    def look(self) -> dict[str, Any]:
+        """Where it listens (``url``), what has been ``said`` since the last time, and why it ``gave_up``, if it has."""
+        said, self.said = self.said, []
+        if self.server is None:
+            return {"url": "", "gave_up": self.fault, "said": said}
+        return {"url": self.server.url, "gave_up": self.server.gave_up, "said": said}
+
+    def close(self) -> None:
+        """End it."""
+        if self.server is not None:
+            self.server.close()
+
+    def _start(self, asked: Asked) -> Launched:
+        ray = ray_module()
+        config, directory = asked.config, Path(asked.cwd, asked.directory)
+        if not sees(directory, asked.owner):
+            directory = Path(tempfile.gettempdir(), "retrain", asked.owner, "servers")
+        if os.path.isdir(asked.cwd):
+            os.chdir(asked.cwd)
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else None
+        assert config.inference.launch is not None
+        return Launched(
+            config.inference.launch,
+            named(config),
+            directory,
+            visible,
+            False,
+            lambda text, level: self.said.append((text, level)),
+            name=asked.name,
+            host=ray.util.get_node_ip_address(),
+        )
+
+
+@dataclass(eq=False)
+class Place:
+    """One server of the fleet: its actor, the question that waits for an answer, and what was answered last."""
+
+    number: int
+    name: str
+    """Of its files."""
+    actor: Any = None
+    question: Any = None
+    url: str = ""
+    gave_up: str = ""
+    waits_since: float = 0.0
+    told: bool = False
+    restarts: Restarts = field(default_factory=Restarts)
+
+
+class RayFleet:
+    """See ``Fleet``: ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
+
+    def __init__(self, plan: Plan, gpus: float, tell: Tell):
+        config = plan.specs[0].config
+        self.config, self.directory, self.tell = config, str(plan.directory), tell
+        self.resources = {"num_gpus": gpus, "num_cpus": config.ray.server_cpus}
+        self._owner = claim(plan.directory).id
+        self._places = [Place(*each) for each in enumerate(names_of(config.inference.replicas), start=1)]
+        self._closing = threading.Event()
+        for place in self._places:
+            self._begin(place)
+        self._watcher = threading.Thread(target=self._watch, name="servers", daemon=True)
+        self._watcher.start()
+
+    @property
+    def urls(self) -> list[str]:
+        """See ``Fleet.urls``."""
+        return [place.url for place in self._places if place.url]
+
+    @property
+    def gave_up(self) -> str:
+        """See ``Fleet.gave_up``."""
+        return self._places[0].gave_up if all(place.gave_up for place in self._places) else ""
+
+    def listen(self, hear: Hear) -> None:
+        """See ``Fleet.listen``: whoever keeps this asks for the addresses."""
+
+    def wait(self, seconds: float) -> None:
+        """See ``Fleet.wait``."""
+        deadline = time.monotonic() + seconds
+        while not (self.urls or self.gave_up) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """See ``Fleet.close``."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._watcher.join()
+        ray = ray_module()
+        actors = [place.actor for place in self._places if place.actor is not None]
+        ending = [actor.close.remote() for actor in actors]
+        with suppress(ray.exceptions.RayError):
+            ray.wait(ending, num_returns=len(ending), timeout=CLOSE_SECONDS) if ending else None
+        for actor in actors:
+            with suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+        for place in self._places:  # what one that was lost with its node has left
+            identity_of(Path(self.directory), place.name).unlink(missing_ok=True)
+
+    def _begin(self, place: Place) -> None:
+        """Ask Ray for a node."""
+        options = {**self.resources, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        asked = Asked(place.name, self.config, self.directory, self._owner, os.getcwd())
+        place.actor = ray_module().remote(**options)(ServerHost).remote(asked)
+        place.question = place.actor.look.remote()
+        place.waits_since, place.url = time.monotonic(), ""
+        place.restarts.begun()
+
+    def _watch(self) -> None:
+        ray = ray_module()
+        while not self._closing.wait(LOOK_SECONDS):
+            asked = {place.question: place for place in self._places if place.question is not None}
+            if not asked:
+                continue
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS)
+            for question in answered:
+                self._hear(asked[question])
+            for place in self._places:
+                self._say_waits(place)
+
+    def _hear(self, place: Place) -> None:
+        """Take an answer, or find that there will be none."""
+        ray = ray_module()
+        try:
+            answer = ray.get(place.question)
+        except ray.exceptions.ActorUnavailableError:
+            place.question = place.actor.look.remote()
+            return
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            place.question, place.gave_up = None, f"Ray could not set a node up: {last_line(error)}"
+            return
+        except ray.exceptions.RayError:
+            self._lost(place)
+            return
+        for text, level in answer["said"]:
+            self.tell(f"server {place.number}: {text}", level)
+        place.url, place.gave_up = "" if answer["gave_up"] else answer["url"], answer["gave_up"]
+        place.question = None if place.gave_up else place.actor.look.remote()
+
+    def _lost(self, place: Place) -> None:
+        place.url, place.question = "", None
+        how = f"server {place.number} was lost with its actor or its node"
+        if place.restarts.spent():
+            place.gave_up = f"{how}, {place.restarts.count} times in a row"
+            return
+        self.tell(f"{how}, and is started elsewhere", "warning")
+        self._begin(place)
+
+    def _say_waits(self, place: Place) -> None:
+        """Once, that there is no room for a server."""
+        waits = place.question is not None and not place.url
+        if waits and not place.told and time.monotonic() - place.waits_since > ROOM_SECONDS:
+            place.told = True
+            gpus, cpus = self.resources["num_gpus"], plural(int(self.resources["num_cpus"]), "CPU")
+            asks = f"{gpus:g} GPU and {cpus}" if gpus else cpus
+            self.tell(f"server {place.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
