@@ -142,7 +142,7 @@ def test_rewards_that_differ_are_named_by_condition(tmp_path):
 def test_rewards_in_words():
     """Every kind of reward has its words; a sum names parts, weights and offsets."""
     kinds = set(RewardComponent.model_fields["type"].annotation.__args__)
-    assert kinds == {*REWARDS, "judge", "custom", "reward_model"}
+    assert kinds == {*REWARDS, "judge", "rubric", "custom", "reward_model"}
     reward = {
         "type": "weighted",
         "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],

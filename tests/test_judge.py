@@ -16,7 +16,8 @@ import pytest
 from retrain.config import tasks
 from retrain.errors import UsageError
 from retrain.rewards import Grader, build_grader
-from retrain.rewards.judge import AWAY_IN_A_ROW, JudgeReward, parse_score, question
+from retrain.rewards.endpoint import AWAY_IN_A_ROW, Endpoint
+from retrain.rewards.judge import JudgeReward, parse_score, question
 from retrain.types import Problem
 
 KEY = "sk-secret-0123456789"
@@ -82,7 +83,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def judge(server: Server, **options: Any) -> Grader:
     options = {"timeout_s": 5.0, "pause_s": 0.01, **options}
-    return Grader(JudgeReward("judge-1", server.url, **options))
+    return Grader(JudgeReward(Endpoint("judge-1", server.url, **options)))
 
 
 def says(content: Any) -> Callable[..., tuple[int, bytes, dict[str, str]]]:
@@ -261,7 +262,7 @@ def test_when_nobody_is_there_the_batch_is_given_up_quickly() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         start = time.monotonic()
-        with Grader(JudgeReward("m", url, workers=1, timeout_s=2.0, pause_s=0.05)) as grader:
+        with Grader(JudgeReward(Endpoint("m", url, workers=1, timeout_s=2.0, pause_s=0.05))) as grader:
             results = grader.grade([(CAPITAL, "Paris")] * 500)
     assert time.monotonic() - start < 20
     assert all(result.total_reward is None for result in results)

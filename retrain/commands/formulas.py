@@ -7,7 +7,7 @@ import math
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm, Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
-from retrain.config.tasks import Reward, RewardComponent
+from retrain.config.tasks import JUDGED, Reward, RewardComponent
 from retrain.config.training import Training
 from retrain.wording import plural
 
@@ -228,14 +228,27 @@ def reward_words(config: Config) -> str:
     else:
         words = f"{reward.name or reward.type}: {_grader_words(reward)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
-    if kinds & {"math", "judge", "custom"}:
+    if kinds & {"math", *JUDGED, "custom"}:
         words += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
     return words
+
+
+def _criteria_words(grader: Reward | RewardComponent) -> str:
+    parts = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
+    if grader.rubric_column is not None:
+        parts.append(f"those of the problem's {grader.rubric_column}")
+    return ", ".join(parts)
 
 
 def _grader_words(grader: Reward | RewardComponent) -> str:
     if grader.type == "judge":
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
+    if grader.type == "rubric":
+        who = f"the model {grader.judge_model} at {grader.judge_url or 'its own address'}"
+        if grader.rubric == "implicit":
+            return f"0 to 1, as {who} says by {_criteria_words(grader)}"
+        sums = "Σ weight · met / Σ |weight|"
+        return f"{sums} over {_criteria_words(grader)}, each of which {who} finds met or not"
     if grader.type == "custom":
         return f"your own {grader.custom_function} of {grader.custom_module}"
     if grader.type == "reward_model":

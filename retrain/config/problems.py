@@ -30,12 +30,13 @@ from retrain.config.describe import (
 from retrain.config.evaluation import EvaluationSet
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
 from retrain.config.root import homes, keys, sections
-from retrain.config.tasks import RewardComponent
+from retrain.config.tasks import RewardComponent, RubricCriterion
 
 Path = tuple[str | int, ...]
 LISTED: dict[str, type[Section]] = {
     "campaign.conditions": Condition,
     "reward.components": RewardComponent,
+    "reward.criteria": RubricCriterion,
     "evaluation.sets": EvaluationSet,
 }
 """Keys that are lists of tables, and what their tables are."""

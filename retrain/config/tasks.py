@@ -133,6 +133,29 @@ MARKED = ("match", "math")
 """Rewards that look for the answer in a completion."""
 
 
+RUBRIC_WEIGHTS = {"essential": 1.0, "important": 0.7, "optional": 0.3, "pitfall": 0.9}
+"""Weights that have a word, those of arXiv 2507.17746."""
+JUDGED = ("judge", "rubric")
+"""Rewards that ask a model behind an endpoint."""
+
+
+class RubricCriterion(Section):
+    """One criterion of a rubric."""
+
+    name: Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    """Name in the metrics, `rubric/<name>`."""
+    text: Text
+    """What the judge looks for, such as `Gives the final answer in one sentence.`"""
+    weight: Literal["essential", "important", "optional", "pitfall"] | float = "essential"
+    """A number, or a word for 1, 0.7, 0.3 and 0.9. A pitfall is phrased as what a good answer does; a negative number
+    makes the text a fault, which costs where it is found."""
+
+    @property
+    def weight_number(self) -> float:
+        """The weight as a number."""
+        return RUBRIC_WEIGHTS[self.weight] if isinstance(self.weight, str) else self.weight
+
+
 class Grader(Section):
     """Keys that a reward and a component of a weighted reward have in common."""
 
@@ -149,6 +172,14 @@ class Grader(Section):
     """Base address of an OpenAI-compatible endpoint, such as `http://localhost:8000/v1`; unset is OpenAI's own."""
     judge_api_key_env: OptionalText = None
     """Environment variable that holds the endpoint's key; unset sends none."""
+    rubric: Literal["explicit", "implicit"] = "explicit"
+    """How a `rubric` is graded: `explicit`, every criterion by itself, met or not, and the weighted share of those met;
+    `implicit`, one score between 0 and 1 by a judge who sees all of them."""
+    criteria: list[RubricCriterion] = Field(default_factory=list)
+    """The criteria of a `rubric`, for all problems."""
+    rubric_column: OptionalText = None
+    """Column of the data with a problem's own criteria, in addition: a list of texts, or of tables with `text`
+    (`criterion`, `description`), `weight` (`points`) and perhaps a `name`."""
     custom_module: OptionalText = None
     """Module or `.py` file of a reward of your own; looked for beside the TOML file first."""
     custom_function: Text = "score"
@@ -167,7 +198,7 @@ class Grader(Section):
 class RewardComponent(Grader):
     """One part of a weighted reward: weight × (reward + offset)."""
 
-    type: Literal["match", "math", "format", "judge", "custom", "reward_model"]
+    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model"]
     """As in [reward]."""
     weight: float = 1.0
     """Factor of this part in the total."""
@@ -178,21 +209,28 @@ class RewardComponent(Grader):
 def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
     """What one grader needs for its kind, and what it has without using it."""
     owners = {
-        "judge_model": "judge",
-        "judge_url": "judge",
-        "judge_api_key_env": "judge",
-        "custom_module": "custom",
-        "reward_model": "reward_model",
+        "judge_model": JUDGED,
+        "judge_url": JUDGED,
+        "judge_api_key_env": JUDGED,
+        "rubric_column": ("rubric",),
+        "custom_module": ("custom",),
+        "reward_model": ("reward_model",),
     }
     needs = {
         "judge": ("judge_model", "gpt-4o-mini"),
+        "rubric": ("judge_model", "gpt-4o-mini"),
         "custom": ("custom_module", "my_rewards"),
         "reward_model": ("reward_model", "./my_reward_model"),
     }
     for key, owner in owners.items():
-        if kind != owner and getattr(grader, key) is not None:
-            fix = f'remove the line, or type = "{owner}"'
+        if kind not in owner and getattr(grader, key) is not None:
+            fix = f'remove the line, or type = "{owner[0]}"'
             yield no_effect(f"{path}.{key}", f"{path}.type", kind, fix)
+    if kind != "rubric" and (grader.criteria or grader.rubric != "explicit"):
+        key = "criteria" if grader.criteria else "rubric"
+        yield no_effect(f"{path}.{key}", f"{path}.type", kind, 'type = "rubric"')
+    if kind == "rubric":
+        yield from _rubric_findings(grader, path)
     if kind not in MARKED and not grader.strict:
         fix = "write it in a component" if kind == "weighted" else 'remove the line, or type = "match"'
         yield no_effect(f"{path}.strict", f"{path}.type", kind, fix)
@@ -205,21 +243,35 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
             yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
 
 
+def _rubric_findings(grader: Grader, path: str) -> Iterator[Finding]:
+    """There is something to judge by, each criterion under a name of its own."""
+    names = [each.name for each in grader.criteria]
+    if not names and grader.rubric_column is None:
+        example = 'criteria = [{ name = "correct", text = "The final answer is right." }]'
+        yield Finding((f"{path}.criteria", f"{path}.type"), 'is missing: type = "rubric" needs some', example)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        words = f'has "{twice}" twice: their metrics would be one'
+        yield Finding((f"{path}.criteria",), words, f'name = "{twice}_2"')
+    if names and grader.rubric_column is None and not any(each.weight_number for each in grader.criteria):
+        yield Finding((f"{path}.criteria",), "has no weight but 0: nothing would ever be paid", 'weight = "essential"')
+
+
 class Reward(Grader):
     """What an answer is worth."""
 
     role: ClassVar[Role] = Role.LEARNS
 
-    type: Literal["match", "math", "format", "judge", "custom", "reward_model", "weighted"] = "match"
+    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "weighted"] = "match"
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
-    `format`: whether there is a marked answer; `judge`: a model behind an endpoint decides; `custom`: your function;
+    `format`: whether there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: it checks the
+    answer against criteria with weights; `custom`: your function;
     `reward_model`: the score of a model that is run here, an answer above 0.5 counting as correct; `weighted`: a sum of
     `[[reward.components]]`."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on. `reward_model`
     has no such limit."""
     workers: Annotated[Count, Role.SPEED] = 2
-    """Processes (`math`) or connections (`judge`) that grade side by side."""
+    """Processes (`math`) or connections (`judge`, `rubric`) that grade side by side."""
     reward_batch: Annotated[
         Count,
         UsedWhen("reward.type", ("reward_model",), unless="reward.reward_models", unless_words="that of a component"),

@@ -111,6 +111,7 @@ def is_graded(row: Row) -> bool:
 
 CAUSES = {
     "judge": "a judge that cannot be reached, or that replies with something else than a number",
+    "rubric": "a judge that cannot be reached, or that does not say of every criterion whether it is met",
     "custom": "a reward function that raises, returns no number or takes longer than [reward] timeout_s",
     "reward_model": "a conversation longer than the reward model's context, or a score that is not finite",
     "math": "answers that take longer than [reward] timeout_s to compare",

@@ -10,8 +10,10 @@ from typing import Any
 from retrain.config import tasks
 from retrain.rewards.base import Grader, Reward
 from retrain.rewards.custom import CustomReward
+from retrain.rewards.endpoint import Endpoint
 from retrain.rewards.judge import JudgeReward
 from retrain.rewards.reward_model import RewardModelReward
+from retrain.rewards.rubric import Criterion, RubricReward
 from retrain.rewards.rules import FormatReward, MatchReward
 from retrain.rewards.symbolic import MathReward
 from retrain.rewards.weighted import Component, WeightedReward
@@ -50,8 +52,9 @@ def _reward(section: tasks.Reward | tasks.RewardComponent, shared: _Shared) -> R
         reward = FormatReward()
     elif section.type == "math":
         reward = MathReward(**limits, strict=section.strict)
-    elif section.type == "judge" and section.judge_model:
-        reward = JudgeReward(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
+    elif section.type in tasks.JUDGED and section.judge_model:
+        endpoint = Endpoint(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
+        reward = JudgeReward(endpoint) if section.type == "judge" else _rubric(section, endpoint)
     elif section.type == "custom" and section.custom_module:
         reward = CustomReward(section.custom_module, section.custom_function, base_dir=base_dir, **limits)
     elif section.type == "reward_model" and section.reward_model:
@@ -61,6 +64,11 @@ def _reward(section: tasks.Reward | tasks.RewardComponent, shared: _Shared) -> R
         reward = MatchReward(section.strict)
     reward.name = section.name or reward.name
     return reward
+
+
+def _rubric(section: tasks.Grader, endpoint: Endpoint) -> RubricReward:
+    criteria = [Criterion(each.name, each.text, each.weight_number) for each in section.criteria]
+    return RubricReward(endpoint, criteria, section.rubric_column, section.rubric == "explicit")
 
 
 def _weighted(sections: list[tasks.RewardComponent], shared: _Shared) -> WeightedReward:

@@ -1,38 +1,16 @@
-"""``judge``: a language model behind an OpenAI-compatible endpoint scores completions between 0 and 1.
-
-Requests are sent a few at a time over asyncio, each with a limit on its whole duration (against a server that sends
-one byte a second), and retried with growing pauses when the server is busy, broken or unreachable. After the last
-attempt the completion gets null and the reason. After several such failures in a row the rest of the batch is not
-tried.
-"""
+"""``judge``: a language model behind an OpenAI-compatible endpoint scores completions between 0 and 1."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from retrain.errors import UsageError
-from retrain.plugins import described
 from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.custom import prompt_text
+from retrain.rewards.endpoint import Answer, Endpoint, Messages
 from retrain.types import Problem, RewardResult
 
-if TYPE_CHECKING:
-    import httpx
-
-DEFAULT_URL = "https://api.openai.com/v1"
 MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is
-MAX_BODY = 1 << 20
-MAX_TOKENS = 2048
-REQUESTS_PER_WORKER = 8  # requests wait on a network, not on a core
-AWAY_IN_A_ROW = 4
-RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 
 INSTRUCTION = (
     "You grade a response to a task. Reply with one number between 0 and 1 and nothing else: 1 when the response "
@@ -44,144 +22,45 @@ _SCORE = re.compile(r"(?:0(?:\.[0-9]+)?|\.[0-9]+|1(?:\.0+)?)")
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
-class Away(Exception):
-    """The endpoint could not be reached or did not answer properly, after all attempts."""
-
-
-@dataclass
-class _Batch:
-    """What the requests of one ``grade_all`` share."""
-
-    slots: asyncio.Semaphore
-    away_in_a_row: int = 0
-    last_reason: str = ""
-
-
 class JudgeReward(Reward):
-    """Asks ``model`` at ``url`` (the part before ``/chat/completions``) for a score.
-
-    The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
-    bounds one request, of which there are at most ``attempts``, ``pause_s`` seconds apart, then twice that, …
-    Raises UsageError when the variable is not set.
-    """
+    """Asks the model of ``endpoint`` for a score."""
 
     name = "judge"
 
-    def __init__(
-        self,
-        model: str,
-        url: str | None = None,
-        api_key_env: str | None = None,
-        workers: int = 2,
-        timeout_s: float = 10.0,
-        attempts: int = 3,
-        pause_s: float = 0.5,
-    ):
-        self.model, self.url = model, (url or DEFAULT_URL).rstrip("/") + "/chat/completions"
-        self.concurrency = REQUESTS_PER_WORKER * workers
-        self.timeout_s, self.attempts, self.pause_s = timeout_s, attempts, pause_s
-        self._key = os.environ.get(api_key_env, "") if api_key_env else ""
-        if api_key_env and not self._key:
-            raise UsageError(f"[reward] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
+    def __init__(self, endpoint: Endpoint):
+        self.endpoint = endpoint
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in order, each a score in [0, 1] or null with the reason."""
-        if not items:
-            return []
-        with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
-            return pool.submit(asyncio.run, self._grade(items)).result()
-
-    async def _grade(self, items: Sequence[Item]) -> list[RewardResult]:
-        import httpx
-
-        batch = _Batch(asyncio.Semaphore(self.concurrency))
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=self.concurrency)
-        async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits) as client:
-            return list(await asyncio.gather(*(self._one(client, batch, *item) for item in items)))
-
-    async def _one(self, client: httpx.AsyncClient, batch: _Batch, problem: Problem, completion: str) -> RewardResult:
-        async with batch.slots:
-            if batch.away_in_a_row >= AWAY_IN_A_ROW:
-                return failed(f"not tried after {AWAY_IN_A_ROW} failures in a row: {batch.last_reason}")
-            try:
-                text = await self._reply(client, question(problem, completion))
-            except Away as error:
-                batch.away_in_a_row += 1
-                batch.last_reason = str(error)
-                return failed(batch.last_reason)
-            except Exception as error:  # of this completion alone: HTTP 400, a reply that is not a chat completion
-                return failed(self._without_key(described(error)))
-            batch.away_in_a_row = 0
-            score = parse_score(text)
-            if score is None:
-                return failed(self._without_key(f"the judge replied {text[:80]!r}, not a number between 0 and 1"))
-            return RewardResult(score)
-
-    async def _reply(self, client: httpx.AsyncClient, messages: list[dict[str, str]]) -> str:
-        """The text of the judge's reply. Raises Away after the last attempt, ValueError when retrying is no use."""
-        import httpx
-
-        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        reason, pause = "", 0.0
-        for attempt in range(self.attempts):
-            if attempt:
-                await asyncio.sleep(max(pause, self.pause_s * 2 ** (attempt - 1)))
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    status, headers, text = await self._post(client, body)
-            except TimeoutError:
-                reason, pause = f"no answer within {self.timeout_s:g} s (timeout_s)", 0.0
-                continue
-            except httpx.TransportError as error:
-                reason, pause = f"{type(error).__name__}: {error}", 0.0
-                continue
-            if status == 200:
-                return _content(text)
-            reason = f"HTTP {status} {text[:120]}"
-            if status not in RETRIED_STATUS:
-                raise ValueError(f"the judge at {self.url} answered {reason}")
-            pause = min(_seconds(headers.get("retry-after", "")), self.timeout_s)
-        raise Away(self._without_key(f"the judge at {self.url} failed {self.attempts} times, last: {reason}"))
-
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx.Headers, str]:
-        content = json.dumps(body)  # ASCII, so that lone surrogates in a completion travel too
-        async with client.stream("POST", self.url, content=content, headers={"Content-Type": "application/json"}) as r:
-            received = bytearray()
-            async for part in r.aiter_bytes():
-                received += part
-                if len(received) > MAX_BODY:
-                    raise ValueError(f"the judge at {self.url} sent more than {MAX_BODY} bytes")
-            return r.status_code, r.headers, received.decode("utf-8", "replace")
-
-    def _without_key(self, text: str) -> str:
-        """``text`` without the key, which some servers repeat in their errors."""
-        return text.replace(self._key, "***") if self._key else text
+        return [_graded(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
 
 
-def question(problem: Problem, completion: str) -> list[dict[str, str]]:
-    """The chat messages that ask for a score of ``completion``."""
+def _graded(answer: Answer) -> RewardResult:
+    if answer.fault:
+        return failed(answer.fault)
+    score = parse_score(answer.text)
+    if score is None:
+        return failed(f"the judge replied {answer.text[:80]!r}, not a number between 0 and 1")
+    return RewardResult(score)
+
+
+def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, criteria: str = "") -> Messages:
+    """The chat messages that ask for a verdict on ``completion``; ``criteria`` are shown before it."""
     parts = [f"Task:\n{prompt_text(problem)}"]
     if problem.answer:
         parts.append(f"Reference answer:\n{problem.answer}")
+    if criteria:
+        parts.append(criteria)
     parts.append(f"Response to grade:\n<response>\n{completion[-MAX_COMPLETION:]}\n</response>")
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": "\n\n".join(parts)}]
+    return [{"role": "system", "content": instruction}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
 def parse_score(text: str) -> float | None:
     """The reply as a number in [0, 1]; None for anything else. A leading ``<think>…</think>`` is ignored."""
-    number = _SCORE.fullmatch(_THINKING.sub("", text, count=1).strip())
+    number = _SCORE.fullmatch(without_thinking(text))
     return float(number.group()) if number else None
 
 
-def _content(body: str) -> str:
-    """The text of the first choice of a chat completion. Raises ValueError if the body is none."""
-    try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"the judge's reply is not a chat completion: {body[:80]!r}") from None
-    return content if isinstance(content, str) else ""
-
-
-def _seconds(retry_after: str) -> float:
-    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+def without_thinking(text: str) -> str:
+    """A reply without a leading ``<think>…</think>`` and without blanks around."""
+    return _THINKING.sub("", text, count=1).strip()
